@@ -106,6 +106,11 @@ def two_optimizers(comm: torchmn.Communicator) -> None:
     second.close()
 
 
+def fails(comm: torchmn.Communicator) -> None:
+    loop(comm, "every_step", None)
+    raise ValueError("after the last step")
+
+
 def endless(comm: torchmn.Communicator) -> None:
     net = model()
     optimizer = torchmn.create_multi_node_optimizer(

@@ -152,6 +152,17 @@ def test_a_plain_optimizer_under_ddp_hook(sections: dict[str, list[list[Line]]])
         assert all(step.buckets and step.sent for step in steps)
 
 
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("mpi", marks=pytest.mark.mpi)])
+def test_the_record_of_a_rank_that_fails_has_all_steps(runner: Runner, backend: str) -> None:
+    """Also under MPI, where the process ends at once."""
+    result = runner.run("-n", "1", "--backend", backend, SCRIPT, "fails", limit_s=60)
+    assert result.returncode == 1, result.stdout + result.stderr
+    lines = read(runner.logs, 0)
+    assert len(steps_of(lines)) >= NUM_STEPS - 1
+    assert isinstance(lines[-1], RunEnd)
+    assert lines[-1].status == 1
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_the_record_of_a_run_that_was_ended_is_readable(runner: Runner, signum: int) -> None:
     process = runner.start("-n", "2", "--backend", "gloo", SCRIPT, "endless")

@@ -11,6 +11,8 @@ from pytorch_pfn_extras.training.extension import Extension
 from torchmn.checkpoint import MultiNodeCheckpointer
 from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
 from torchmn.profiling import recording
+from torchmn.readers import MinibatchSource
+from torchmn.readers.user import UserSourceMinibatches
 
 if TYPE_CHECKING:
     from torchmn.cntk.training_session import TrainingSession
@@ -77,13 +79,22 @@ class SessionUpdater:
         num_samples = self._before[DataUnit.sample]
         size = int(session.sizes.value(num_samples, self._before[DataUnit.sweep]))
         size = limited(size, session.max_samples, num_samples)
-        arguments = {}
-        if size and not self._is_stopped:
-            with recording.timed("data"):
-                arguments = session.next_minibatch(session.mb_source, size)
-        has_data = self.trainer.train_minibatch(arguments, device=self._device)
+        has_data = self._train_on(0 if self._is_stopped else size)
         self.has_ended = not has_data
         self.has_trained |= has_data
+
+    def _train_on(self, size: int) -> bool:
+        """Train on the next minibatch that has samples; False at the end of the data."""
+        session = self.session
+        while True:
+            arguments = {}
+            if size:
+                with recording.timed("data"):
+                    arguments = session.next_minibatch(session.mb_source, size)
+            if self.trainer.train_minibatch(arguments, device=self._device):
+                return True
+            if not (arguments and has_samples_left_out(session.mb_source)):
+                return False
 
     def finalize(self) -> None:
         """Nothing is left to do."""
@@ -156,6 +167,11 @@ class WaitForWrites(Extension):
     def finalize(self, loop: object) -> None:
         """Wait, at the end of the loop."""
         self._checkpointer.finalize()
+
+
+def has_samples_left_out(source: MinibatchSource | UserSourceMinibatches) -> bool:
+    """Whether a minibatch in which no rank found samples had some, all of them wrong."""
+    return bool(source.global_num_samples)
 
 
 def limited(size: int, max_samples: int | None, num_samples: int) -> int:

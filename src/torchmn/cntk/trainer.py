@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from torchmn.cntk.distributed_learners import optimizers_of
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.minibatch_sums import MinibatchSums, mean_and_sum, start_sum
 from torchmn.errors import DataError, UnsupportedError, UsageError
+from torchmn.evaluation import evaluation_mode
 from torchmn.links.layer_communicator import has_collective_layers
 from torchmn.optimizer import MultiNodeOptimizer
 from torchmn.readers.minibatch import MinibatchData
@@ -321,7 +321,7 @@ class Trainer:
 
         *Collective.* ``criterion`` is used in place of the trainer's.
         """
-        with _evaluating(self.model):
+        with evaluation_mode([self.model]):
             _, own = self._evaluate(arguments, device, criterion)
         total = start_sum(own, self.communicator)()
         value = float(total.loss if total.metric is None else total.metric)
@@ -512,15 +512,3 @@ def _prepared(value: Argument, device: torch.device | str | None) -> Tensor | Mi
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device | None:
     return next((p.device for model in models for p in model.parameters()), None)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """All modules in evaluation mode, and afterwards as they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

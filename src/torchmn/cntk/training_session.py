@@ -31,7 +31,13 @@ from torchmn.cntk.session_config import (
     is_positive_int,
     raise_if_infinite,
 )
-from torchmn.cntk.session_loop import Action, SessionUpdater, WaitForWrites, limited
+from torchmn.cntk.session_loop import (
+    Action,
+    SessionUpdater,
+    WaitForWrites,
+    has_samples_left_out,
+    limited,
+)
 from torchmn.cntk.trainer import Trainer
 from torchmn.communicators import Communicator
 from torchmn.errors import UsageError
@@ -216,8 +222,8 @@ class TrainingSession:
                 added, count = self.trainer.evaluation_sums(
                     arguments, device, criterion=config.criterion
                 )
-                if count == 0:  # on all ranks
-                    break
+                if count == 0 and not (arguments and has_samples_left_out(source)):
+                    break  # on all ranks
                 total, num_samples = total + added, num_samples + count
                 num_minibatches += 1
         self.trainer.summarize_test_progress()

@@ -41,7 +41,8 @@ class SerialIterator(Generic[Batch]):
     numbers and resuming is exact; batches are collated to tensors.
 
     Args:
-        dataset: anything with a length and samples by index.
+        dataset: anything with a length and samples by index. If it grows, an epoch has the samples
+            that were there when it began.
         batch_size: samples per batch, of this rank.
         repeat: continue after the end of the epoch.
         shuffle: draw a new order for each epoch.
@@ -95,7 +96,7 @@ class SerialIterator(Generic[Batch]):
     @property
     def epoch_detail(self) -> float:
         """Epochs done, with the fraction of the current one."""
-        return self.epoch + self.current_position / max(len(self.dataset), 1)
+        return self.epoch + self.current_position / max(len(self._order), 1)
 
     @property
     def previous_epoch_detail(self) -> float | None:
@@ -106,8 +107,7 @@ class SerialIterator(Generic[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        length = len(self.dataset)
-        if not self.repeat and (self.epoch > 0 or length == 0):
+        if not self.repeat and (self.epoch > 0 or len(self._order) == 0):
             raise StopIteration
         self._previous_epoch_detail = self.epoch_detail
         self.is_new_epoch = False
@@ -117,7 +117,7 @@ class SerialIterator(Generic[Batch]):
             part = self._order[self.current_position : self.current_position + missing]
             indices.extend(int(index) for index in part)
             self.current_position += len(part)
-            if self.current_position == length:
+            if self.current_position >= len(self._order):
                 self._begin_epoch(self.epoch + 1)
                 if not self.repeat:
                     break

@@ -5,6 +5,7 @@ from torchmn.evaluation.batches import batch_to, call_with_batch, num_samples
 from torchmn.evaluation.buffers import BufferRule, sync_buffers_
 from torchmn.evaluation.create import create_multi_node_evaluator
 from torchmn.evaluation.generic import GenericMultiNodeEvaluator
+from torchmn.evaluation.modes import evaluation_mode
 from torchmn.evaluation.ratio import Ratio
 from torchmn.evaluation.sums import Sums, WeightedSums, means_of, merge_sums, scalars_of
 
@@ -18,6 +19,7 @@ __all__ = [
     "batch_to",
     "call_with_batch",
     "create_multi_node_evaluator",
+    "evaluation_mode",
     "means_of",
     "merge_sums",
     "num_samples",

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from torchmn.communicators.heartbeat import HeartbeatGather
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
+from torchmn.evaluation.modes import evaluation_mode
 from torchmn.evaluation.one_pass import named_loaders
 from torchmn.evaluation.recorder import Recorder
 from torchmn.evaluation.sums import Sums, means_of, merge_sums
@@ -142,11 +143,12 @@ class _MultiNodeEvaluation:
         sync_buffers_(targets, self._comm, self._buffers)
         gather = HeartbeatGather(self._comm, f"evaluation '{self._evaluator.name or 'validation'}'")
         try:
-            shard = self._measure(self._evaluator.get_all_iterators(), gather)
-            whole = None
-            if self._whole_set is not None:
-                loaders = {**self._evaluator.get_all_iterators(), "main": self._whole_set}
-                whole = self._measure(loaders, gather)
+            with evaluation_mode(targets):
+                shard = self._measure(self._evaluator.get_all_iterators(), gather)
+                whole = None
+                if self._whole_set is not None:
+                    loaders = {**self._evaluator.get_all_iterators(), "main": self._whole_set}
+                    whole = self._measure(loaders, gather)
         except Exception as error:
             gather.fail(error)
             raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +12,11 @@ from torch import nn
 from torchmn.communicators.heartbeat import HeartbeatGather
 from torchmn.errors import UsageError
 from torchmn.evaluation.batches import batch_to, call_with_batch
+from torchmn.evaluation.modes import evaluation_mode
 from torchmn.evaluation.one_pass import one_pass
 from torchmn.profiling import recording
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torchmn.communicators import Communicator
 
 
@@ -90,7 +88,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
         what = f"evaluation '{self.name or self.default_name}'"
         gather = HeartbeatGather(self.comm, what)
         try:
-            with torch.no_grad(), _evaluation_mode(self.targets.values()):
+            with torch.no_grad(), evaluation_mode(self.targets.values()):
                 results = self._local_results(gather)
         except Exception as error:
             gather.fail(error)
@@ -121,15 +119,6 @@ class GenericMultiNodeEvaluator(extension.Extension):
             if self.progress_hook:
                 self.progress_hook(number)
         return results
-
-
-@contextmanager
-def _evaluation_mode(models: Iterable[nn.Module]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for model in models:
-            stack.callback(model.train, model.training)
-            model.eval()
-        yield
 
 
 def _round_robin(parts: list[list[Any]]) -> list[Any]:

@@ -103,16 +103,21 @@ class Replica:
         for name, value in scalars_of(observation).items() if self._order.observes else ():
             own.add(name, value)
         weight = float(1 if num is None else num)
-        gathered = self._comm.allgather_obj((weight, own.sums()))
-        share = weight / (sum(weight for weight, _ in gathered) or 1.0)
+        has_gradient = bytes(parameter.grad is not None for parameter in self._parameters)
+        gathered = self._comm.allgather_obj((weight, own.sums(), has_gradient))
+        share = weight / (sum(weight for weight, _, _ in gathered) or 1.0)
         for parameter in self._parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(share * self._order.size)
         self._comm.multi_node_mean_grad(self._model, zero_fill=True)
+        every_rank = zip(self._parameters, *(theirs for *_, theirs in gathered), strict=True)
+        for parameter, *is_given in every_rank:
+            if not any(is_given):  # on no rank: the optimizer must not decay it
+                parameter.grad = None
         if optimizer is not None:
             optimizer.step()
         self._broadcast_parameters()
-        return merge_sums([sums for _, sums in gathered])
+        return merge_sums([sums for _, sums, _ in gathered])
 
     @torch.no_grad()
     def _broadcast_parameters(self) -> None:

@@ -87,6 +87,8 @@ def main() -> None:
             monitor.note_fatal(error)
         try:
             _show(error)
+            if os.getpid() == own_pid:
+                _end_record(status)  # before this process is ended, at once where MPI is in use
         finally:
             if monitor is not None:
                 monitor.script_failed(error)
@@ -94,10 +96,14 @@ def main() -> None:
     finally:
         if os.getpid() != own_pid:
             _end_child(status)
-        if record := sys.modules.get("torchmn.profiling.recording"):  # which imports torch
-            record.end(status)
+        _end_record(status)
         if monitor is not None:
             monitor.script_exits(0 if status == 128 + signal.SIGINT else status)
+
+
+def _end_record(status: int) -> None:
+    if record := sys.modules.get("torchmn.profiling.recording"):  # which imports torch
+        record.end(status)
 
 
 def _end_child(status: int) -> NoReturn:

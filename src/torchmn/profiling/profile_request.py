@@ -44,7 +44,7 @@ class ProfileRequest:
             name += "-%r"  # ranks of one host have files of their own
         if not _NAME.fullmatch(re.sub("%[hrp]", "", name) or "a"):
             raise UsageError(
-                f"--profile: the name {name!r} may hold letters, digits, . _ + @ = - and %h (the "
+                f"The name {name!r} of a profile may hold letters, digits, . _ + @ = - and %h (the "
                 "host), %r (the rank), %p (the process)."
             )
         if what == "cprofile":

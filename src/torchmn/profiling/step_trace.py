@@ -16,9 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmn.control.private_files import make_private_folder
+from torchmn.errors import UsageError
 from torchmn.profiling.profile_request import ProfileRequest
 from torchmn.profiling.recorded_exchange import Exchange
 from torchmn.profiling.records import ClockOffset, Phase
@@ -60,7 +62,13 @@ class StepTrace:
         return self._profiler is not None
 
     def begin(self) -> None:
-        """Begin to profile."""
+        """Begin to profile. Raises UsageError: torch's profiler runs already."""
+        if profiler._is_profiler_enabled:
+            raise UsageError(
+                "torch's profiler runs already in this process, and a second one would end it. "
+                "Profile with one of torch.profiler, torchmn.profiling.trace() and torchmn run "
+                "--profile at a time."
+            )
         activities = [ProfilerActivity.CPU]
         if not self._recorder.clock.is_host:
             activities.append(ProfilerActivity.CUDA)
@@ -115,8 +123,8 @@ class StepTrace:
 
     def end(self) -> None:
         """End the profile and write it."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
+        running_profile, self._profiler = self._profiler, None
+        if running_profile is None:
             return
         self._recorder.traces.remove(self)
         offset = self._offset()
@@ -129,12 +137,12 @@ class StepTrace:
             "error_s": None if offset is None else offset.error_s,
             "events": self._events,
         }
-        profiler.add_metadata_json(KEY, json.dumps(own))
-        profiler.stop()
+        running_profile.add_metadata_json(KEY, json.dumps(own))
+        running_profile.stop()
         self._events = []
         make_private_folder(self.path.parent)
         unfinished = self.path.with_suffix(".unfinished")
-        profiler.export_chrome_trace(str(unfinished))
+        running_profile.export_chrome_trace(str(unfinished))
         unfinished.rename(self.path)
 
 
@@ -144,9 +152,9 @@ class RequestedTrace:
     def __init__(self, request: ProfileRequest, trace: StepTrace) -> None:
         self._request, self._trace = request, trace
         self._last_step: int | None = None
-        self._is_over = False
+        self._is_over = self._had_to_wait = False
         if request.first == 0:
-            trace.begin()
+            self._begin()
 
     def step_begins(self, number: int) -> None:
         """Called by the recorder after each step, with the number of the next one."""
@@ -155,7 +163,7 @@ class RequestedTrace:
             if number >= self._request.last:
                 self._end()
         elif not self._is_over and self._request.first <= number < self._request.last:
-            self._trace.begin()
+            self._begin()
 
     def close(self) -> None:
         """The script ends."""
@@ -163,12 +171,23 @@ class RequestedTrace:
             self._end()
         elif not self._is_over:
             last = "no step" if self._last_step is None else f"its last step was {self._last_step}"
+            why = f"this rank has not reached these steps ({last})"
+            if self._had_to_wait:
+                why = (
+                    "a profiler of the script ran in these steps, and there can be only one at a "
+                    "time. Remove it, or choose other steps"
+                )
             print(
-                f"torchmn: --profile {self._request.first}:{self._request.last}: this rank has not "
-                f"reached these steps ({last}).",
+                f"torchmn: --profile {self._request.first}:{self._request.last}: {why}.",
                 file=sys.stderr,
                 flush=True,
             )
+
+    def _begin(self) -> None:
+        """Unless the script profiles itself: then in one of the next steps."""
+        self._had_to_wait = profiler._is_profiler_enabled
+        if not self._had_to_wait:
+            self._trace.begin()
 
     def _end(self) -> None:
         self._is_over = True

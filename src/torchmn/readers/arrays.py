@@ -65,6 +65,10 @@ class ArrayChunk:
             num_sequences=self._num_sequences, num_samples=int(longest.sum()), lengths=longest
         )
 
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`."""
+        return {name: lengths is None for name, (_, lengths) in self._columns.items()}
+
     def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
         """See `Chunk`."""
         found: dict[str, StreamData] = {}
@@ -93,6 +97,10 @@ class ArrayDeserializer:
     def stream_infos(self) -> list[StreamInformation]:
         """See `Deserializer`."""
         return self._chunk.stream_infos()
+
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`."""
+        return self._chunk.has_one_sample()
 
     def num_chunks(self) -> int:
         """See `Deserializer`."""

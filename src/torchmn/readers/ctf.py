@@ -89,6 +89,11 @@ class CTFDeserializer:
         """The streams, in the order of ``streams``."""
         return list(self._columns.infos)
 
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`; reads the file on the first call."""
+        has_one = np.stack([chunk.has_one for chunk in self._indexed().chunks])
+        return {info.name: bool(has_one[:, n].all()) for n, info in enumerate(self._columns.infos)}
+
     def num_chunks(self) -> int:
         """The number of chunks; reads the file on the first call."""
         return len(self._indexed().chunks)
@@ -103,6 +108,9 @@ class CTFDeserializer:
         place = index.chunks[chunk_id]
         text, sequences = index.read(place)
         return CTFChunk(self, place, text, sequences, index.with_ids or self._skip_ids)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._path!r})"
 
     def _indexed(self) -> Index:
         with self._lock:

@@ -32,7 +32,8 @@ Version = tuple[int, ...]
 class ChunkPlace:
     """Where a chunk is in the file, and its first line, from 1.
 
-    ``sequences`` is None where the index would become too large.
+    ``sequences`` is None where the index would become too large; ``has_one`` says by stream whether
+    each sequence has one sample.
     """
 
     offset: int
@@ -40,6 +41,7 @@ class ChunkPlace:
     line: int
     info: ChunkInfo
     sequences: Sequences | None
+    has_one: Array
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def make_index(path: str, columns: Columns, chunk_bytes: int, skip_ids: bool) ->
                 sequences = table.first(num)
                 kept_bytes += sequences.nbytes
                 kept = sequences if kept_bytes <= _MAX_INDEX_BYTES else None
-                chunks.append(ChunkPlace(offset, end, line, info, kept))
+                has_one = (table.counts[:num] == 1).all(axis=0)
+                chunks.append(ChunkPlace(offset, end, line, info, kept, has_one))
             offset, line, nbytes = offset + end, line + num_lines, chunk_bytes
         if _version(file) != version:
             version = None

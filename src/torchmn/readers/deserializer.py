@@ -103,3 +103,20 @@ class Deserializer(Protocol):
 
     def get_chunk(self, chunk_id: int) -> Chunk:
         """Read a chunk. Called by a thread that reads ahead, several times over the sweeps."""
+
+
+class DeserializerOfKnownLengths(Deserializer, Protocol):
+    """A deserializer that says of which streams a minibatch has lengths.
+
+    Whether one has is then the same in all minibatches and partitions, where a part may have no
+    sequence, or by chance only those of one sample.
+    """
+
+    def has_one_sample(self) -> dict[str, bool]:
+        """By stream name, whether each sequence of the whole data set has one sample."""
+
+
+def has_one_sample(deserializer: Deserializer) -> dict[str, bool]:
+    """Of the streams of which the deserializer says it."""
+    known = getattr(deserializer, "has_one_sample", None)
+    return {} if known is None else dict(known())

@@ -51,6 +51,10 @@ class FrameDeserializer:
         where = f"Chunk {chunk_id} of {self._deserializer!r}"
         return _FrameChunk(self._deserializer.get_chunk(chunk_id), info, where)
 
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`."""
+        return {info.name: True for info in self.stream_infos()}
+
     def __repr__(self) -> str:
         return repr(self._deserializer)
 

@@ -77,6 +77,13 @@ class ImageDeserializer:
         """The image stream, and the label stream if there is one."""
         return self._decoder.infos
 
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`."""
+        return {info.name: True for info in self.stream_infos()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._map.path!r})"
+
     def num_chunks(self) -> int:
         """The number of chunks, each of `IMAGES_PER_CHUNK` lines."""
         return -(-len(self._map) // IMAGES_PER_CHUNK)
@@ -136,6 +143,13 @@ class Base64ImageDeserializer:
     def stream_infos(self) -> list[StreamInformation]:
         """The image stream, and the label stream if there is one."""
         return self._decoder.infos
+
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`."""
+        return {info.name: True for info in self.stream_infos()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._path!r})"
 
     def num_chunks(self) -> int:
         """The number of chunks, of about 32 MB each."""
@@ -353,7 +367,7 @@ class _MapFile:
     """The paths and labels of a map file, in compact arrays."""
 
     def __init__(self, path: str, num_classes: int | None) -> None:
-        self._path = path
+        self.path = path
         self._folder = os.path.dirname(os.path.abspath(path))
         self._archives = _Archives()
         self._paths = bytearray()
@@ -382,7 +396,7 @@ class _MapFile:
         """Read an image file."""
         raw = bytes(self._paths[self._ends[number] : self._ends[number + 1]])
         name = os.fsdecode(raw)
-        place = f"{self._path}, line {self._lines[number]}"
+        place = f"{self.path}, line {self._lines[number]}"
         if name.startswith("..."):
             name = os.path.join(self._folder, name[3:].replace("\\", "/").lstrip("/"))
         try:
@@ -398,7 +412,7 @@ class _MapFile:
 
     def _add(self, text: bytes, line: int, num_classes: int | None) -> None:
         columns = text.split(b"\t")
-        place = f"{self._path}, line {line}"
+        place = f"{self.path}, line {line}"
         if len(columns) not in (2, 3):
             raise DataError(f"{place}: {len(columns)} columns. {_MAP_FORM}")
         *_, path, label = columns

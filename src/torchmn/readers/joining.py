@@ -18,6 +18,7 @@ from torchmn.readers.deserializer import (
     Indices,
     Seed,
     StreamData,
+    has_one_sample,
 )
 from torchmn.readers.process_lock import ProcessLock
 from torchmn.readers.streams import StreamInformation
@@ -112,6 +113,10 @@ class JoinedDeserializer:
                 ChunkInfo(num_sequences=info.num_sequences, num_samples=num_samples, lengths=own)
             )
         return joined
+
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`."""
+        return {n: one for part in self._deserializers for n, one in has_one_sample(part).items()}
 
     def __repr__(self) -> str:
         return " and ".join(map(repr, self._deserializers))

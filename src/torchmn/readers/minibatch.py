@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -94,3 +95,35 @@ class MinibatchData:
                 f"{method}() needs a dense stream, and this one is sparse. Use .data, a "
                 "torch.sparse_csr tensor (num_samples, dimension), or .data.to_dense()."
             )
+
+
+def as_in_other_parts(
+    streams: Mapping[str, MinibatchData], has_one_sample: Mapping[str, bool]
+) -> dict[str, MinibatchData]:
+    """A part of a minibatch whose streams have lengths if those of all parts have. Local.
+
+    Where each sequence has one sample of a stream, one that has none was left out because of an
+    error: it is then in no stream.
+
+    Args:
+        streams: by name.
+        has_one_sample: of the streams of which it is known whether each sequence has one sample.
+
+    Example:
+        >>> part = MinibatchData(torch.ones(2, 3), num_sequences=2, num_samples=2)
+        >>> as_in_other_parts({"x": part}, {"x": False})["x"].lengths
+        tensor([1, 1])
+    """
+    singles = [streams[name] for name, one in has_one_sample.items() if one]
+    own_lengths = [single.lengths for single in singles if single.lengths is not None]
+    is_there = own_lengths[0] > 0 if own_lengths else None
+    found = {}
+    for name, part in streams.items():
+        lengths = part.lengths
+        if lengths is None and not has_one_sample.get(name, True):
+            lengths = torch.ones(part.num_sequences, dtype=torch.int64, device="cpu")
+        if is_there is not None and lengths is not None:
+            lengths = None if has_one_sample.get(name, False) else lengths[is_there]
+        num_sequences = part.num_samples if lengths is None else len(lengths)
+        found[name] = replace(part, lengths=lengths, num_sequences=num_sequences)
+    return found

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from torchmn.errors import DataError, UnknownNameError, UsageError
-from torchmn.readers.deserializer import Deserializer
+from torchmn.readers.deserializer import Deserializer, has_one_sample
 from torchmn.readers.frames import FrameDeserializer
 from torchmn.readers.joining import JoinedDeserializer
-from torchmn.readers.minibatch import MinibatchData
+from torchmn.readers.minibatch import MinibatchData, as_in_other_parts
 from torchmn.readers.minibatch_plan import INFINITELY_REPEAT, MinibatchPlan, Request
 from torchmn.readers.minibatches_ahead import MinibatchesAhead
 from torchmn.readers.streams import InputMap, Record, StreamInformation, wanted_streams
@@ -127,6 +127,7 @@ class MinibatchSource:
             randomization_seed,
             _num_threads(self._deserializer, multithreaded_deserializer),
         )
+        self._has_one_sample = {} if truncation_length else has_one_sample(self._deserializer)
         self._progress = self._plan.start()
         self.global_num_samples = 0
         """Samples of the last minibatch, over all partitions."""
@@ -195,7 +196,7 @@ class MinibatchSource:
             self.global_num_samples = 0
             return {}
         try:
-            streams = first.streams.result()
+            streams = as_in_other_parts(first.streams.result(), self._has_one_sample)
             found = {key: streams[stream.name].to(device) for key, stream in wanted.items()}
         except BaseException:
             self._ahead.forget()

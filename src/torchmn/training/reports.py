@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from pytorch_pfn_extras.training import extensions
@@ -67,8 +67,15 @@ def extend_with_reports(
     2           4
     """
     trainer.extend(AllreducePersistent(trainer.updater.model, comm))
-    speed = _images_per_s(images_per_epoch)
-    trainer.extend(LogReport(comm, observations=observations, postprocess=speed))
+
+    def add_speed(row: Any) -> None:
+        """Since the last row, which may be from before a resume."""
+        before = log.log[-1] if log.log else {"epoch": 0, "elapsed_time": 0.0}
+        num_epochs, elapsed_s = (row[name] - before[name] for name in ("epoch", "elapsed_time"))
+        row["images/s"] = num_epochs * images_per_epoch / max(elapsed_s, 1e-9)
+
+    log = LogReport(comm, observations=observations, postprocess=add_speed)
+    trainer.extend(log)
     if comm.rank != 0:
         return
     is_terminal = sys.stdout.isatty()
@@ -83,17 +90,6 @@ def extend_with_reports(
             trainer.extend(plot, name=f"plot of {what}")
     if has_snapshot:
         trainer.extend(extensions.snapshot(n_retains=2))  # type: ignore[attr-defined]
-
-
-def _images_per_s(images_per_epoch: int) -> Callable[[Any], None]:
-    last = {"epoch": 0, "elapsed_time": 0.0}
-
-    def add(row: Any) -> None:
-        num_epochs, elapsed_s = (row[name] - last[name] for name in last)
-        row["images/s"] = num_epochs * images_per_epoch / max(elapsed_s, 1e-9)
-        last.update((name, row[name]) for name in last)
-
-    return add
 
 
 class _WithoutEscapes:

@@ -148,3 +148,13 @@ def test_states_that_are_none() -> None:
         batches.load_state_dict({"epoch": 1, "seed": 0})
     with pytest.raises(UsageError, match="Position 9 is outside of a data set of 5"):
         batches.load_state_dict({**batches.state_dict(), "current_position": 9})
+
+
+def test_samples_that_are_added_come_with_the_next_epoch() -> None:
+    samples = [0, 1, 2, 3]
+    iterator = SerialIterator(samples, 3, shuffle=False, collate_fn=list)
+    batches = [next(iterator)]
+    samples.append(4)
+    batches += [next(iterator) for _ in range(3)]
+    assert batches == [[0, 1, 2], [3, 0, 1], [2, 3, 4], [0, 1, 2]]
+    assert iterator.epoch_detail == 2.6

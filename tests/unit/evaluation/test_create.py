@@ -53,6 +53,18 @@ class ScoresOfTuple(Scores):
         super().forward(batch.values, batch.lengths)
 
 
+def test_layers_that_do_not_train_stay_so() -> None:
+    def body(comm: Communicator) -> list[bool]:
+        model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1).eval())
+        loader = DataLoader(torch.ones(4, 1), 2)
+        evaluator = Evaluator(loader, model, eval_func=lambda x: model(x))
+        with ppe.reporting.Reporter():
+            create_multi_node_evaluator(evaluator, comm).evaluate()
+        return [module.training for module in model.modules()]
+
+    assert run_ranks(body, 2) == [[True, True, False]] * 2
+
+
 def samples(n: int) -> TensorDataset:
     random = np.random.RandomState(n)
     return TensorDataset(

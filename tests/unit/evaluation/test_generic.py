@@ -53,6 +53,15 @@ def test_the_model_goes_back_to_training() -> None:
     assert run_ranks(body, 1) == [[True, False]]
 
 
+def test_layers_that_do_not_train_stay_so() -> None:
+    def body(comm: Communicator) -> list[bool]:
+        model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1).eval())
+        Numbers(comm, [(1,)], model)()
+        return [module.training for module in model.modules()]
+
+    assert run_ranks(body, 1) == [[True, True, False]]
+
+
 class Fails(Numbers):
     def calc_local(self, number: int) -> Any:
         if self.comm.rank == 1 and number == 2:

@@ -119,6 +119,18 @@ class TestTraining:
         )
         assert optimizer.param_groups[0]["lr"] == 0.05
 
+    @pytest.mark.parametrize("num_devices", [1, 2])
+    def test_a_parameter_without_gradient_on_any_rank_is_not_decayed(
+        self, tmp_path: Path, num_devices: int
+    ) -> None:
+        model = Line()
+        model.unused = torch.nn.Parameter(torch.ones(3))
+        devices = ["cpu"] * num_devices
+        updater = make_updater(model, iterators=iterators(22, num_devices), devices=devices)
+        Trainer(updater, (2, "iteration"), tmp_path).run()
+        assert model.unused.tolist() == [1, 1, 1]
+        assert model.unused.grad is None
+
     @pytest.mark.parametrize(
         ("trouble", "message"),
         [

@@ -21,6 +21,7 @@ from torchmn.control.codec import decode_union
 from torchmn.errors import UsageError
 from torchmn.profiling import record, recording, report_value, trace
 from torchmn.profiling.finished_profile import finish_profile
+from torchmn.profiling.profile_request import ProfileRequest
 from torchmn.profiling.records import Line, RunEnd, Step, Value
 from torchmn.schedules.next_forward.partial_step import sees_steps
 
@@ -106,6 +107,20 @@ def test_a_step_that_raises_does_not_count(comm: torchmn.Communicator, tmp_path:
         optimizer.close()
     steps = [line for line in read(tmp_path) if isinstance(line, Step)]
     assert [(step.step, step.samples) for step in steps] == [(0, 2), (1, 1)]
+
+
+def test_the_profiler_of_the_script_is_not_ended(
+    comm: torchmn.Communicator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torch has one at a time: a second one would leave it without events."""
+    with record(comm, tmp_path) as own:
+        with torch.profiler.profile() as theirs:
+            with pytest.raises(UsageError, match="torch's profiler runs already"), trace("t"):
+                pass
+            own.profile(ProfileRequest.parse("0:2"))
+            torch.ones(2).add(1)
+        assert "aten::add" in [event.key for event in theirs.key_averages()]
+    assert "a profiler of the script ran in these steps" in capsys.readouterr().err
 
 
 def test_a_trace_of_what_is_inside(comm: torchmn.Communicator, tmp_path: Path) -> None:

@@ -444,7 +444,41 @@ def test_a_source_counts_a_wrong_sequence_and_leaves_its_samples_out(tmp_path: P
     with pytest.warns(RuntimeWarning, match="line 2, column 4: 'word' is not a number"):
         minibatches = [source.next_minibatch(2)[source["x"]] for _ in range(2)]
     assert [m.data.tolist() for m in minibatches] == [[[1, 2]], [[5, 6], [7, 8]]]
-    assert minibatches[0].lengths is not None
-    assert minibatches[0].lengths.tolist() == [1, 0]
+    assert [(m.num_sequences, m.lengths) for m in minibatches] == [(1, None), (2, None)]
     assert source.next_minibatch(2) == {}
+    source.close()
+
+
+@pytest.mark.usefixtures("parser")
+def test_a_wrong_sequence_is_in_no_stream(tmp_path: Path) -> None:
+    path = write(tmp_path, "0 |x 1 2 |y 1:1\n0 |x 3 4\n1 |x word 4 |y 2:1\n2 |x 5 6 |y 3:1\n")
+    source = MinibatchSource(CTFDeserializer(path, XY, max_errors=1), max_sweeps=1, randomize=False)
+    with pytest.warns(RuntimeWarning, match="The sequence is left out"):
+        x, y = source.next_minibatch(9).values()
+    assert (x.num_sequences, y.num_sequences, y.num_samples, y.lengths) == (2, 2, 2, None)
+    assert [own.tolist() for own in x.as_sequences()] == [[[1, 2], [3, 4]], [[5, 6]]]
+    source.close()
+
+
+@pytest.mark.parametrize("chunk_bytes", [20, 1000])
+@pytest.mark.usefixtures("parser")
+def test_a_stream_has_lengths_in_all_parts_or_in_none(tmp_path: Path, chunk_bytes: int) -> None:
+    """Also where a part has no sequence, and a chunk only those of one sample."""
+    lines = [f"{n} |x {n} {k}" + " |y 1:1" * (k == 0) for n in range(7) for k in range(1 + n // 5)]
+    deserializer = CTFDeserializer(write(tmp_path, "\n".join(lines)), XY, chunk_bytes=chunk_bytes)
+    for partition in range(3):
+        source = MinibatchSource(deserializer, max_sweeps=1, randomize=False)
+        while parts := source.next_minibatch(2, None, None, 3, partition):
+            x, y = parts.values()
+            assert x.lengths is not None
+            assert (len(x.lengths), y.lengths) == (x.num_sequences, None)
+            assert y.num_samples == y.num_sequences
+        source.close()
+
+
+def test_its_representation_names_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "0 |x 1 2 |y\n0 |x 1 2\n")
+    source = MinibatchSource(CTFDeserializer(path, XY), max_sweeps=1, frame_mode=True)
+    with pytest.raises(DataError, match=rf"CTFDeserializer\('{path}'\): stream 'y' has 1 samples"):
+        source.next_minibatch(2)
     source.close()

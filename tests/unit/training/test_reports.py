@@ -41,18 +41,35 @@ def images(rank: int) -> TensorDataset:
     return TensorDataset(inputs, (inputs.sum(1) > 0).long())
 
 
-def train(comm: Communicator, out: Path, **options: Any) -> nn.Module:
+def train(
+    comm: Communicator,
+    out: Path,
+    num_epochs: int = 2,
+    snapshot: Path | None = None,
+    **options: Any,
+) -> nn.Module:
     from pytorch_pfn_extras.training.extensions import Evaluator
 
     model = classifier()
     optimizer = create_multi_node_optimizer(sgd(model), comm, model)
     updater = StandardUpdater(DataLoader(images(comm.rank), 4), optimizer, model)
-    trainer = Trainer(updater, (2, "epoch"), out / str(comm.rank), comm=comm)
+    trainer = Trainer(updater, (num_epochs, "epoch"), out / str(comm.rank), comm=comm)
     evaluator = Evaluator(DataLoader(images(comm.rank), 5), model)
     trainer.extend(create_multi_node_evaluator(evaluator, comm))
     extend_with_reports(trainer, comm, images_per_epoch=24, **options)
+    if snapshot is not None:
+        trainer.resume(snapshot)
     trainer.run()
     return model
+
+
+def test_the_speed_after_a_resume_is_that_since_the_last_row(tmp_path: Path) -> None:
+    snapshot = tmp_path / "0" / "snapshot_iter_6"
+    run_ranks(lambda comm: train(comm, tmp_path), 1)
+    run_ranks(lambda comm: train(comm, tmp_path, num_epochs=3, snapshot=snapshot), 1)
+    log = json.loads((tmp_path / "0" / "log").read_text())
+    speed = 24 / (log[2]["elapsed_time"] - log[1]["elapsed_time"])
+    assert log[2]["images/s"] == pytest.approx(speed)
 
 
 def test_everything_by_rank_0_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
