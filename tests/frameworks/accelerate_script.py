@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -249,7 +251,61 @@ def scheduler() -> None:
     assert len(set(rates)) > 2
 
 
+def freed_models() -> None:
+    """One after another with one Accelerator: nothing keeps them; one that is kept trains on."""
+    accelerator = attached()
+    freed = []
+    for _ in range(2):
+        net = loop(accelerator)
+        same_numbers(net, alone())
+        freed.append(weakref.ref(net))
+        del net
+        accelerator.free_memory()
+    gc.collect()
+    assert [net() for net in freed] == [None, None]
+    net = Net()
+    data = DataLoader(TensorDataset(*samples()), batch_size=BATCH // 2)
+    model, optimizer, data = accelerator.prepare(net, sgd(net.parameters()), data)
+    for _ in range(NUM_EPOCHS):
+        for inputs, targets in data:
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+        accelerator.free_memory()
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+        assert len(accelerator.exchange.optimizers) == 1
+    same_numbers(net, alone())
+
+
+def running_statistics() -> None:
+    """Means over ranks from flush() on."""
+    accelerator = attached()
+    net = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
+    model, _ = accelerator.prepare(net, sgd(net.parameters()))
+    model(samples()[0][in_blocks(comm.rank, 2)[0]])
+    own = net[1].running_mean.clone()
+    accelerator.flush()
+    torch.testing.assert_close(net[1].running_mean, sum(comm.allgather(own)) / 2)
+
+
 def refusals() -> None:
+    accelerator = attached()
+    net = Net()
+    optimizer = accelerator.prepare(sgd(net.parameters()))
+    raises(
+        UsageError,
+        "4 of 4 parameters of SGD are in no model",
+        lambda: accelerator.backward(net(samples()[0]).sum()),
+    )
+    del optimizer
+    accelerator = attached()
+    net, scale = Net(), nn.Parameter(torch.ones(1))
+    model, _ = accelerator.prepare(net, sgd([*net.parameters(), scale]))
+    raises(
+        UsageError,
+        "(the first has the shape (1,))",
+        lambda: accelerator.backward((model(samples()[0]) * scale).sum()),
+    )
     accelerator = attached()
     net = Net()
     model = accelerator.prepare(net)
@@ -285,6 +341,8 @@ CHECKS: list[Callable[[], None]] = [
     resume,
     optimizer_before_its_model,
     scheduler,
+    freed_models,
+    running_statistics,
     refusals,
 ]
 

@@ -11,11 +11,17 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 import torchmn
 from tests.frameworks.task import (
@@ -315,6 +321,99 @@ def exact_evaluation() -> None:
     assert found[False] > 1e-4, "a test of nothing"
 
 
+class OwnBatchSampler(BatchSampler):
+    pass
+
+
+def exact_evaluation_with_own_batch_sampler() -> None:
+    inputs, targets = samples(13)
+    module, rows = Module(), TensorDataset(inputs, targets)
+    data = DataLoader(rows, batch_sampler=OwnBatchSampler(SequentialSampler(rows), 4, False))
+    (result,) = trainer(use_distributed_sampler=True).validate(module, data, verbose=False)
+    truth = float(nn.functional.mse_loss(module(inputs), targets))
+    assert abs(result["val"] / truth - 1) < 1e-6, (result, truth)
+    scattered = torchmn.scatter_dataset(range(8), comm)
+    part = DataLoader(
+        scattered, batch_sampler=OwnBatchSampler(SequentialSampler(scattered), 2, False)
+    )
+    dividing = trainer(use_distributed_sampler=True)
+    raises(UsageError, "once more", lambda: dividing.fit(Module(), part))
+
+
+def evaluation_with_few_batches() -> None:
+    """Without repeated samples rank 1 would have no batch, and would not evaluate."""
+    for number, batch, is_last_left_out, limit in ((13, 7, True, 1.0), (17, 8, False, 0.5)):
+        rows = TensorDataset(*samples(number))
+        data = DataLoader(rows, batch_size=batch, drop_last=is_last_left_out)
+        own = trainer(use_distributed_sampler=True, limit_val_batches=limit)
+        (result,) = own.validate(Module(), data, verbose=False)
+        assert len(set(comm.allgather_obj(result["val"]))) == 1
+
+
+class LogsSteps(Module):
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", batch[0].mean(), sync_dist=True, on_step=True, batch_size=len(batch[0]))
+
+
+class Gathers(Module):
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.all_gather(batch[0].mean())
+
+
+def evaluation_that_communicates() -> None:
+    """17 samples: two batches on rank 0, one on rank 1. Of 20 both have two."""
+    for make in (LogsSteps, Gathers):
+        few, even = (DataLoader(TensorDataset(*samples(n)), batch_size=8) for n in (17, 20))
+        own = trainer(use_distributed_sampler=True)
+        module = make()
+        raises(
+            UsageError,
+            "exact_evaluation=False",
+            lambda: own.validate(module, few, verbose=False),  # noqa: B023
+        )
+        trainer(use_distributed_sampler=True).validate(module, even, verbose=False)
+
+
+class Normalized(Module):
+    """With the running statistics of batch normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(8, dtype=torch.float64))
+
+
+def running_statistics() -> None:
+    """What is evaluated is what is saved: their means over ranks."""
+    folder = Path(comm.bcast_obj(tempfile.mkdtemp() if comm.rank == 0 else None))
+    data = DataLoader(TensorDataset(*samples(13)), batch_size=4)
+    module, saving = Normalized(), Saver(folder / "a.ckpt")
+    own = trainer(use_distributed_sampler=True, callbacks=[saving])
+    own.fit(module, loader(strided(comm.rank, 2)), data)
+    buffers = {name: tensor.clone() for name, tensor in module.named_buffers()}
+    assert len(set(comm.allgather_obj(float(buffers["net.1.running_mean"].sum())))) == 1
+    saved = torch.load(saving.path)["state_dict"]
+    for name, tensor in buffers.items():
+        assert torch.equal(tensor, saved[name]), name
+    logged = float(own.callback_metrics["val"])
+    (result,) = trainer(use_distributed_sampler=True).validate(
+        Normalized(), data, ckpt_path=saving.path, verbose=False
+    )
+    assert abs(result["val"] / logged - 1) < 1e-6, (result, logged)
+
+
+def averaged_parameters_are_final() -> None:
+    """A mean or a block that is pending is not applied to what a callback puts in their place."""
+    data = DataLoader(TensorDataset(*samples(13)), batch_size=4)
+    for schedule in ("double_buffering", "diloco"):
+        averaging = StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+        module = Module()
+        own = trainer(
+            ExchangeOptions(schedule=schedule, **FLAT), max_epochs=3, callbacks=[averaging]
+        )
+        own.fit(module, loader(strided(comm.rank, 2)), data)
+        same_bits(module.net, averaging._average_model.net)
+
+
 def samples_are_shared_out_once() -> None:
     inputs, targets = samples()
     module = Module()
@@ -498,6 +597,11 @@ CHECKS: list[Callable[[], None]] = [
     bfloat16,
     hooks_see_means,
     exact_evaluation,
+    exact_evaluation_with_own_batch_sampler,
+    evaluation_with_few_batches,
+    evaluation_that_communicates,
+    running_statistics,
+    averaged_parameters_are_final,
     samples_are_shared_out_once,
     resume,
     local_updates_are_flushed,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, SequentialSampler
@@ -101,6 +102,7 @@ def trainer(
         model,
         arguments,
         train_dataset=Samples(),
+        eval_dataset=Samples(13),
         optimizers=(sgd(model.parameters()), None),
         compute_metrics=errors,
     )
@@ -219,6 +221,36 @@ def local_updates_are_flushed() -> None:
     assert len(set(comm.allgather_obj(found["eval_mse"]))) == 1
 
 
+def best_model_is_kept() -> None:
+    """A mean or a block that is pending at the end is not applied to it."""
+    for schedule in ("double_buffering", "diloco"):
+        own = trainer(
+            ExchangeOptions(schedule=schedule, **FLAT),
+            eval_strategy="steps",
+            save_strategy="steps",
+            eval_steps=4,
+            save_steps=4,
+            load_best_model_at_end=True,
+            metric_for_best_model="number",  # of samples, so that the first one is the best
+            max_steps=11,
+        )
+        own.train()
+        assert own.state.best_model_checkpoint.endswith("checkpoint-4")
+        [file] = Path(own.state.best_model_checkpoint).glob("model.safetensors")
+        saved = load_file(file)
+        for name, tensor in own.model.state_dict().items():
+            assert torch.equal(tensor, saved[name]), name
+
+
+def trains_again() -> None:
+    """With the optimizer of the first time, as in one process."""
+    own = trainer(num_train_epochs=1)
+    own.train()
+    own.train()
+    assert len(own.exchange.optimizers) == 1
+    same_numbers(own.model.net, alone())
+
+
 def language_model() -> None:
     """The loss is a mean over tokens of all ranks, of which they have unequal numbers."""
     set_seed(1)
@@ -289,6 +321,8 @@ CHECKS: list[Callable[[], None]] = [
     exact_evaluation,
     resume,
     local_updates_are_flushed,
+    best_model_is_kept,
+    trains_again,
     language_model,
     refusals,
 ]

@@ -17,6 +17,7 @@ from torch import nn
 
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.frameworks.exchange import Exchange, ExchangeOptions
+from torchmn.frameworks.optimizer import FrameworkOptimizer
 from torchmn.gradients.replicas import parameters_of
 from torchmn.optimizer import MultiNodeOptimizer
 
@@ -92,6 +93,10 @@ class AcceleratorExchange(_Base):
             wanted = set(parameters_of(inner))
             models = [m for m in self._models if not wanted.isdisjoint(m.parameters())]
             known = {parameter for model in models for parameter in model.parameters()}
+            if isinstance(inner, FrameworkOptimizer):
+                if inner not in self.exchange.optimizers:  # prepared before free_memory()
+                    self.exchange.keep(inner, models)
+                continue
             if isinstance(inner, MultiNodeOptimizer) or not wanted <= known:
                 continue
             wrapped = self.exchange.wrap(inner, models, self.device)
@@ -101,10 +106,12 @@ class AcceleratorExchange(_Base):
     def backward(self, loss: Any, **kwargs: Any) -> None:
         """See Accelerate's ``backward``. *Collective* outside ``no_sync``.
 
-        Raises UsageError: a model was prepared without its optimizer.
+        Raises UsageError: a model was prepared without its optimizer, or an optimizer without a
+        model.
         """
         super().backward(loss, **kwargs)
-        self.exchange.raise_if_left_out(self._models)
+        optimizers = [prepared.optimizer for prepared in self._optimizers]
+        self.exchange.raise_if_left_out(self._models, optimizers)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -139,8 +146,16 @@ class AcceleratorExchange(_Base):
         with self.exchange.gathered_states():
             return super().save_state(*args, **kwargs)
 
+    def free_memory(self, *objects: Any) -> Any:
+        """See Accelerate's ``free_memory``. Local."""
+        self.exchange.forget()
+        return super().free_memory(*objects)
+
     def flush(self) -> None:
-        """Apply all that was exchanged, and end a block of local updates. *Collective.*"""
+        """Apply all that was exchanged, and end a block of local updates. *Collective.*
+
+        All ranks hold the same parameters and running statistics then, as for an evaluation.
+        """
         self.exchange.flush()
 
 
@@ -148,6 +163,8 @@ class TrainerExchange(_Base):
     """Mixed with the class of a ``Trainer`` by `attach`."""
 
     exchange: Exchange
+    _has_best_model = False
+    """Whether `train` has loaded it, after a flush."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """See Transformers: it makes a new ``Accelerator``. *Collective.*"""
@@ -156,8 +173,10 @@ class TrainerExchange(_Base):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """See Transformers' ``train``. *Collective.*"""
+        self._has_best_model = False
         output = super().train(*args, **kwargs)
-        self.exchange.flush()
+        if not self._has_best_model:
+            self.exchange.flush()
         return output
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,8 +191,17 @@ class TrainerExchange(_Base):
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """See Transformers' ``save_model``. *Collective.*"""
-        self.exchange.agree()
+        self.exchange.agree_on_parameters()
         super().save_model(*args, **kwargs)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        self.exchange.agree()
+        super()._save_checkpoint(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        self.exchange.flush()  # later it would change the best model
+        self._has_best_model = True
+        super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
         with self.exchange.gathered_states():  # rank 0 alone asks for the state

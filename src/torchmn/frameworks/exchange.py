@@ -23,9 +23,10 @@ from torchmn.compression import Codec
 from torchmn.data.scatter_loader import divided_by
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
+from torchmn.evaluation import sync_buffers_
 from torchmn.frameworks.optimizer import FrameworkOptimizer
 from torchmn.gradients.replicas import parameters_of
-from torchmn.optimizer import create_multi_node_optimizer
+from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import Weight
 from torchmn.optimizer.nonfinite_policy import OnNonfinite
 from torchmn.schedules import ParameterServer, Schedule
@@ -130,9 +131,17 @@ class Exchange:
         )
         made.__class__ = FrameworkOptimizer
         own = cast(FrameworkOptimizer, made)
-        self.optimizers = [o for o in self.optimizers if not o.is_replaced] + [own]
-        self._models += models
+        self.keep(own, models)
         return own
+
+    def keep(self, optimizer: FrameworkOptimizer, models: Sequence[nn.Module]) -> None:
+        """Flush, save and join this optimizer with the others from now on. Local."""
+        self.optimizers = [o for o in self.optimizers if not o.is_replaced] + [optimizer]
+        self._models += models
+
+    def forget(self) -> None:
+        """Keep no optimizers and models in memory; theirs are still exchanged. Local."""
+        self.optimizers, self._models = [], []
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -145,7 +154,15 @@ class Exchange:
             yield
 
     def agree(self) -> None:
-        """Give all ranks the same parameters, before they are saved or evaluated. *Collective.*
+        """Give all ranks the same parameters and buffers, to save or evaluate them. *Collective.*
+
+        Running statistics become their means over ranks. See also `agree_on_parameters`.
+        """
+        self.agree_on_parameters()
+        self._sync_buffers()
+
+    def agree_on_parameters(self) -> None:
+        """Give all ranks the same parameters. *Collective* under local updates, else local.
 
         Ends a block of local updates. A mean that double buffering has not applied stays pending:
         it is in ``state_dict()``.
@@ -160,6 +177,11 @@ class Exchange:
         """Apply all that was exchanged, at the end of training. *Collective.*"""
         for optimizer in self.optimizers:
             optimizer.flush()
+        self._sync_buffers()
+
+    def _sync_buffers(self) -> None:
+        if self._comm is not None and any(True for m in self._models for _ in m.buffers()):
+            sync_buffers_(self._models, self._comm)
 
     @contextlib.contextmanager
     def gathered_states(self) -> Iterator[None]:
@@ -176,7 +198,7 @@ class Exchange:
         """Release the models. The communicator stays. Local."""
         for optimizer in self.optimizers:
             optimizer.close()
-        self.optimizers, self._models = [], []
+        self.forget()
 
     def raise_if_divided(self, loader: object) -> None:
         """Raise UsageError: the framework would divide among ranks what torchmn has divided. Local.
@@ -201,10 +223,27 @@ class Exchange:
                 f"out. {cure}"
             )
 
-    def raise_if_left_out(self, models: Iterable[nn.Module]) -> None:
-        """Raise UsageError: a backward pass reached parameters that nothing exchanges. Local."""
+    def raise_if_left_out(
+        self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()
+    ) -> None:
+        """Raise UsageError: a backward pass reached parameters that nothing exchanges. Local.
+
+        ``optimizers`` may be of torchmn or, where a model of theirs is missing, not.
+        """
         if self._comm is None or self._comm.size == 1:
             return
+        for optimizer in optimizers:
+            trained = [] if isinstance(optimizer, MultiNodeOptimizer) else parameters_of(optimizer)
+            if any(parameter.grad is not None for parameter in trained):
+                known = {parameter for model in models for parameter in model.parameters()}
+                missing = [tuple(p.shape) for p in trained if p not in known]
+                raise UsageError(
+                    f"{self._comm.rank_label}: {len(missing)} of {len(trained)} parameters of "
+                    f"{type(optimizer).__name__} are in no model that was given to the framework "
+                    f"(the first has the shape {missing[0]}), so that their gradients are not "
+                    "exchanged, and each rank would train alone. Give it all modules that the "
+                    "optimizer trains; a parameter by itself must be in one of them."
+                )
         for model in models:
             if any(model is exchanged for exchanged in self._models):
                 continue

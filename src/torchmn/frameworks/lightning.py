@@ -28,6 +28,10 @@ from torchmn.gradients.replicas import parameters_of
 _Base: Any = object
 """At run time a class of Lightning's follows in the order of base classes."""
 _MEANS, _SUMS = ("mean", "avg"), ("sum", None)
+_STEPS_OF_EVALUATION = [
+    *("validation_step", "on_validation_batch_start", "on_validation_batch_end"),
+    *("test_step", "on_test_batch_start", "on_test_batch_end"),
+]
 
 
 def lightning_strategy(
@@ -58,6 +62,8 @@ def lightning_strategy(
     made = _class("pytorch", TrainerStrategy)(**lightning)
     made.exchange = Exchange(options or ExchangeOptions())
     made.exact_evaluation = exact_evaluation
+    made.flushing = _class("pytorch", FlushCallback, "callbacks", "Callback")()
+    made.flushing.exchange = made.exchange
     return made
 
 
@@ -97,7 +103,7 @@ class _Collectives(_Base):
         Raises UsageError: Lightning has divided among the ranks what is this rank's part already.
         """
         dataloader = super().process_dataloader(dataloader)
-        if isinstance(getattr(dataloader, "sampler", None), DistributedSampler):
+        if isinstance(_sampler_of(dataloader), DistributedSampler):
             self.exchange.raise_if_part(
                 dataloader.dataset,
                 "Give it the whole data set, or use_distributed_sampler=False to the Trainer or to "
@@ -130,6 +136,10 @@ class TrainerStrategy(_Collectives):
     """Mixed with the Trainer's ``DDPStrategy`` by `lightning_strategy`."""
 
     exact_evaluation = True
+    flushing: Any
+    """A `FlushCallback`."""
+    _has_uneven_evaluation = False
+    """Whether ranks have unequal numbers of batches of some evaluation."""
 
     def setup_environment(self) -> None:
         """See Lightning's ``Strategy.setup_environment``. *Collective.*"""
@@ -142,6 +152,8 @@ class TrainerStrategy(_Collectives):
     def setup_optimizers(self, trainer: Any) -> None:
         """See Lightning's ``Strategy.setup_optimizers``. *Collective.*"""
         super().setup_optimizers(trainer)
+        if self.flushing not in trainer.callbacks:
+            trainer.callbacks.insert(0, self.flushing)
         self.exchange.close()
         model = self.lightning_module
         self.optimizers = [
@@ -171,25 +183,41 @@ class TrainerStrategy(_Collectives):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See Lightning's ``Strategy.reduce``. *Collective.*"""
+        self._raise_if_uneven()
         return self._reduced(tensor, group, reduce_op, super().reduce)
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """See Lightning's ``Strategy.all_gather``. *Collective.*"""
+        self._raise_if_uneven()
+        gathered: Tensor = super().all_gather(tensor, *args, **kwargs)
+        return gathered
+
+    def _raise_if_uneven(self) -> None:
+        """Raise UsageError: a step of an evaluation communicates that some ranks do not make."""
+        hook = self.lightning_module and self.lightning_module._current_fx_name
+        if self._has_uneven_evaluation and hook in _STEPS_OF_EVALUATION:
+            comm = self.exchange.connect(self.root_device)
+            raise UsageError(
+                f"{comm.rank_label}: {hook} communicates, as self.log(..., on_step=True, "
+                "sync_dist=True) and self.all_gather do, but some ranks have a batch more than "
+                "others: the samples are divided without repeating any. Log with on_epoch=True "
+                "alone, the default there, communicate at the end of the epoch, or let samples be "
+                "repeated: lightning_strategy(exact_evaluation=False)."
+            )
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """See `_Collectives.process_dataloader`. Local."""
         dataloader = super().process_dataloader(dataloader)
         trainer = self.lightning_module.trainer
         if self.exact_evaluation and not trainer.training and isinstance(dataloader, DataLoader):
-            _leave_out_repeated(dataloader.sampler)
+            limit = trainer.limit_test_batches if trainer.testing else trainer.limit_val_batches
+            self._has_uneven_evaluation |= _leave_out_repeated(dataloader, limit)
         return dataloader
 
     def on_validation_start(self) -> None:
         """All ranks evaluate the same parameters. *Collective.*"""
         self.exchange.agree()
         super().on_validation_start()
-
-    def on_train_end(self) -> None:
-        """All that was exchanged is applied. *Collective.*"""
-        self.exchange.flush()
-        super().on_train_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """See Lightning's ``Strategy.lightning_module_state_dict``. *Collective.*"""
@@ -210,6 +238,20 @@ class TrainerStrategy(_Collectives):
         self.optimizers = [getattr(optimizer, "inner", optimizer) for optimizer in self.optimizers]
         self.exchange.close()
         super().teardown()
+
+
+class FlushCallback(_Base):
+    """Mixed with Lightning's ``Callback``: the first one, so that those of the user come later.
+
+    They may save the parameters, or replace them by an average of theirs, to which nothing that is
+    pending must be applied.
+    """
+
+    exchange: Exchange
+
+    def on_train_end(self, *_: Any) -> None:
+        """All that was exchanged is applied. *Collective.*"""
+        self.exchange.flush()
 
 
 class FabricStrategy(_Collectives):
@@ -278,15 +320,30 @@ class _SyncControl:
         return self._exchange.no_sync(module) if enabled else nullcontext()
 
 
-def _leave_out_repeated(sampler: object) -> None:
-    """Let a DistributedSampler not repeat samples to make all ranks' parts as long. Local."""
+def _sampler_of(loader: object) -> object:
+    """That of its batch sampler, which may be the user's own. Local."""
+    sampler = getattr(loader, "sampler", None)
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", sampler)
+
+
+def _leave_out_repeated(loader: DataLoader[Any], limit: float) -> bool:
+    """Let a DistributedSampler not repeat samples to make all ranks' parts as long. Local.
+
+    Returns whether ranks have unequal numbers of batches then. ``limit`` is a number of batches or
+    a part of them.
+    """
+    sampler = _sampler_of(loader)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
-        return
-    num_samples = len(cast(Sized, sampler.dataset))
-    if num_samples < sampler.num_replicas:
-        return  # Lightning leaves the whole evaluation out on a rank without any batch
+        return False
+    num_samples, most = len(cast(Sized, sampler.dataset)), len(loader)
+    before, sampler.num_samples = sampler.num_samples, num_samples // sampler.num_replicas
+    fewest = len(loader)
+    if fewest * limit < 1:  # Lightning leaves the evaluation out on a rank without any batch
+        sampler.num_samples = before
+        return False
     sampler.total_size = num_samples
     sampler.num_samples = len(range(sampler.rank, num_samples, sampler.num_replicas))
+    return fewest < most
 
 
 def _num_samples(batch: object) -> int:
@@ -297,8 +354,10 @@ def _num_samples(batch: object) -> int:
 
 
 @cache
-def _class(part: str, ours: type) -> Any:
-    """Our class, mixed with ``DDPStrategy`` of the Lightning that the script has imported.
+def _class(
+    part: str, ours: type, module: str = "strategies", theirs_name: str = "DDPStrategy"
+) -> Any:
+    """Our class, mixed with one of the Lightning that the script has imported.
 
     Raises ImportError: there is none.
     """
@@ -306,7 +365,7 @@ def _class(part: str, ours: type) -> Any:
     names["fabric"] = ["lightning.fabric", "lightning_fabric"]
     for name in sorted(names[part], key=lambda name: name not in sys.modules):
         try:
-            theirs = import_module(f"{name}.strategies").DDPStrategy
+            theirs = getattr(import_module(f"{name}.{module}"), theirs_name)
         except ImportError:
             continue
         return type(ours.__name__, (ours, theirs), {"__doc__": ours.__doc__})
