@@ -470,7 +470,8 @@ def _problem(loader: Any) -> str:
     if not isinstance(loader, DataLoader):
         return (
             f"a {type(loader).__name__}. It needs a torch.utils.data.DataLoader, or a tuple or "
-            "list of them."
+            "list of them. A loader that reads a stream (webdataset's WebLoader) divides it "
+            "itself: let each rank read its part, in batches of batch_size // comm.size samples."
         )
     if isinstance(loader.dataset, IterableDataset):
         return (
