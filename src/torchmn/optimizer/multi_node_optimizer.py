@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -574,6 +575,13 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _before_step(self) -> None:
         """Called before the inner optimizer's step, which a GradScaler skips if need be."""
+        if self._deferring is None and torch._C._current_graph_task_id() != -1:
+            raise UnsupportedError(
+                f"{self.communicator.rank_label}: {type(self.inner).__name__}.step() was called "
+                "inside of backward(), by a hook on a parameter (gradient release, optimizer in "
+                "backward), where means over ranks are not known yet. Leave such hooks out, and "
+                "call step() after backward()."
+            )
         if not self._has_closure:
             self._make_ready_for_step()
 

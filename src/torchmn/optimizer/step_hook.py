@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from torchmn.errors import UnsupportedError
 
-
 _TABLE = "_optimizer_step_pre_hooks"
 """Torch's private name, of an attribute that `torch.optim.Optimizer.__init__` makes."""
 
