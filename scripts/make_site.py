@@ -75,6 +75,7 @@ SECTIONS = (
             "how-to/lightning",
             "how-to/transformers",
             "how-to/tools",
+            "how-to/third-party-libraries",
             "how-to/checkpoints",
             "how-to/failures",
             "how-to/elastic",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
@@ -376,7 +376,12 @@ def _without_rows(batch: Any, two: Any) -> Any:
         longer = [dim for dim in range(batch.ndim) if batch.shape[dim] != two.shape[dim]]
         return batch[(slice(None),) * (longer[0] if len(longer) == 1 else 0) + (slice(0),)]
     if isinstance(batch, Mapping):
-        return {key: _without_rows(value, two[key]) for key, value in batch.items()}
+        empty = {key: _without_rows(value, two[key]) for key, value in batch.items()}
+        if not isinstance(batch, MutableMapping):
+            return empty
+        mapping = copy.copy(batch)  # of its own class, which may have methods: `to(device)`
+        mapping.update(empty)
+        return mapping
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*map(_without_rows, batch, two))
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -386,8 +391,9 @@ def _without_rows(batch: Any, two: Any) -> Any:
     if isinstance(batch, (int, float, str, bytes, type(None))) and batch == two:
         return batch
     raise UsageError(
-        f"EmptyBatchCollate cannot make a batch of no samples from a {type(batch).__name__}. Let "
-        "collate_fn return tensors, or tuples, lists and dicts of them."
+        f"EmptyBatchCollate cannot make a batch of no samples from a {type(batch).__name__}, which "
+        "a rank gets where a batch has fewer samples than there are ranks. Give the DataLoader "
+        "drop_last=True, or let collate_fn return tensors, or tuples, lists and dicts of them."
     )
 
 

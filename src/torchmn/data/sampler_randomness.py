@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from operator import itemgetter
 from typing import Any, TypeVar
@@ -27,6 +27,16 @@ def capture(sampler: object) -> dict[str, Any]:
         **rng_state.capture(_CPU),
         "generators": [generator.get_state() for generator in _generators(sampler)],
     }
+
+
+def has_drawn_since(state: Mapping[str, Any], sampler: object) -> bool:
+    """Whether any of the generators has changed since a `capture`. Local."""
+    now = capture(sampler)
+    return not (
+        _are_equal([state["torch"], *state["generators"]], [now["torch"], *now["generators"]])
+        and state["python"] == now["python"]
+        and state["numpy"] == now["numpy"]
+    )
 
 
 @contextmanager
@@ -62,7 +72,7 @@ class GeneratorMarks:
         """Whenever they have changed: after how many batches, and their states."""
         self._last = self._states[0][1]
 
-    def marked(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def marked(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The batches, marked as they are drawn."""
         for number, batch in enumerate(batches, 1):
             if self._generators and not _are_equal(states := self._now(), self._states[-1][1]):

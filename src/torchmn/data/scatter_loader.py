@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from torchmn.communicators.divided_batches import PassParts
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_pass import SamplerPass, iterating_loader
-from torchmn.data.sampler_randomness import GeneratorMarks, capture, replayed
+from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import DataError, RankMismatchError, UsageError
@@ -36,10 +36,14 @@ Sample = TypeVar("Sample")
 
 
 class LoaderState(TypedDict, total=False):
-    """``batches``: batches over all ranks that the loop has received; the rest is how to redraw."""
+    """``batches``: batches over all ranks that the loop has received; the rest is how to redraw.
+
+    ``begun`` is there if the sampler drew when its iterator was made, before a DataLoader draws.
+    """
 
     batches: int
     digest: str
+    begun: dict[str, Any]
     randomness: dict[str, Any]
 
 
@@ -76,7 +80,8 @@ def scatter_loader(
     ``loader.batch_sampler`` has ``state_dict()`` and ``load_state_dict()``: in the middle of a pass
     the state continues it, on any number of ranks, otherwise a new pass begins. It remembers the
     random numbers of the pass, not its order; a sampler that does not draw the same order from them
-    again is refused.
+    again is refused. A loader that has these methods itself, as torchdata's StatefulDataLoader, has
+    this state, which counts batches over all ranks, also after ``break``.
 
     Args:
         loader: on every rank, a DataLoader of the same data set with the same options; or several
@@ -108,10 +113,15 @@ def scatter_loader(
 def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
     """The copy, whose constructor is not called: a subclass may have another one."""
     mine = copy.copy(loader)
+    batches = ScatteredBatches(loader.batch_sampler, comm)  # type: ignore[arg-type]
     own: dict[str, Any] = {
-        "batch_sampler": ScatteredBatches(loader.batch_sampler, comm),  # type: ignore[arg-type]
+        "batch_sampler": batches,
         "_iterator": None,  # of persistent workers
     }
+    if hasattr(loader, "load_state_dict"):
+        # The state of a loader like torchdata's StatefulDataLoader, after `break` as well. Its own
+        # counts the batches of an order that only rank 0 draws.
+        own |= {"state_dict": batches.last_state, "load_state_dict": batches.load_state_dict}
     if comm.size > 1:
         own["collate_fn"] = EmptyBatchCollate(loader.dataset, loader.collate_fn)  # type: ignore[arg-type]
     if comm.rank > 0 and loader.generator is not None:
@@ -141,6 +151,10 @@ class _Pass:
     """Of the whole pass, once it is known."""
     drawing: Iterator[Sequence[Any]] | None = None
     """The sampler's iterator, on rank 0."""
+    begun: dict[str, Any] | None = None
+    """What was drawn from when the sampler's iterator was made, if anything was."""
+    error: Exception | None = None
+    """What making it has raised."""
     marks: GeneratorMarks | None = None
     """Of the sampler's generators, on rank 0."""
     parts: PassParts = field(init=False)
@@ -150,6 +164,16 @@ class _Pass:
     def __post_init__(self) -> None:
         counted = self.counted
         self.parts = PassParts(lambda: counted.num_handed_out, lambda: counted.has_ended)
+
+    def begin(self, batches: Iterable[Sequence[Any]]) -> None:
+        """Make the sampler's iterator when one process does: some draw the whole order then."""
+        before = capture(batches)
+        try:
+            self.drawing = iter(batches)
+        except Exception as error:
+            self.error = error
+        if has_drawn_since(before, batches):
+            self.begun = before
 
     @property
     def first(self) -> int:
@@ -212,6 +236,8 @@ class ScatteredBatches(Sampler[list[Any]]):
         if self._resumed is not None and self._before is None:
             self._before = torch.get_rng_state()
         own = self._pass = _Pass(SamplerPass(self._comm, source), self._resumed, self._before)
+        if self._comm.rank == 0 and own.resumed is None:
+            own.begin(self.batches)
         self._comm.divided_batches.add_pass(own.parts)
         return own.counted.batches(self._parts(own))
 
@@ -221,11 +247,18 @@ class ScatteredBatches(Sampler[list[Any]]):
         Between two passes, and after one that was left early, it is the beginning of a pass.
         """
         own = self._pass
+        if own is not None and own.state and own.counted.was_left:
+            return LoaderState(batches=0)
+        return self.last_state()
+
+    def last_state(self) -> LoaderState:
+        """Where the last pass is, or was when it was left, as `state_dict`. Local."""
+        own = self._pass
         if own is None or not own.state:  # nothing was drawn since a state was loaded, if one was
             resumed = self._resumed or (own and own.resumed)
             return resumed or LoaderState(batches=0)
         num = own.first + own.counted.num_handed_out
-        if num == own.num_batches or own.counted.was_left:
+        if num == own.num_batches:
             return LoaderState(batches=0)
         return LoaderState(**{**own.state, "batches": num})
 
@@ -305,19 +338,28 @@ class ScatteredBatches(Sampler[list[Any]]):
                 f"ranks, raised {message['kind']}: {message['problem']}"
             )
         if is_first:
-            own.state = LoaderState(digest=message["digest"], randomness=message["randomness"])
+            own.state = message["state"]
         return _Drawn(message["lengths"], message["samples"], message["is_last"])
 
     def _draw(self, own: _Pass, num: int | None) -> dict[str, Any]:
         """The next batches of the sampler, on rank 0. Local."""
         is_first, resumed = not own.state, own.resumed
-        randomness: dict[str, Any] = {}
-        if is_first:
-            randomness = capture(self.batches) if resumed is None else resumed["randomness"]
-        with replayed(randomness if resumed is not None and is_first else None, self.batches):
-            if own.drawing is None or own.marks is None:
+        state = LoaderState()
+        if is_first and resumed is not None:
+            state = resumed
+        elif is_first:
+            state = LoaderState(randomness=capture(self.batches))
+            if own.begun is not None:
+                state["begun"] = own.begun
+        if own.error is not None:
+            raise own.error
+        if own.drawing is None:
+            with replayed(state.get("begun", state["randomness"]), self.batches):
+                own.drawing = iter(self.batches)
+        with replayed(state["randomness"] if state is resumed else None, self.batches):
+            if own.marks is None:
                 own.marks = GeneratorMarks(self.batches)
-                own.drawing = own.marks.marked(self.batches)
+                own.drawing = own.marks.marked(own.drawing)
             own.marks.forget_before(own.num_drawn)
             drawn = [list(batch) for batch in islice(own.drawing, num)]
             own.marks.drawn()
@@ -338,7 +380,7 @@ class ScatteredBatches(Sampler[list[Any]]):
                     "sampler has numbers of its own. Give it a torch.Generator as its generator, "
                     "or save and resume between two passes."
                 )
-            message |= {"digest": digest, "randomness": randomness}
+            message["state"] = {**state, "digest": digest}
         return message
 
 
@@ -429,7 +471,8 @@ def _problem(loader: Any) -> str:
     if not isinstance(loader, DataLoader):
         return (
             f"a {type(loader).__name__}. It needs a torch.utils.data.DataLoader, or a tuple or "
-            "list of them."
+            "list of them. A loader that reads a stream (webdataset's WebLoader) divides it "
+            "itself: let each rank read its part, in batches of batch_size // comm.size samples."
         )
     if isinstance(loader.dataset, IterableDataset):
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -178,16 +178,27 @@ def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
 
     It differs where a file was loaded on rank 0 alone, or ranks took different steps before.
     """
-    state = inner.state_dict()["state"]
+    state = inner.state_dict()
     mine = {
-        f"{index}.{name}": checksum([value]) if isinstance(value, Tensor) else repr(value)
-        for index, values in state.items()
-        for name, value in (values.items() if isinstance(values, Mapping) else [("", values)])
+        name: checksum([value]) if isinstance(value, Tensor) else repr(value)
+        for name, value in _leaves("", state.get("state", state))
     }
     if _gathered_if_different(comm, mine):
         whole = comm.bcast_obj(with_parts(inner.state_dict()) if comm.rank == 0 else None)
         if comm.rank != 0:
             load_inner_state(inner, whole)
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """What is in dicts, lists and tuples within each other, by its path."""
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            yield from _leaves(f"{path}.{key}", inside)
+    elif isinstance(value, (list, tuple)):
+        for index, inside in enumerate(value):
+            yield from _leaves(f"{path}.{index}", inside)
+    else:
+        yield path, value
 
 
 def load_inner_state(inner: Optimizer, state: Mapping[str, Any]) -> None:
@@ -196,6 +207,9 @@ def load_inner_state(inner: Optimizer, state: Mapping[str, Any]) -> None:
     It holds DTensors, parts of the same place (`with_parts`), or whole tensors. Raises
     UnsupportedError: a state is placed otherwise than its parameter.
     """
+    if "state" not in state:  # of a wrapper of an optimizer, which nests that optimizer's
+        inner.load_state_dict(dict(state))
+        return
     parameters = parameters_of(inner)
     values = {
         index: {

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from torchmn.autotune.tuner import Autotuner
 from torchmn.communicators import Communicator
@@ -50,6 +49,7 @@ from torchmn.optimizer.nonfinite_policy import (
     record_own_nonfinite,
 )
 from torchmn.optimizer.recorded_steps import RecordedSteps
+from torchmn.optimizer.step_hook import before_step, raise_if_it_has_no_hooks
 from torchmn.optimizer.untrained_parameters import (
     untrained_parameters,
     warn_of_untrained_parameters,
@@ -100,6 +100,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         tuner: Autotuner | None = None,
     ) -> None:
         _raise_if_attached(schedule)
+        raise_if_it_has_no_hooks(inner)
         self.inner = inner
         self.communicator = comm
         comm.num_steps = comm.num_steps or 0
@@ -111,7 +112,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._is_closed = False
         self._on_nonfinite = on_nonfinite
         self._max_grad_norm = max_grad_norm
-        self._step_hook: RemovableHandle | None = None
+        self._remove_step_hook: Callable[[], None] | None = None
         self._has_closure = False
         """Whether the inner optimizer's step calls what computes gradients."""
         self._hooks = ModelHooks()
@@ -153,7 +154,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._attach_schedule()
             if tuner is not None:
                 tuner.attach(self, self._sync_reason)
-            self._step_hook = inner.register_step_pre_hook(self._before_step)
+            self._remove_step_hook = before_step(inner, self._before_step)
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._complete)
@@ -204,8 +205,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._attach_schedule()
 
     def _unhook(self) -> None:
-        if self._step_hook is not None:
-            self._step_hook.remove()
+        if self._remove_step_hook is not None:
+            self._remove_step_hook()
         self._hooks.remove()
 
     # ---- what makes it an Optimizer ----
@@ -594,8 +595,15 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 older._taken_over_by = self._label
                 older.close()
 
-    def _before_step(self, *_: object) -> None:
+    def _before_step(self) -> None:
         """Called before the inner optimizer's step, which a GradScaler skips if need be."""
+        if self._deferring is None and torch._C._current_graph_task_id() != -1:
+            raise UnsupportedError(
+                f"{self.communicator.rank_label}: {type(self.inner).__name__}.step() was called "
+                "inside of backward(), by a hook on a parameter (gradient release, optimizer in "
+                "backward), where means over ranks are not known yet. Leave such hooks out, and "
+                "call step() after backward()."
+            )
         if not self._has_closure:
             self._make_ready_for_step()
 

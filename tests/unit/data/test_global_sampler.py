@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import pickle
 import weakref
-from collections import namedtuple
+from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
 from typing import Any
 
@@ -555,6 +555,25 @@ def test_a_batch_of_lists_is_one_of_empty_lists() -> None:
     sample = (torch.ones(3, 4, 4), {"boxes": torch.ones(2, 4)})
     collate = EmptyBatchCollate([sample], lambda samples: (*zip(*samples, strict=True), "coco"))
     assert collate([]) == ((), (), "coco")
+
+
+class OnDevice(UserDict[str, Any]):
+    """As the BatchEncoding of transformers: a dict by its methods, with others of its own."""
+
+    def to(self, device: str) -> OnDevice:
+        return OnDevice({key: value.to(device) for key, value in self.items()})
+
+
+def test_a_batch_keeps_the_class_and_methods_of_a_dict() -> None:
+    def collate(samples: list[torch.Tensor]) -> OnDevice:
+        return OnDevice(x=torch.stack(samples))
+
+    batch = EmptyBatchCollate([torch.ones(3)], collate)([])
+    assert batch.to("cpu")["x"].shape == (0, 3)
+    ordered = EmptyBatchCollate(
+        [torch.ones(3)], lambda samples: OrderedDict(x=torch.stack(samples))
+    )
+    assert type(ordered([])) is OrderedDict
 
 
 def test_a_batch_that_cannot_be_empty() -> None:

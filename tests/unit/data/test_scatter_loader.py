@@ -68,7 +68,36 @@ class TwoLengths(Sampler[list[int]]):
         self.epoch = epoch
 
 
+class Eager(Sampler[list[int]]):
+    """Draws all batches of a pass as soon as an iterator is made."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self.draw()
+        return iter([order[:8], order[8:16], order[16:]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+class EagerGenerator(Eager):
+    """With a generator, as the samplers of torchdata."""
+
+    def __init__(self) -> None:
+        self.generator = generator()
+        super().__init__(lambda: torch.randperm(NUM, generator=self.generator).tolist())
+
+
+def eager_loader(**options: Any) -> DataLoader[Any]:
+    sampler = EagerGenerator()
+    return DataLoader(data(), batch_sampler=sampler, generator=sampler.generator, **options)
+
+
 LOADERS: dict[str, Any] = {
+    "drawn at once from a generator": eager_loader,
+    "drawn at once, with a worker": lambda: eager_loader(num_workers=1),
     "in order": lambda: DataLoader(data(), 8),
     "shuffled": lambda: DataLoader(data(), 8, shuffle=True, generator=generator()),
     "drop_last": lambda: DataLoader(data(), 8, True, drop_last=True, generator=generator()),
@@ -287,7 +316,15 @@ def test_weights_that_were_asked_for_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["shuffled", "weighted", "own batch sampler", "two workers", "workers that stay"]
+    "name",
+    [
+        "shuffled",
+        "weighted",
+        "own batch sampler",
+        "two workers",
+        "workers that stay",
+        "drawn at once from a generator",
+    ],
 )
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 3), (3, 1)])
 def test_resumes_in_the_middle_of_a_pass(name: str, before: int, after: int) -> None:
@@ -317,6 +354,61 @@ def test_resumes_in_the_middle_of_a_pass(name: str, before: int, after: int) -> 
 
     found = together(run_ranks(resume, after))
     assert found == [wanted[0][2:], wanted[1]]
+
+
+class OwnState(DataLoader[Any]):
+    """As torchdata's StatefulDataLoader: a state of its own, in terms of its own sampler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise AssertionError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_with_a_state_of_its_own(num_workers: int) -> None:
+    def make() -> DataLoader[Any]:
+        return OwnState(data(), 4, True, generator=generator(), num_workers=num_workers)
+
+    wanted = passes(make(), 2)
+
+    def save(comm):
+        loader: Any = scatter_loader(make(), comm)
+        for number, _ in enumerate(loader):
+            if number == 1:
+                break
+        return loader.state_dict()  # of the pass that was left, as torchdata's
+
+    states = run_ranks(save, 2)
+
+    def resume(comm):
+        loader: Any = scatter_loader(make(), comm)
+        loader.load_state_dict(states[0])
+        for _ in loader:
+            state = loader.state_dict()
+            break
+        assert state["batches"] == 3, "counted from the beginning of the pass"
+        loader.load_state_dict(states[0])
+        return passes(loader, 2)
+
+    assert together(run_ranks(resume, 3)) == [wanted[0][2:], wanted[1]]
+
+
+def test_orders_drawn_at_once_from_the_process_s_own_numbers() -> None:
+    def make() -> DataLoader[Any]:
+        return DataLoader(
+            data(), batch_sampler=Eager(lambda: torch.randperm(NUM).tolist()), num_workers=1
+        )
+
+    torch.manual_seed(3)
+    wanted = passes(make(), 2)
+    torch.manual_seed(3)
+
+    def rank_main(comm):
+        return passes(scatter_loader(make(), comm), 2)
+
+    assert together(run_ranks(rank_main, 1)) == wanted
 
 
 def test_resume_leaves_the_process_s_numbers_as_they_are() -> None:
