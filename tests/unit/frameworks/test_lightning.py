@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from torchmn.frameworks import fabric_strategy, lightning_strategy
 from torchmn.frameworks.lightning import _leave_out_repeated, _num_samples
@@ -19,7 +19,7 @@ def test_no_sample_is_repeated(number: int, size: int) -> None:
     seen: list[int] = []
     for rank in range(size):
         sampler: Any = DistributedSampler(data, size, rank, shuffle=False)
-        _leave_out_repeated(sampler)
+        _leave_out_repeated(DataLoader(data, batch_size=1, sampler=sampler), 1.0)
         seen += list(sampler)
         assert len(list(sampler)) == len(sampler)
     assert sorted(seen) == list(range(number))
@@ -27,15 +27,17 @@ def test_no_sample_is_repeated(number: int, size: int) -> None:
 
 def test_every_rank_keeps_a_batch() -> None:
     """Lightning leaves the evaluation out on a rank without any, and others would wait for it."""
-    sampler: Any = DistributedSampler(TensorDataset(torch.arange(2)), 3, 2, shuffle=False)
-    _leave_out_repeated(sampler)
+    data = TensorDataset(torch.arange(2))
+    sampler: Any = DistributedSampler(data, 3, 2, shuffle=False)
+    assert not _leave_out_repeated(DataLoader(data, sampler=sampler), 1.0)
     assert len(list(sampler)) == 1
 
 
 def test_other_samplers_are_left_alone() -> None:
-    _leave_out_repeated(torch.utils.data.SequentialSampler(range(3)))
-    sampler: Any = DistributedSampler(TensorDataset(torch.arange(13)), 2, 1, drop_last=True)
-    _leave_out_repeated(sampler)
+    data = TensorDataset(torch.arange(13))
+    assert not _leave_out_repeated(DataLoader(data), 1.0)
+    sampler: Any = DistributedSampler(data, 2, 1, drop_last=True)
+    assert not _leave_out_repeated(DataLoader(data, sampler=sampler), 1.0)
     assert len(sampler) == 6
 
 

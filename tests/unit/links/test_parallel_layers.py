@@ -141,11 +141,13 @@ def test_initial_values_are_drawn_again(split: Split) -> None:
                 layer.reset_parameters()
             return model
 
-        whole = nn.Sequential(nn.Linear(5, 7), nn.Conv2d(5, 7, 3), nn.Linear(5, 7))
-        divided = nn.Sequential(
-            ParallelLinear(5, 7, comm, split=split),
-            ParallelConv2d(5, 7, 3, comm, split=split),
-            nn.Linear(5, 7),
+        whole = built(lambda: nn.Sequential(nn.Linear(5, 7), nn.Conv2d(5, 7, 3), nn.Linear(5, 7)))
+        divided = built(
+            lambda: nn.Sequential(
+                ParallelLinear(5, 7, comm, split=split),
+                ParallelConv2d(5, 7, 3, comm, split=split),
+                nn.Linear(5, 7),
+            )
         )
         kept = [*divided.parameters()]
         expected = built(lambda: drawn(whole)).state_dict()

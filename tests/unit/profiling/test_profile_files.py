@@ -28,7 +28,7 @@ def test_requests() -> None:
 
 @pytest.mark.parametrize("text", ["", "5", "5:5", "9:3", "a:b", "0:1,../x-%r", "0:1,%h %r", "-1:3"])
 def test_what_cannot_be_profiled(text: str) -> None:
-    with pytest.raises(UsageError, match="--profile"):
+    with pytest.raises(UsageError, match="profile"):
         ProfileRequest.parse(text)
 
 

@@ -112,7 +112,7 @@ def test_slots(wanted: dict[str, int], slots: list[str]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ({"num_ranks": 7}, "7 ranks are more than the 6 slot.s. of a:4, b:2"),
+        ({"num_ranks": 7}, "7 ranks are more than the 6 slots of a:4, b:2"),
         ({"num_nodes": 3}, "--nodes 3 is more than the 2 hosts"),
         ({"per_node": 3}, "--per-node 3 is more than the slots of b:2"),
         (
