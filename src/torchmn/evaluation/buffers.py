@@ -6,7 +6,7 @@ of shards that each rank evaluates with its own statistics would not belong to a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -25,6 +25,8 @@ def sync_buffers_(
     models: Iterable[nn.Module], comm: Communicator, rule: BufferRule = "average"
 ) -> None:
     """Give all ranks the same buffers, in place. *Collective* unless the rule is ``local``.
+
+    Those with ``persistent=False``, such as caches, stay each rank's own.
 
     Args:
         models: modules with the same buffers on every rank.
@@ -45,12 +47,19 @@ def sync_buffers_(
         raise UnknownNameError("rule for buffers", rule, BUFFER_RULES)
     if rule == "local" or comm.size == 1:
         return
-    buffers = list(dict.fromkeys(b for model in models for b in model.buffers()))
+    buffers = list(dict.fromkeys(b for model in models for b in _persistent(model)))
     averaged = [b for b in buffers if rule == "average" and _has_mean(b)]
     taken = [b for b in buffers if not (rule == "average" and _has_mean(b))]
     with torch.no_grad():
         _average_(averaged, comm)
         _take_from_rank_0_(taken, comm)
+
+
+def _persistent(model: nn.Module) -> Iterator[Tensor]:
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield buffer
 
 
 def _average_(buffers: list[Tensor], comm: Communicator) -> None:

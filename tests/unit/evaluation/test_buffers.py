@@ -49,6 +49,19 @@ def test_all_from_rank_0() -> None:
             assert torch.equal(buffer, expected)
 
 
+def test_caches_stay_each_rank_s_own() -> None:
+    """They may have other shapes, by the lengths that a rank has seen."""
+
+    def body(comm: Communicator) -> list[int]:
+        model = model_of(comm.rank)
+        model.register_buffer("cache", torch.full((comm.rank + 1,), 7.0), persistent=False)
+        model.register_buffer("none", None)
+        sync_buffers_([model], comm)
+        return model.cache.tolist()  # type: ignore[operator, union-attr]
+
+    assert run_ranks(body, 2) == [[7.0], [7.0, 7.0]]
+
+
 def test_equal_buffers_keep_their_bits() -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
 
