@@ -478,6 +478,11 @@ class GradientReducer:
         if self._pass is not None:
             self._pass.raise_if_unfinished(self.comm.rank_label)
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether this is called while a backward pass computes gradients. Local."""
+        return self._pass is not None and torch._C._current_graph_task_id() != -1
+
     def _give_up_pass(self) -> None:
         """End the exchange of a pass that raised, and discard it. *Collective.*
 

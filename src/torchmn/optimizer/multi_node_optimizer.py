@@ -597,7 +597,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _before_step(self) -> None:
         """Called before the inner optimizer's step, which a GradScaler skips if need be."""
-        if self._deferring is None and torch._C._current_graph_task_id() != -1:
+        if self._deferring is None and self.reducer.is_in_backward:
             raise UnsupportedError(
                 f"{self.communicator.rank_label}: {type(self.inner).__name__}.step() was called "
                 "inside of backward(), by a hook on a parameter (gradient release, optimizer in "
