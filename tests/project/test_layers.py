@@ -41,7 +41,7 @@ ROWS = [
     {"profiling"},
     {"control"},
     {"topology"},
-    {"rng_state", "script"},
+    {"model_tensors", "rng_state", "script"},
     {
         "compiling",
         "environment_variables",

@@ -24,6 +24,7 @@ from torchmn.communicators.local_tensors import (
     overlap,
 )
 from torchmn.errors import DataError
+from torchmn.model_tensors import parameters_of
 
 Path = tuple[Any, ...]
 Targets = Callable[[Path, Sequence[int]], "Tensor | None"]
@@ -33,7 +34,7 @@ Targets = Callable[[Path, Sequence[int]], "Tensor | None"]
 def targets_of(obj: Any) -> Targets:
     """Where the values of an object's state will go. Local."""
     if isinstance(obj, Optimizer):
-        parameters = [p for group in obj.param_groups for p in group["params"]]
+        parameters = parameters_of(obj)
 
         def of_parameter(path: Path, shape: Sequence[int]) -> Tensor | None:
             if len(path) < 3 or path[0] != "state" or path[1] not in range(len(parameters)):

@@ -18,6 +18,7 @@ from torchmn.communicators import Communicator, Grid
 from torchmn.communicators.grid import num_model_parts
 from torchmn.communicators.local_tensors import is_divided
 from torchmn.errors import UsageError
+from torchmn.model_tensors import parameters_of
 from torchmn.resharding import (
     Resharding,
     for_other_split,
@@ -140,5 +141,5 @@ def _tensors_of(obj: Stateful) -> Iterable[Tensor]:
     if isinstance(obj, nn.Module):
         return obj.parameters()
     if isinstance(obj, Optimizer):
-        return (p for group in obj.param_groups for p in group["params"])
+        return parameters_of(obj)
     return obj.replicated_tensors() if isinstance(obj, HasReplicatedTensors) else ()

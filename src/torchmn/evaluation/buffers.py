@@ -6,13 +6,14 @@ of shards that each rank evaluates with its own statistics would not belong to a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from torchmn.errors import RankMismatchError, UnknownNameError
+from torchmn.model_tensors import persistent_buffers
 
 if TYPE_CHECKING:
     from torchmn.communicators import Communicator
@@ -47,19 +48,13 @@ def sync_buffers_(
         raise UnknownNameError("rule for buffers", rule, BUFFER_RULES)
     if rule == "local" or comm.size == 1:
         return
-    buffers = list(dict.fromkeys(b for model in models for b in _persistent(model)))
+    found = (own.get() for model in models for own in persistent_buffers(model))
+    buffers = list(dict.fromkeys(buffer for buffer in found if buffer is not None))
     averaged = [b for b in buffers if rule == "average" and _has_mean(b)]
     taken = [b for b in buffers if not (rule == "average" and _has_mean(b))]
     with torch.no_grad():
         _average_(averaged, comm)
         _take_from_rank_0_(taken, comm)
-
-
-def _persistent(model: nn.Module) -> Iterator[Tensor]:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield buffer
 
 
 def _average_(buffers: list[Tensor], comm: Communicator) -> None:

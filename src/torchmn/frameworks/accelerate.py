@@ -18,7 +18,7 @@ from torch import nn
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.frameworks.exchange import Exchange, ExchangeOptions
 from torchmn.frameworks.optimizer import FrameworkOptimizer
-from torchmn.gradients.replicas import parameters_of
+from torchmn.model_tensors import parameters_of
 from torchmn.optimizer import MultiNodeOptimizer
 
 _Base: Any = object

@@ -25,7 +25,7 @@ from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.evaluation import sync_buffers_
 from torchmn.frameworks.optimizer import FrameworkOptimizer
-from torchmn.gradients.replicas import parameters_of
+from torchmn.model_tensors import parameters_of, persistent_buffers
 from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.optimizer.multi_node_optimizer import Weight
 from torchmn.optimizer.nonfinite_policy import OnNonfinite
@@ -180,7 +180,9 @@ class Exchange:
         self._sync_buffers()
 
     def _sync_buffers(self) -> None:
-        if self._comm is not None and any(True for m in self._models for _ in m.buffers()):
+        if self._comm is not None and any(
+            True for m in self._models for _ in persistent_buffers(m)
+        ):
             sync_buffers_(self._models, self._comm)
 
     @contextlib.contextmanager

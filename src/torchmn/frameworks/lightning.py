@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchmn.errors import UsageError
 from torchmn.frameworks.exchange import Exchange, ExchangeOptions
 from torchmn.frameworks.optimizer import FrameworkOptimizer
-from torchmn.gradients.replicas import parameters_of
+from torchmn.model_tensors import parameters_of
 
 _Base: Any = object
 """At run time a class of Lightning's follows in the order of base classes."""

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
+from torchmn.model_tensors import persistent_buffers
 
 UNKNOWN = -float(2**23)
 """In place of a number, from a rank that does not compare: then none does."""
@@ -62,8 +62,8 @@ class ReplicaWatch:
         self._checksum: Tensor | None = None
         self._part: Watched | None = None
         self._watched: list[Watched] = []
-        self._has_warned: dict[bool, bool] = {}
-        """Of buffers and of parameters."""
+        self._warned_of: set[bool] = set()
+        """Values of `Watched.is_buffer`."""
 
     def watch(
         self, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[Watched] = ()
@@ -113,14 +113,11 @@ class ReplicaWatch:
 
     def warn(self, comm: Communicator, part: Watched | None, step: int) -> None:
         """The checksums of a part differ: warn once of parameters, once of buffers."""
-        if part is None or self._has_warned.get(part.is_buffer):
+        if part is None or part.is_buffer in self._warned_of:
             return
-        self._has_warned[part.is_buffer] = True
-        warnings.warn(
-            f"{comm.rank_label}: "
-            + (_OF_BUFFERS if part.is_buffer else _OF_PARAMETERS).format(part.name, step),
-            stacklevel=2,
-        )
+        self._warned_of.add(part.is_buffer)
+        what = _OF_BUFFERS if part.is_buffer else _OF_PARAMETERS
+        warnings.warn(f"{comm.rank_label}: {what.format(part.name, step)}", stacklevel=2)
 
 
 _OF_PARAMETERS = (
@@ -150,13 +147,11 @@ def buffers_of_replicas(models: Sequence[nn.Module]) -> list[Watched]:
     observers of quantization have seen: these are statistics of a rank's own samples.
     """
     return [
-        Watched(f"{path}.{name}" if path else name, partial(module._buffers.get, name), True)
+        Watched(own.name, own.get, is_buffer=True)
         for model in models
-        for path, module in model.named_modules()
-        if not isinstance(module, nn.modules.batchnorm._NormBase)
-        and not type(module).__module__.startswith("torch.ao.")
-        for name in module._buffers
-        if name not in module._non_persistent_buffers_set
+        for own in persistent_buffers(model)
+        if not isinstance(own.module, nn.modules.batchnorm._NormBase)
+        and not type(own.module).__module__.startswith("torch.ao.")
     ]
 
 

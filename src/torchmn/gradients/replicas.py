@@ -26,6 +26,7 @@ from torchmn.communicators.local_tensors import (
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.sparse_gradients import sparse_parameters
+from torchmn.model_tensors import parameters_of
 
 _OF_SHARDS = (
     " A model of which ranks hold parts is exchanged between those that hold the same part: give "
@@ -48,11 +49,6 @@ def sum_of_rates(inner: Optimizer) -> float:
     rates = [group.get("lr") for group in inner.param_groups]
     rates = [r for r in rates if not isinstance(r, Tensor) or r.device.type == "cpu"]
     return sum(float(r) for r in rates if isinstance(r, (int, float, Tensor)))
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All that an optimizer trains, in the order of its groups. Local."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def named_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:

@@ -16,7 +16,7 @@ from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.gradients.batch_shares import BatchShares
 from torchmn.gradients.bucket_set import Reduction
 from torchmn.gradients.codec_state import own_codec, warn_if_it_encodes_nothing
-from torchmn.gradients.replicas import parameters_of
+from torchmn.model_tensors import parameters_of
 from torchmn.optimizer.chains import find_chains
 from torchmn.optimizer.equal_dropout import warn_of_equal_dropout
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from torchmn.autotune.tuner import Autotuner
@@ -30,7 +28,6 @@ from torchmn.gradients.replicas import (
     broadcast_optimizer_state,
     load_inner_state,
     named_parameters,
-    parameters_of,
     raise_if_ranks_differ,
     sum_of_rates,
 )
@@ -39,10 +36,12 @@ from torchmn.gradients.weights import Contribution, miscount
 from torchmn.links.batch_norm import weigh_losses_by_samples
 from torchmn.links.chain_list import MultiNodeChainList
 from torchmn.links.clipping import clip_grad_norm_
+from torchmn.model_tensors import parameters_of
 from torchmn.optimizer import resume
 from torchmn.optimizer.chains import find_chains
 from torchmn.optimizer.closure import over_ranks
 from torchmn.optimizer.join import joined
+from torchmn.optimizer.late_scaler_steps import LateScalerSteps
 from torchmn.optimizer.nonfinite_policy import (
     OnNonfinite,
     act_on_nonfinite,
@@ -128,8 +127,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         }
         self._counts_samples = False
         self._has_checked_untrained = False
-        self._num_passes_of_scaler = -1
-        """How many exchanges there had been when a GradScaler stepped last."""
+        self._late_scaler_steps = LateScalerSteps()
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
         self._unify()
@@ -231,26 +229,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
                 "or bfloat16, which needs no scaling."
             )
-        caller = sys._getframe(1).f_locals.get("self")
-        if isinstance(caller, torch.amp.GradScaler):
-            self._take_part_for(caller)
+        self._late_scaler_steps.take_part(self, sys._getframe(1).f_locals.get("self"))
         self._await_gradients(USED_BY_SCALER)
         return False
-
-    def _take_part_for(self, scaler: torch.amp.GradScaler) -> None:
-        """Take part in the exchange before the scaler looks at gradients, if this rank is late.
-
-        Then it finds the same values that are not finite as those of other ranks, and leaves out
-        the same steps.
-        """
-        num_passes = self.reducer.num_passes
-        if num_passes == self._num_passes_of_scaler:  # of a step that it left out
-            self.schedule.on_zero_grad()
-        self.schedule.exchange_if_late()
-        self._num_passes_of_scaler = self.reducer.num_passes
-        state = scaler._per_optimizer_states[id(self)]
-        if not state["found_inf_per_device"]:  # if the script has called unscale_(), for nothing
-            state["stage"] = OptState.READY
 
     def __repr__(self) -> str:
         parts = [self.schedule.name]

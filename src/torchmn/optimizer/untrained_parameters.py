@@ -12,7 +12,8 @@ from torchmn.communicators import Communicator
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.parameter_hook import owners_of
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.gradients.replicas import named_tensors, parameters_of
+from torchmn.gradients.replicas import named_tensors
+from torchmn.model_tensors import parameters_of
 
 
 def untrained_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torchmn.compiling import not_compiled
 from torchmn.errors import UsageError
 from torchmn.gradients.model_hooks import ModelHooks
-from torchmn.gradients.replicas import parameters_of
+from torchmn.model_tensors import parameters_of
 from torchmn.schedules.fingerprint import differ, fingerprint
 from torchmn.schedules.trial_step import trial_step
 

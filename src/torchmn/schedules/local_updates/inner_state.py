@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from torchmn.communicators import Communicator
 from torchmn.communicators.local_tensors import local_part
 from torchmn.errors import RankMismatchError
-from torchmn.gradients.replicas import broadcast_optimizer_state, parameters_of
+from torchmn.gradients.replicas import broadcast_optimizer_state
+from torchmn.model_tensors import parameters_of
 
 
 @torch.no_grad()

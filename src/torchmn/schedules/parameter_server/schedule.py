@@ -36,7 +36,7 @@ from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.gradients.replicas import parameters_of
+from torchmn.model_tensors import parameters_of
 from torchmn.profiling import recording
 from torchmn.schedules.base import ReplicaConsistency, Schedule
 from torchmn.schedules.parameter_server.channels import (
