@@ -2,7 +2,8 @@
 
 To the bit where the route is the same: the same ranks on the same hosts with the same transport.
 Then it trains with a DataLoader, whose last batch has one sample for all ranks: those without a
-sample leave ``backward()`` out. Gradients are clipped, and parameters averaged over the steps.
+sample leave ``backward()`` out. Losses are scaled by a GradScaler, gradients are clipped, and the
+parameters averaged over the steps.
 """
 
 from __future__ import annotations
@@ -51,13 +52,16 @@ def loader():
 
 def averaged(model, optimizer, batches):
     average = torch.optim.swa_utils.AveragedModel(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
     for epoch in range(3):
         for inputs, targets in batches:
             optimizer.zero_grad()
             if len(inputs):
-                torch.nn.functional.mse_loss(model(inputs), targets).backward()
+                scaler.scale(torch.nn.functional.mse_loss(model(inputs), targets)).backward()
+            scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             average.update_parameters(model)
     return torch.nn.utils.parameters_to_vector(average.parameters()).tolist()
 """

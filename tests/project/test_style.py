@@ -67,8 +67,9 @@ def test_every_skipped_test_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    "call", ["pytest.skip('no GPU')", "pytest.mark.skipif(True)", "pytest.mark.xfail(strict=True)"]
+    ("function", "arguments"),
+    [("skip", "'no GPU'"), ("mark.skipif", "True"), ("mark.xfail", "strict=True")],
 )
-def test_a_skip_without_a_reason_is_found(call: str) -> None:
-    assert _skips_without_reason(f"x = 1\n{call}") == [2]
-    assert _skips_without_reason(call[:-1] + ", reason='no GPU')") == []
+def test_a_skip_without_a_reason_is_found(function: str, arguments: str) -> None:
+    assert _skips_without_reason(f"x = 1\npytest.{function}({arguments})") == [2]
+    assert _skips_without_reason(f"pytest.{function}({arguments}, reason='no GPU')") == []

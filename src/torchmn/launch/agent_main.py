@@ -63,7 +63,7 @@ def main() -> int:
                 share,
                 beside,
                 on_host,
-                input_path="".join(sys.argv[1:]),
+                input_path=next(iter(sys.argv[1:]), ""),
             )
             return agent.run({**env, **variables})
     except TorchmnError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from collections.abc import Iterator
@@ -102,6 +103,15 @@ class Value:
         self.tensor = state["tensor"]
 
 
+def resumed(folder: Path, comm: Communicator) -> tuple[int, float]:
+    """The step from which a training continues, and the value."""
+    checkpointer = create_multi_node_checkpointer(comm, folder, "x")
+    value = Value(0.0)
+    step = checkpointer.resume({"value": value})
+    checkpointer.close()
+    return step, float(value.tensor[-1])
+
+
 def test_without_an_elastic_job_a_copy_is_nothing(tmp_path: Path) -> None:
     def work(comm: Communicator) -> int:
         checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
@@ -127,13 +137,7 @@ def test_the_newest_of_disk_and_memory_is_taken(
         checkpointer.finish()
         checkpointer.close()
 
-    def resume(comm: Communicator) -> tuple[int, float]:
-        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
-        value = Value(0.0)
-        step = checkpointer.resume({"value": value})
-        checkpointer.close()
-        return step, float(value.tensor[-1])
-
+    resume = functools.partial(resumed, tmp_path)
     with inside(host):
         run_ranks(train, 2)
     host.begin(host.complete())
@@ -180,13 +184,7 @@ def test_a_damaged_checkpoint_hides_no_other(
         checkpointer.finish()
         checkpointer.close()
 
-    def resume(comm: Communicator) -> tuple[int, float]:
-        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "x")
-        value = Value(0.0)
-        step = checkpointer.resume({"value": value})
-        checkpointer.close()
-        return step, float(value.tensor[-1])
-
+    resume = functools.partial(resumed, tmp_path)
     with inside(host):
         run_ranks(train, 2)
     for name in skipped:

@@ -10,6 +10,7 @@ import re
 import sys
 
 import torch
+from packaging.version import Version
 
 from torchmn.compression import Layout, Quantized, Segment
 from torchmn.compression.kernels import reference
@@ -115,7 +116,7 @@ def _compare(
 def _named_by_version(kernel, constants: dict[str, object]) -> dict[object, object]:
     import triton
 
-    if triton.__version__ < "3.3":
+    if Version(triton.__version__) < Version("3.3"):
         return {**constants}
     return {(kernel.arg_names.index(name),): value for name, value in constants.items()}
 
