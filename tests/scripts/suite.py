@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import (
+    buffers,
     clipping,
     compiled,
     copies,
@@ -28,6 +29,7 @@ _MODULES = (
     parameters,
     layers,
     normalization,
+    buffers,
     optimizers,
     rates,
     precision,

@@ -1,0 +1,114 @@
+"""Buffers that forward changes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from .models import built
+from .registry import script
+from .worker import Worker
+
+NUM_STEPS = 32
+"""In which the checksums of all parameters and buffers are compared."""
+
+
+class _Codebook(nn.Module):
+    """As of a VQ-VAE: each row is the moving average of the samples nearest to it."""
+
+    rows: Tensor
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._worker = worker
+        self.register_buffer("rows", torch.linspace(-1, 1, 12).view(4, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nearest = torch.cdist(x.detach(), self.rows).argmin(1)
+        if self.training:
+            counts = torch.bincount(nearest, minlength=4).unsqueeze(1)
+            sums = torch.zeros_like(self.rows).index_add_(0, nearest, x.detach())
+            counts, sums = self._worker.sum_over_ranks(counts, sums)
+            averages = 0.9 * self.rows + 0.1 * sums / counts.clamp(min=1)
+            self.rows.copy_(torch.where(counts > 0, averages, self.rows))
+        return x + (self.rows[nearest] - x).detach()
+
+
+def _quantizing(worker: Worker) -> nn.Sequential:
+    return built(
+        lambda: nn.Sequential(
+            nn.Linear(5, 3), nn.Tanh(), _Codebook(worker), nn.Linear(3, 4), nn.Linear(4, 3)
+        )
+    )
+
+
+@script(
+    "The codebook of a VQ-VAE, sums over ranks in `forward`; clipped, and averaged with buffers"
+)
+def codebook(worker: Worker) -> list[nn.Module]:
+    model = _quantizing(worker)
+    average = AveragedModel(model[2:], multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.batches(NUM_STEPS):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        worker.flush(optimizer)
+        average.update_parameters(model[2:])
+    return [model, average.module]
+
+
+@script(
+    "The same with two optimizers, its state saved and loaded in the middle, evaluated in turns"
+)
+def codebook_of_two_optimizers(worker: Worker) -> nn.Module:
+    model = _quantizing(worker)
+    encoder = worker.optimizer(torch.optim.SGD(model[0].parameters(), 0.1), model[0])
+    decoder = worker.optimizer(torch.optim.Adam(model[2:].parameters(), 0.01), model[2:])
+    for step, (x, y) in enumerate(worker.batches(NUM_STEPS)):
+        encoder.zero_grad()
+        decoder.zero_grad()
+        mse_loss(model(x), y).backward()
+        encoder.step()
+        decoder.step()
+        if step % 8 == 3:
+            worker.flush(encoder)
+            worker.flush(decoder)
+            with torch.no_grad():
+                worker.log("loss", worker.mean(mse_loss(model.eval()(x), y)))
+            model.train()
+        if step == 15:
+            state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        elif step == 19:
+            model.load_state_dict(state)
+    return model
+
+
+@script("The same in batches of different sizes, with a `GradScaler`")
+def codebook_scaled(worker: Worker) -> nn.Module:
+    model = _quantizing(worker)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer = worker.optimizer(sgd, model, weight="samples")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5)
+    for x, y in worker.uneven_batches(NUM_STEPS):
+        optimizer.zero_grad()
+        scaler.scale(mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
+@script("The same, compiled around the codebook", is_slow=True)
+def codebook_compiled(worker: Worker) -> nn.Module:
+    model = _quantizing(worker)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    encode = torch.compile(model[:2], backend="aot_eager")
+    decode = torch.compile(model[3:], backend="aot_eager")
+    for x, y in worker.batches(NUM_STEPS):
+        optimizer.zero_grad()
+        mse_loss(decode(model[2](encode(x))), y).backward()
+        optimizer.step()
+    return model
