@@ -28,6 +28,7 @@ INTERNAL = {
     "environment_variables",
     "exit_status",
     "gradients",
+    "model_tensors",
     "monitor",
     "permutations",
     "planning",
