@@ -29,6 +29,7 @@ _TABLES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
+    "_load_state_dict_pre_hooks",
 )
 
 
@@ -77,6 +78,10 @@ class ModelHooks:
         """
         _hide(module).show_to_compiler()
         self._shown.append(module)
+
+    def before_load(self, module: nn.Module, function: Callable[[], None]) -> None:
+        """Call ``function()`` before its `load_state_dict`, or that of a module around it."""
+        self._keep(module, module.register_load_state_dict_pre_hook(lambda *_: function()))
 
     def before_copy(self, module: nn.Module, function: Callable[[], None]) -> None:
         """Call ``function()`` before the module is copied, pickled or scripted."""

@@ -156,6 +156,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._complete)
+            for model in self._models:
+                self._hooks.before_load(model, self._before_load)
             if weight == "samples" or schedule.counts_samples:
                 self._count_samples()
             self.recorded = RecordedSteps(self, self._models)
@@ -606,6 +608,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self.tuner.gradients_used(reason)
         if self._deferring is not None:
             self._deferring.await_gradients(reason)
+
+    def _before_load(self) -> None:
+        self.schedule.before_load()
 
     def _complete(self) -> None:
         if self._deferring is not None:

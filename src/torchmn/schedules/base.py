@@ -96,6 +96,9 @@ class Schedule(ABC):
     def exchange_if_late(self) -> None:  # noqa: B027 - a default
         """Before `step` uses gradients: take part, if no backward pass of this rank has done it."""
 
+    def before_load(self) -> None:  # noqa: B027 - a default
+        """A model is about to load a state. Local."""
+
     def flush(self) -> None:  # noqa: B027 - a default
         """Apply what was exchanged but not applied, and exchange what was not exchanged."""
 

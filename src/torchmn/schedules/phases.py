@@ -180,6 +180,10 @@ class Phases(Schedule):
         for schedule in self.schedules:
             schedule.on_zero_grad()
 
+    def before_load(self) -> None:
+        """See `Schedule.before_load`."""
+        self.current.before_load()
+
     def flush(self) -> None:
         """See `Schedule.flush`."""
         self._unapplied = None

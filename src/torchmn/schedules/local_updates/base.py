@@ -53,6 +53,7 @@ from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import copy_state_from_rank
 from torchmn.gradients.weights import weight_scale
 from torchmn.schedules.base import ReplicaConsistency, Schedule
+from torchmn.schedules.loaded_models import LoadedModels
 from torchmn.schedules.local_updates.fragment_order import FragmentSchedule
 from torchmn.schedules.local_updates.fragments import (
     Fragment,
@@ -141,6 +142,11 @@ class LocalUpdateSchedule(Schedule):
         self._has_anchors = self._are_anchors_verified = False
         self._num_missed_steps = 0
         """Steps of a warm-up in which this rank had left its loop."""
+        self._loaded_models = LoadedModels(
+            lambda: [p for fragment in self._fragments for p in fragment.parameters]
+        )
+        self._is_resumed = False
+        """Whether no step was made since `load_state_dict`: the model's state belongs to it."""
 
     # ---- what a subclass defines ----
 
@@ -266,14 +272,22 @@ class LocalUpdateSchedule(Schedule):
         if self._node is not None:
             self._node.on_zero_grad()
 
+    def before_load(self) -> None:
+        """See `Schedule.before_load`."""
+        if self._has_anchors and not self._is_resumed:
+            self._loaded_models.before_load()
+
     def flush(self) -> None:
         """See `Schedule.flush`. Ends the partial block of every fragment.
 
         Ranks may have made different numbers of steps: a rank that flushes takes part in the
-        exchanges of the others until all ranks flush.
+        exchanges of the others until all ranks flush. Afterwards all may change parameters in the
+        same way, or load a state.
         """
         while self._exchange_without_data():
             pass
+        # The next block begins with what the parameters then are, the same on all ranks.
+        self._has_anchors = self._are_anchors_verified = False
 
     def close(self) -> None:
         if self._node is not None:
@@ -297,6 +311,11 @@ class LocalUpdateSchedule(Schedule):
             fragment.scale = weight_scale(size / num_workers, 1)
 
     def _take_anchors(self) -> None:
+        """Begin a block, unless one is under way: before the first step or exchange of it."""
+        self._is_resumed = False
+        self._loaded_models.raise_if_replaced(
+            self._comm.rank_label, "what ranks have learned in the block under way is in them"
+        )
         if not self._has_anchors:
             for fragment in self._fragments:
                 fragment.take_anchors()
@@ -471,6 +490,8 @@ class LocalUpdateSchedule(Schedule):
             self._pending.buckets.drain()  # its memory is used again
             self._pending = None
         self._check_state(state)
+        self._loaded_models.forget()
+        self._is_resumed = True
         node, fragments = self._node, self._fragments
         self._order.restart()
         self._are_anchors_verified, self._num_missed_steps, self.is_flushed = False, 0, False

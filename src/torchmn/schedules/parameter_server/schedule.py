@@ -39,6 +39,7 @@ from torchmn.gradients.reducer import GradientReducer
 from torchmn.model_tensors import parameters_of
 from torchmn.profiling import recording
 from torchmn.schedules.base import ReplicaConsistency, Schedule
+from torchmn.schedules.loaded_models import LoadedModels
 from torchmn.schedules.parameter_server.channels import (
     Channel,
     Kind,
@@ -134,6 +135,7 @@ class ParameterServer(Schedule):
         self._channels: list[Channel] = []
         self._threads: list[threading.Thread] = []
         self._transport: Transport | None = None
+        self._loaded_models = LoadedModels(lambda: [p for _, _, p, _ in self._places])
 
     def __repr__(self) -> str:
         text = (
@@ -268,6 +270,7 @@ class ParameterServer(Schedule):
         not finite is never sent to the servers, whatever ``on_nonfinite`` is.
         """
         self._raise_if_misused(closure)
+        self._raise_if_replaced()
         self._collect()
         nonfinite = [name for _, name, p, _ in self._places if not _is_finite(p.grad)]
         self._act_on(nonfinite)
@@ -365,6 +368,12 @@ class ParameterServer(Schedule):
 
     # ---- the end of an episode ----
 
+    def before_load(self) -> None:
+        """See `Schedule.before_load`."""
+        if self._is_open:
+            self._collect()
+            self._loaded_models.before_load()
+
     def flush(self) -> None:
         """See `Schedule.flush`: wait until all workers call it, and install the final version.
 
@@ -382,6 +391,7 @@ class ParameterServer(Schedule):
         return 0
 
     def _finish(self) -> None:
+        self._raise_if_replaced()
         self._collect()
         self._open()
         metadata = {"record": self._own.as_json()}
@@ -430,6 +440,7 @@ class ParameterServer(Schedule):
             work.wait()
         self._episode += 1
         self._is_open = self._is_finished_by_join = False
+        self._loaded_models.forget()
 
     # ---- inside ----
 
@@ -473,6 +484,11 @@ class ParameterServer(Schedule):
                 "parameter_server uses MPI from several threads, and MPI was initialized below "
                 "THREAD_SERIALIZED. Create the communicator before importing mpi4py.MPI."
             )
+
+    def _raise_if_replaced(self) -> None:
+        self._loaded_models.raise_if_replaced(
+            self._comm.rank_label, "the servers, which hold the parameters, would overwrite them"
+        )
 
     def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:
         rank_label = self._comm.rank_label

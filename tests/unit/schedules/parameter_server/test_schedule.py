@@ -214,6 +214,33 @@ def test_training_learns(world_size: int, pipeline: bool) -> None:
     assert all(after < 0.7 * before for before, after in run_ranks(job, world_size))
 
 
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("after", ["step", "flush"])
+def test_a_load_without_flush_is_refused(after: str, pipeline: bool) -> None:
+    """The servers would overwrite the state, silently."""
+
+    def job(comm: Communicator) -> None:
+        model = mlp()
+        optimizer = make(comm, model, ParameterServer(max_staleness=2, pipeline=pipeline))
+        step_of(model, optimizer, comm.rank)
+        optimizer.flush()
+        model.load_state_dict(mlp(seed=1).state_dict())
+        step_of(model, optimizer, comm.rank)  # continues from it
+        model.load_state_dict(mlp(seed=2).state_dict())
+        if after == "step":
+            step_of(model, optimizer, comm.rank)
+        else:
+            optimizer.flush()
+
+    def step_of(model: nn.Module, optimizer: MultiNodeOptimizer, rank: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+
+    with pytest.raises(UsageError, match="servers, which hold the parameters, would overwrite"):
+        run_ranks(job, 2)
+
+
 @pytest.mark.parametrize(
     "kind",
     ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
