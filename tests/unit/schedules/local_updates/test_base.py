@@ -255,9 +255,8 @@ def test_steps_continue_while_the_exchange_is_pending() -> None:
 
     def rank_main(comm):
         model, optimizer = wrap(comm, PeriodicAverage(8, overlap_steps=3))
-        optimizer.flush()  # the first exchange of all proves that all set out from one point
-        for step in range(3):
-            if comm.rank == 1 and step == 0:
+        for step in range(7):  # the first exchange also compares where the ranks started
+            if comm.rank == 1 and step == 4:
                 assert late.wait(10)
             train(model, optimizer, comm.rank, step, 4 if step == 0 else 1)
         if comm.rank == 0:
@@ -644,8 +643,8 @@ def test_a_block_that_is_not_finite_is_discarded(make: type, k: int, codec: str 
             optimizer.step()
         assert equal(values(model), start)
         after = optimizer.state_dict()["torchmn"]
-        for key in ("anchors", "outer"):
-            assert flat(after[key]) == flat(before[key])
+        assert equal(list(after["anchors"].values()), start)
+        assert flat(after["outer"]) == flat(before["outer"])
         assert flat(in_means(after["fragments"])) == flat(in_means(before["fragments"]))
         (problem,) = optimizer.nonfinite
         assert problem.by_rank == {1: ["2.bias"]}
