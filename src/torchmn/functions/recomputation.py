@@ -102,7 +102,7 @@ def checkpoints() -> Checkpoints:
                 running.append(context)
             elif code is _BACKWARD:
                 again, kind = frame.f_locals["ctx"], "reentrant"
-            elif code.co_name == "checkpoint" and frame.f_locals.get("gen") is not None:
+            elif frame.f_locals.get("gen") is not None:  # of `checkpoint`, in 2.14 what it calls
                 running.append(frame.f_locals["gen"].gi_frame.f_locals["new_frame"])
             elif code.co_name == "unpack_hook" and "frame" in frame.f_locals:
                 again, kind = frame.f_locals["frame"], "nonreentrant"
