@@ -53,7 +53,7 @@ from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import copy_state_from_rank
 from torchmn.gradients.weights import weight_scale
 from torchmn.schedules.base import ReplicaConsistency, Schedule
-from torchmn.schedules.loaded_models import LoadedModels
+from torchmn.schedules.changed_parameters import ChangedParameters
 from torchmn.schedules.local_updates.fragment_order import FragmentSchedule
 from torchmn.schedules.local_updates.fragments import (
     Fragment,
@@ -142,7 +142,7 @@ class LocalUpdateSchedule(Schedule):
         self._has_anchors = self._are_anchors_verified = False
         self._num_missed_steps = 0
         """Steps of a warm-up in which this rank had left its loop."""
-        self._loaded_models = LoadedModels(
+        self._changed = ChangedParameters(
             lambda: [p for fragment in self._fragments for p in fragment.parameters]
         )
         self._is_resumed = False
@@ -275,7 +275,7 @@ class LocalUpdateSchedule(Schedule):
     def before_load(self) -> None:
         """See `Schedule.before_load`."""
         if self._has_anchors and not self._is_resumed:
-            self._loaded_models.before_load()
+            self._changed.note()
 
     def flush(self) -> None:
         """See `Schedule.flush`. Ends the partial block of every fragment.
@@ -313,8 +313,11 @@ class LocalUpdateSchedule(Schedule):
     def _take_anchors(self) -> None:
         """Begin a block, unless one is under way: before the first step or exchange of it."""
         self._is_resumed = False
-        self._loaded_models.raise_if_replaced(
-            self._comm.rank_label, "what ranks have learned in the block under way is in them"
+        self._changed.raise_if_changed(
+            f"{self._comm.rank_label}: model.load_state_dict() has replaced parameters within a "
+            "block of local updates, and the outer step would take the difference for what was "
+            "learned. Call optimizer.flush() on all ranks before you load a state: the next block "
+            "then begins with it."
         )
         if not self._has_anchors:
             for fragment in self._fragments:
@@ -490,7 +493,7 @@ class LocalUpdateSchedule(Schedule):
             self._pending.buckets.drain()  # its memory is used again
             self._pending = None
         self._check_state(state)
-        self._loaded_models.forget()
+        self._changed.forget()
         self._is_resumed = True
         node, fragments = self._node, self._fragments
         self._order.restart()

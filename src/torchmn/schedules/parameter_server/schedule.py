@@ -39,7 +39,7 @@ from torchmn.gradients.reducer import GradientReducer
 from torchmn.model_tensors import parameters_of
 from torchmn.profiling import recording
 from torchmn.schedules.base import ReplicaConsistency, Schedule
-from torchmn.schedules.loaded_models import LoadedModels
+from torchmn.schedules.changed_parameters import ChangedParameters
 from torchmn.schedules.parameter_server.channels import (
     Channel,
     Kind,
@@ -135,7 +135,7 @@ class ParameterServer(Schedule):
         self._channels: list[Channel] = []
         self._threads: list[threading.Thread] = []
         self._transport: Transport | None = None
-        self._loaded_models = LoadedModels(lambda: [p for _, _, p, _ in self._places])
+        self._changed = ChangedParameters(lambda: [p for _, _, p, _ in self._places])
 
     def __repr__(self) -> str:
         text = (
@@ -270,7 +270,7 @@ class ParameterServer(Schedule):
         not finite is never sent to the servers, whatever ``on_nonfinite`` is.
         """
         self._raise_if_misused(closure)
-        self._raise_if_replaced()
+        self._raise_if_changed()
         self._collect()
         nonfinite = [name for _, name, p, _ in self._places if not _is_finite(p.grad)]
         self._act_on(nonfinite)
@@ -290,6 +290,8 @@ class ParameterServer(Schedule):
                 responses = self._client.request(kind, episode, clock, metadata)
             self._pulled(responses)
         self._call_hooks("_optimizer_step_post_hooks")
+        if not self._clock & (self._clock - 1):  # in steps 1, 2, 4, 8: changes are in each step
+            self._changed.note()
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
@@ -328,6 +330,7 @@ class ParameterServer(Schedule):
         if self._work is not None:
             work, self._work = self._work, None
             self._pulled(work.wait())
+            self._changed.forget()
 
     def _pulled(self, responses: Mapping[int, Response]) -> None:
         """Install the result of a push and record its staleness."""
@@ -372,7 +375,7 @@ class ParameterServer(Schedule):
         """See `Schedule.before_load`."""
         if self._is_open:
             self._collect()
-            self._loaded_models.before_load()
+            self._changed.note()
 
     def flush(self) -> None:
         """See `Schedule.flush`: wait until all workers call it, and install the final version.
@@ -391,7 +394,7 @@ class ParameterServer(Schedule):
         return 0
 
     def _finish(self) -> None:
-        self._raise_if_replaced()
+        self._raise_if_changed()
         self._collect()
         self._open()
         metadata = {"record": self._own.as_json()}
@@ -440,7 +443,7 @@ class ParameterServer(Schedule):
             work.wait()
         self._episode += 1
         self._is_open = self._is_finished_by_join = False
-        self._loaded_models.forget()
+        self._changed.forget()
 
     # ---- inside ----
 
@@ -485,9 +488,13 @@ class ParameterServer(Schedule):
                 "THREAD_SERIALIZED. Create the communicator before importing mpi4py.MPI."
             )
 
-    def _raise_if_replaced(self) -> None:
-        self._loaded_models.raise_if_replaced(
-            self._comm.rank_label, "the servers, which hold the parameters, would overwrite them"
+    def _raise_if_changed(self) -> None:
+        self._changed.raise_if_changed(
+            f"{self._comm.rank_label}: parameters were changed since the last step, as by "
+            "model.load_state_dict() or p.data.clamp_(), and the servers, which hold them, would "
+            "overwrite the changes. Call optimizer.flush() on all ranks before you load a state; "
+            "make changes of every step in the step() of a subclass of your optimizer, which runs "
+            "at the servers."
         )
 
     def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:

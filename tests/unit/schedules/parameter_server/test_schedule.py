@@ -237,8 +237,45 @@ def test_a_load_without_flush_is_refused(after: str, pipeline: bool) -> None:
         loss_of(model, batch(rank, 0)).backward()
         optimizer.step()
 
-    with pytest.raises(UsageError, match="servers, which hold the parameters, would overwrite"):
+    with pytest.raises(UsageError, match="servers, which hold them, would overwrite"):
         run_ranks(job, 2)
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_parameters_that_are_clamped_after_each_step_are_refused(pipeline: bool) -> None:
+    def job(comm: Communicator) -> None:
+        model = mlp()
+        schedule = ParameterServer(max_staleness=2, pipeline=pipeline)
+        optimizer = make(comm, model, schedule)
+        for step in range(4):
+            train(optimizer, model, comm.rank, range(step, step + 1))
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+
+    with pytest.raises(UsageError, match=r"as by model.load_state_dict\(\) or p.data.clamp_"):
+        run_ranks(job, 2)
+
+
+def test_an_optimizer_that_clamps_at_the_servers() -> None:
+    """The cure that the error names."""
+
+    class Clamping(torch.optim.SGD):
+        def step(self, closure=None):  # type: ignore[no-untyped-def]
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.clamp_(-0.01, 0.01)
+
+    def job(comm: Communicator) -> float:
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            Clamping(model.parameters(), 0.05), comm, model, schedule=ParameterServer()
+        )
+        train(optimizer, model, comm.rank, range(6))
+        optimizer.flush()
+        return max(float(value.abs().max()) for value in values(model))
+
+    assert run_ranks(job, 2) == [0.01, 0.01]
 
 
 @pytest.mark.parametrize(
