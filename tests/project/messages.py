@@ -15,11 +15,11 @@ SOURCE = ROOT / "src" / "torchmn"
 PAGE = ROOT / "docs" / "reference" / "messages.md"
 TITLE = """# Messages
 
-Every error message, warning and help text of torchmn. To find yours, search this page for a few words of it that contain
-no names and no numbers: braces stand for what is filled in at run time. Most messages end with what to do. The pages of the
-tutorial and the how-to guides have tables of the most common ones.
+Every error message, warning and help text of torchmn. To find yours, search this page for a few
+words of it without names and numbers: braces stand for what is filled in at run time. Most messages
+end with what to do. The tutorial and the how-to guides have tables of the most common ones.
 
-The headings are the source files. `python -m tests.project.messages` writes this page from the source.
+The headings are the source files. `python -m tests.project.messages` writes this page from them.
 """
 COMMANDS = ("Option", "Argument")
 """Of typer, whose ``help`` is shown by ``--help``."""
