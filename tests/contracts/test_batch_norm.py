@@ -42,6 +42,7 @@ CAUGHT_BY = {
     broken.RoundsEarly: contracts.check_sixteen_bits,
     broken.ForgetsTheGroup: contracts.check_groups,
     broken.WeighsLossesEqually: contracts.check_training,
+    broken.IgnoresGivenWeights: contracts.check_given_weights,
     broken.CountsRecomputedBatchesOnce: contracts.check_checkpointing,
     broken.SendsTwice: contracts.check_one_message,
 }

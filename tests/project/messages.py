@@ -15,8 +15,11 @@ SOURCE = ROOT / "src" / "torchmn"
 PAGE = ROOT / "docs" / "reference" / "messages.md"
 TITLE = """# Messages
 
-Every error message, warning and help text, by file. Braces hold what is filled in at run time.
-`python -m tests.project.messages` writes this page from the source.
+Every error message, warning and help text of torchmn. To find yours, search this page for a few
+words of it without names and numbers: braces stand for what is filled in at run time. Most messages
+end with what to do. The tutorial and the how-to guides have tables of the most common ones.
+
+The headings are the source files. `python -m tests.project.messages` writes this page from them.
 """
 COMMANDS = ("Option", "Argument")
 """Of typer, whose ``help`` is shown by ``--help``."""

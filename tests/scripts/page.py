@@ -14,17 +14,18 @@ _INTRODUCTION = """\
 
 Each row is a short training script in plain PyTorch. The tests run it in one process on whole
 batches without torchmn, and on 1 and 2 ranks with torchmn, each rank with its part of every batch.
-Parameters, buffers and whatever the script logs are compared, in float64 to 1e-12 of 1 plus the
-value. The scripts are in `tests/scripts/`, and this page is made from them by
-`python -m tests.scripts.page`.
+Parameters, buffers and everything that the script logs are compared, in float64 to 1e-12 of 1 plus
+the value, under each of the schedules `every_step`, `every_step_next_forward` and `auto`. The
+result is the same under all of them unless the row names them. The scripts are in `tests/scripts/`;
+`python -m tests.scripts.page` writes this page.
 
 - **same**: the numbers of one process, on every rank.
 - **refused**: an error on every rank that names the cure. One rank alone accepts the script and
-  gives the numbers of one process, unless the cell says otherwise.
+  gives the numbers of one process, unless the row says otherwise.
 - **not yet**: known to be wrong.
 
-`auto` is `schedule="auto"` without further permissions, made to try every plan that it may choose
-within these few steps.
+`auto` is `schedule="auto"` without further permissions; in these tests it tries every plan that it
+may choose within the few steps of a script.
 """
 
 
@@ -32,9 +33,8 @@ def text() -> str:
     """The whole page."""
     parts = [_INTRODUCTION]
     for title, scripts in chapters().items():
-        head = f"| script | {' | '.join(f'`{schedule}`' for schedule in SCHEDULES)} |"
-        rule = "|---" * (len(SCHEDULES) + 1) + "|"
-        parts.append("\n".join([f"## {title}", "", head, rule, *map(_row, scripts)]) + "\n")
+        head = ["| script | result |", "|---|---|"]
+        parts.append("\n".join([f"## {title}", "", *head, *map(_row, scripts)]) + "\n")
     return "\n".join(parts)
 
 
@@ -44,11 +44,17 @@ def _row(script: Script) -> str:
         notes.append(f"own definition: {script.own_definition}")
     if script.why_tolerance:
         notes.append(f"to {script.tolerance:.0e}: {script.why_tolerance}")
-    cells = ["; ".join(notes), *(_cell(script, schedule) for schedule in SCHEDULES)]
-    return f"| {' | '.join(cells)} |"
+    results: dict[str, list[str]] = {}
+    for schedule in SCHEDULES:
+        results.setdefault(_result(script, schedule), []).append(f"`{schedule}`")
+    if len(results) == 1:
+        (cell,) = results
+    else:
+        cell = "; ".join(f"{', '.join(names)}: {result}" for result, names in results.items())
+    return f"| {'; '.join(notes)} | {cell} |"
 
 
-def _cell(script: Script, schedule: str) -> str:
+def _result(script: Script, schedule: str) -> str:
     found = (KNOWN_DEFECTS.get((script.name, schedule, size)) for size in WORLD_SIZES)
     reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
     if reasons:

@@ -626,14 +626,16 @@ class GradientReducer:
         self.num_passes, self.passes_weight = 0, 0.0
 
     def warn_of_second_pass(self) -> None:
-        """Warn once if gradients were added to means. Local."""
+        """Warn once, on rank 0, if gradients were added to means. Local."""
         if self._has_warned or not self.filling.is_accumulating:
             return
         self._has_warned = True
+        if self.comm.rank != 0:
+            return
         warnings.warn(
             "More than one backward pass before step(): each one exchanges all gradients. The "
-            "result is right, but wrap all passes but the last in optimizer.no_sync() to exchange "
-            "once.",
+            "result is right. To exchange once, wrap all passes but the last in "
+            "optimizer.no_sync(), which is exact if their batches have the same size.",
             stacklevel=2,
         )
 

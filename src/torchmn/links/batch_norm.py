@@ -14,6 +14,7 @@ torch's SyncBatchNorm needs GPUs, rounds m_r to float32 and fails for an empty b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -112,7 +113,7 @@ class MultiNodeBatchNorm2d(_MultiNode, nn.BatchNorm2d):
         eps, momentum, affine, track_running_stats, device, dtype: as in torch.
         loss_weight: which loss is differentiated: with ``rank`` the sum of the losses of all ranks,
             with ``samples`` each is weighted by the rows of its rank's input (dimension 0). Give
-            what the optimizer was given as ``weight``.
+            what the optimizer was given as ``weight``. `set_weight` of the optimizer goes first.
 
     >>> import torchmn
     >>> comm = torchmn.create_communicator()
@@ -178,6 +179,16 @@ def weigh_losses_by_samples(model: nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, _MultiNode):
             layer.loss_weight = "samples"
+
+
+def weigh_losses_by(model: nn.Module, given_weight: Callable[[], float | None]) -> None:
+    """Let every layer ask in backward for the weight that this rank's loss was given. Local.
+
+    Where that is None it is what ``loss_weight`` says.
+    """
+    for layer in model.modules():
+        if isinstance(layer, _MultiNode):
+            layer._ranks.given_weight = given_weight
 
 
 def revert_batch_norm(model: Model) -> Model:
@@ -298,12 +309,14 @@ class _BatchNorm(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             layer = ctx.layer
-            by_samples = layer.loss_weight == "samples"
-            own_weight = ctx.num_samples if by_samples else 1
+            own_weight = layer._ranks.given_weight()
+            if own_weight is None:
+                own_weight = ctx.num_samples if layer.loss_weight == "samples" else 1
             row = torch.cat([own_sum.new_zeros(1), own_sum, own_product]).mul_(own_weight)
             row[0] = _call(layer, _BACKWARD)
             table = ctx.ranks.gather_rows(row, _described)
-            scale = 1 / (count * max(own_weight, 1)).clamp_(min=1)
+            # A rank of weight 0 has a gradient that counts for nothing.
+            scale = 1 / (count.clamp(min=1) * (own_weight or 1))
             mean_sum, mean_product = table[:, 1:].sum(0).mul_(scale).split(layer.num_features)
             # dx = factor * (dy - mean_sum - (shifted - center) * inverse^2 * mean_product)
             factor = inverse if weight is None else inverse * weight

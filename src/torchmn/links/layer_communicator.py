@@ -68,11 +68,17 @@ class LayerCommunicator:
         return table
 
 
+def _no_weight() -> None:
+    return None
+
+
 class Ranks:
     """The communicator of a layer, as its attribute: copies share it, pickles leave it out."""
 
     def __init__(self, comm: Communicator | None) -> None:
         self.comm = comm
+        self.given_weight: Callable[[], float | None] = _no_weight
+        """The weight of this rank's loss in the pass under way, if the script has given one."""
 
     def required(self, layer: nn.Module, cure: str) -> Communicator:
         """The communicator. Raises UsageError with the cure: it was left out of a pickle."""

@@ -120,7 +120,10 @@ def _status(record: RankRecord) -> RankStatus | None:
     elif record.lost_at is not None:
         text = "is lost with its agent"
     elif record.is_leaving:
-        text = "has reached the end of its script (had it fewer steps? see optimizer.join())"
+        text = (
+            "has reached the end of its script (did it stop early by a value of its own? "
+            "Or had it fewer batches? See optimizer.join())"
+        )
     if text:
         return RankStatus(text=text, is_halted=True)
     return None if record.status_reply is None else RankStatus.of(record.status_reply)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +34,7 @@ from torchmn.gradients.replicas import (
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
 from torchmn.gradients.weights import Contribution, miscount
-from torchmn.links.batch_norm import weigh_losses_by_samples
+from torchmn.links.batch_norm import weigh_losses_by, weigh_losses_by_samples
 from torchmn.links.chain_list import MultiNodeChainList
 from torchmn.links.clipping import clip_grad_norm_
 from torchmn.model_tensors import parameters_of
@@ -415,8 +416,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         The mean over ranks is sum(w_i g_i) / sum(w_i) with g_i the local mean. Applies to the next
         backward pass only; under local updates to the next step, where it takes the place of the
-        samples that were counted. Raises UsageError: negative or not finite, or neither 0 nor 1
-        where gradients are summed.
+        samples that were counted. Batch normalization over ranks follows it.
+
+        Raises UsageError: negative or not finite, or neither 0 nor 1 where gradients are summed.
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
@@ -427,6 +429,21 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "(Weight 0 leaves this rank out.)"
             )
         self.reducer.contribution.set(float(weight), float(weight))
+        if not self.schedule.has_own_steps:
+            self._weigh_losses()
+
+    @not_compiled
+    def _weigh_losses(self) -> None:
+        """Let layers that communicate in backward use the weight that was given. Local."""
+        reducer = ref(self.reducer)  # layers live longer than an optimizer
+
+        def given_weight() -> float | None:
+            found = reducer()
+            given = found.contribution.given if found is not None else None
+            return None if given is None else given[0]
+
+        for model in self._models:
+            weigh_losses_by(model, given_weight)
 
     def weigh_by_samples(self) -> None:
         """Weight the ranks by their samples from now on, as ``weight="samples"``. *Collective.*

@@ -8,6 +8,7 @@ from torchmn.communicators import Communicator
 from torchmn.links import batch_norm
 from torchmn.links.batch_norm import _BatchNorm
 from torchmn.links.layer_communicator import LayerCommunicator, Ranks
+from torchmn.optimizer import multi_node_optimizer
 
 _gather = LayerCommunicator.gather_rows
 _forward, _backward = _BatchNorm.forward, _BatchNorm.backward
@@ -108,6 +109,14 @@ class WeighsLossesEqually:
             return _backward(ctx, dy, statistics)
 
         patch.setattr(_BatchNorm, "backward", staticmethod(backward))
+
+
+class IgnoresGivenWeights:
+    """What `set_weight` was called with counts for the optimizer alone."""
+
+    @staticmethod
+    def apply(patch):
+        patch.setattr(multi_node_optimizer, "weigh_losses_by", lambda model, given_weight: None)
 
 
 class CountsRecomputedBatchesOnce:

@@ -200,6 +200,37 @@ def check_training(comm: Communicator) -> None:
             _require_equal(f"{weight}: {name}", model.state_dict()[name], wanted)
 
 
+def check_given_weights(comm: Communicator) -> None:
+    """Weights of `set_weight`, here by class, whatever the layers were to assume.
+
+    Each rank has another number of samples and other classes.
+    """
+    class_weights = torch.tensor([0.2, 1.0, 3.0], dtype=torch.float64)
+    assumed: tuple[LossWeight, ...] = ("samples", "rank")
+    for weight in assumed:
+        alone = _network()
+        model = convert_batch_norm(_network(), comm, loss_weight=weight)
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.05), comm, model, weight=weight
+        )
+        plain = torch.optim.SGD(alone.parameters(), 0.05)
+        split = [4, 1, 3, 2][: comm.size]
+        for step in range(3):
+            x = drawn(60 + step, sum(split), 2, 6, 6)
+            labels = torch.arange(sum(split)) % 3
+            own = own_rows(comm, labels, split)
+            optimizer.zero_grad()
+            optimizer.set_weight(class_weights[own].sum().item())
+            cross_entropy(model(own_rows(comm, x, split)), own, class_weights).backward()
+            optimizer.step()
+            plain.zero_grad()
+            cross_entropy(alone(x), labels, class_weights).backward()
+            plain.step()
+        optimizer.close()
+        for name, wanted in alone.state_dict().items():
+            _require_equal(f"{weight}: {name}", model.state_dict()[name], wanted)
+
+
 def check_checkpointing(comm: Communicator) -> None:
     """What is run again in backward gives what it gives in one process, statistics included."""
     alone, model = _network(), convert_batch_norm(_network(), comm)
@@ -277,6 +308,7 @@ CONTRACTS = (
     check_sixteen_bits,
     check_groups,
     check_training,
+    check_given_weights,
     check_checkpointing,
     check_one_message,
 )
