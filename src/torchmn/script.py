@@ -76,12 +76,43 @@ def show_exception(
     error: BaseException,
     hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
 ) -> None:
-    """Print an uncaught exception by ``hook``; one that is marked instead of by the interpreter."""
-    if hook is sys.__excepthook__ and _is_follow_up(error):
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        print(_marked(error, text.rstrip("\n")), file=sys.stderr, flush=True)
+    """Print an uncaught exception by ``hook``; if it is the interpreter's, as `traceback_text`.
+
+    The lines of one that only follows from the loss of another rank are marked.
+    """
+    if hook is sys.__excepthook__ and (isinstance(error, TorchmnError) or _is_follow_up(error)):
+        print(_marked(error, traceback_text(error)), file=sys.stderr, flush=True)
     else:
         hook(type(error), error, error.__traceback__)
+
+
+def traceback_text(error: BaseException) -> str:
+    """The traceback of an exception; that of a `TorchmnError` shows the user's code alone.
+
+    Left out are frames of torchmn and torch, and the exceptions that led to the error, which its
+    message describes. ``TORCHMN_TRACEBACK=1`` keeps them; so does an error outside of user code.
+    """
+    whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _is_internal(frame.filename)]
+    if not isinstance(error, TorchmnError) or os.environ.get(TRACEBACK_VARIABLE) or not own:
+        return whole.rstrip("\n")
+    num_hidden = len(frames) - len(own)
+    note = f"  (frames of torchmn and torch: {num_hidden}; {TRACEBACK_VARIABLE}=1 shows them)\n"
+    lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)]
+    lines += [note] * bool(num_hidden)
+    return "".join([*lines, *traceback.format_exception_only(error)]).rstrip("\n")
+
+
+def _is_internal(file: str) -> bool:
+    """Whether a file belongs to torchmn or torch."""
+    return file.startswith(tuple(_folder_of(name) for name in ("torchmn", "torch")))
+
+
+def _folder_of(package: str) -> str:
+    module = sys.modules.get(package)
+    folder = os.path.dirname(getattr(module, "__file__", None) or "")
+    return os.path.join(folder, "") if folder else os.devnull
 
 
 def is_consequence(error: BaseException) -> bool:

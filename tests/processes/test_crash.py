@@ -120,6 +120,38 @@ def test_a_hang_is_reported(runner: Runner, backend: str, fault: str, words: str
     runner.wait_until_nothing_is_left()
 
 
+SAVES_LAST = """
+import pathlib, time
+import torchmn
+from torchmn.transports import mpi
+mpi._NOTE_AFTER_S = 0.5
+comm = torchmn.create_communicator("naive", timeout_s=1)
+comm.barrier()
+if comm.rank == 0:
+    time.sleep(3)
+    pathlib.Path("saved").touch()
+"""
+
+
+def test_rank_0_may_save_after_the_others_have_ended(runner: Runner) -> None:
+    """MPI ends on all ranks together: however long one of them takes."""
+    done = runner.run("-n", "2", "--backend", "mpi", runner.script(SAVES_LAST), limit_s=50)
+    assert done.returncode == 0, done.stderr
+    assert (runner.folder / "saved").exists()
+    assert done.stderr.count("torchmn: rank 1 of 2 has reached the end of its script") == 1
+
+
+def test_a_limit_for_the_exit_under_mpi(runner: Runner) -> None:
+    script = runner.script(SAVES_LAST)
+    done = runner.run(
+        "-n", "2", "--backend", "mpi", script, limit_s=50, TORCHMN_EXIT_TIMEOUT_S="0.5"
+    )
+    assert done.returncode == 1, done.stderr
+    assert "rank 1 has exited, but other ranks did not within 0.5 s" in done.stderr
+    assert not (runner.folder / "saved").exists()
+    runner.wait_until_nothing_is_left()
+
+
 CAUGHT = """
 import os, pathlib, sys, time
 import torchmn

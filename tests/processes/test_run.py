@@ -76,6 +76,16 @@ def test_arguments_reach_the_script_untouched(runner: Runner, backend: str) -> N
     assert [json.loads(line) for line in lines_of(done.stdout, 0)] == [args]
 
 
+def test_the_number_of_ranks_after_the_script_is_a_warning(runner: Runner) -> None:
+    script = runner.script("import sys; print(sys.argv[1:])")
+    done = runner.run("--backend", "gloo", script, "-n", "2")
+    assert lines_of(done.stdout, 0) == ["['-n', '2']"]
+    assert done.stderr.count("-n comes after the script, so it is an argument of the script") == 1
+    done = runner.run("--backend", "gloo", "-n", "1", script, "-n", "2")
+    assert "comes after the script" not in done.stderr
+    assert "The option is -n, not -np." in runner.run("-np", "2", script).stderr
+
+
 READS = "import sys; lines = sys.stdin.readlines(); print('read', len(lines), {*lines})"
 
 

@@ -70,7 +70,11 @@ def _with_value(error: Exception) -> str:
     problem = problems()[0]
     kind = str(problem["type"]).partition("_")[0]
     rule = {"int": "a whole number", "float": "a number"}.get(kind)
-    return f"{option} must be {rule}, got {str(problem['input'])!r}." if rule else ""
+    if not rule:
+        return ""
+    value = str(problem["input"])
+    hint = " The option is -n, not -np." if (option, value) == ("-n", "p") else ""
+    return f"{option} must be {rule}, got {value!r}.{hint}"
 
 
 def _fail(text: str, code: int) -> NoReturn:

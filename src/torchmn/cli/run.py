@@ -47,6 +47,13 @@ def run(
         **given(options),
     )
     env = request.environment(os.environ)
+    misplaced = next((word for word in args or () if word in ("-n", "-np")), "")
+    if misplaced and request.num_ranks is None:
+        typer.echo(
+            f"torchmn: warning: {misplaced} comes after the script, so it is an argument of the "
+            "script. Options of torchmn run come before the script.",
+            err=True,
+        )
     existing = launch.detect_existing_rank(request, env)
     if existing is not None:
         launch.run_as_rank(request.argv, env, existing)

@@ -43,7 +43,8 @@ from torchmn.units import GiB, KiB
 
 _NATIVE_BYTES = 16 * KiB
 _POLLS_BEFORE_YIELD = 2000
-_EXIT_TIMEOUT_S = 60.0
+_NOTE_AFTER_S = 60.0
+"""How long a rank waits at its exit before it says so."""
 _TURN = threading.Lock()
 """Held for each call of MPI, none of which blocks: THREAD_SERIALIZED allows one thread at a time,
 and a parameter server has several threads."""
@@ -258,10 +259,11 @@ def _abort(mpi: Any, status: int) -> None:
 
 
 def _leave(mpi: Any) -> None:
-    """Finalize MPI at exit, or abort if the other ranks do not exit in time.
+    """Finalize MPI at exit: wait until all ranks exit, as `MPI_Finalize` requires.
 
-    `MPI_Finalize` blocks until all ranks call it: a rank that exits early would hang there, and
-    with it the job. After an uncaught exception the whole job is aborted at once.
+    However long that takes: another rank may save or evaluate, and what it waits for in a
+    collective has a time limit of its own. With ``TORCHMN_EXIT_TIMEOUT_S`` the job is aborted after
+    that time. After an uncaught exception it is aborted at once.
     """
     if mpi.Is_finalized():
         return
@@ -270,22 +272,32 @@ def _leave(mpi: Any) -> None:
         _abort(mpi, 1)
     with _TURN:
         request = mpi.COMM_WORLD.Ibarrier()
-    limit_s = float(os.environ.get(EXIT_TIMEOUT_VARIABLE, _EXIT_TIMEOUT_S))
-    deadline = time.monotonic() + limit_s
+    limit_s = float(os.environ.get(EXIT_TIMEOUT_VARIABLE, "inf"))
+    began_at, has_noted = time.monotonic(), False
+    rank, size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
 
     def is_done() -> bool:
         with _TURN:
             return bool(request.Test())
 
     while not is_done():
-        if time.monotonic() > deadline:
+        waited_s = time.monotonic() - began_at
+        if waited_s > limit_s:
             print(
-                f"torchmn: rank {mpi.COMM_WORLD.Get_rank()} has exited, but other ranks did not "
-                f"within {limit_s:g} s (TORCHMN_EXIT_TIMEOUT_S); aborting the job. Exit all ranks "
-                "together, or call comm.finalize() on all of them.",
+                f"torchmn: rank {rank} has exited, but other ranks did not within {limit_s:g} s "
+                "(TORCHMN_EXIT_TIMEOUT_S); aborting the job. Exit all ranks together, or call "
+                "comm.finalize() on all of them.",
                 file=sys.stderr,
                 flush=True,
             )
             _abort(mpi, 1)
-        time.sleep(0.001)
+        if waited_s > _NOTE_AFTER_S and not has_noted and rank in (0, size - 1):
+            has_noted = True
+            print(
+                f"torchmn: rank {rank} of {size} has reached the end of its script and waits for "
+                "the other ranks to do so (TORCHMN_EXIT_TIMEOUT_S sets a limit).",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(0.001 if waited_s < 1 else 0.01)
     mpi.Finalize()

@@ -63,12 +63,15 @@ def _load(name):
 
 
 def _make_generators_possible():
-    """What `torch.Generator` needs of what `torch._meta_registrations` imports, in torch 2.13."""
+    """What `torch.Generator` needs of what `torch._meta_registrations` imports, from torch 2.13."""
     torch = sys.modules["torch"]
-    if hasattr(torch._C, "_set_generator_metaclass"):
-        torch._C._set_generator_metaclass(
-            importlib.import_module("torch._opaque_base").OpaqueBaseMeta
-        )
+    if not hasattr(torch._C, "_set_generator_metaclass"):
+        return
+    try:  # torch 2.14
+        kind = importlib.import_module("torch._custom_class_base").CustomClassBaseMeta
+    except ImportError:
+        kind = importlib.import_module("torch._opaque_base").OpaqueBaseMeta
+    torch._C._set_generator_metaclass(kind)
 
 
 class _OnDemand:
