@@ -352,8 +352,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load our own state or a plain optimizer's. All ranks must call it, or none.
 
-        Local, but *collective* under ``auto``. Raises UsageError: the state of another schedule or
-        of another class of optimizer.
+        Local, but *collective* under ``auto``, and where no optimizer trains some of the parameters
+        that were exchanged. Raises UsageError: the state of another schedule or of another class of
+        optimizer.
         """
         ours = state_dict.get("torchmn", {})
         raise_if_other_optimizer(self.inner, state_dict, ours.get("optimizer", ""))
@@ -362,6 +363,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self.tuner.load_state_dict(ours.get("tuner", {}))
         own = resume.schedule_state(state_dict, self.schedule)
         load_inner_state(self.inner, {k: v for k, v in state_dict.items() if k != "torchmn"})
+        if ours.get("progress", {}).get("has_untrained"):
+            self.reducer.find_untrained()
         self.schedule.load_state_dict(own)
         self.reducer.load_state_dict(ours.get("codec", {}), ours.get("progress", {}))
         resume.load_accumulated(self.reducer, ours.get("accumulated"))

@@ -216,8 +216,8 @@ class LocalUpdateSchedule(Schedule):
             name: self.anchors.get(name, torch.empty_like(p, requires_grad=False))
             for name, p in parameters
         }
-        codecs = new_codecs(self._codec, self.num_fragments, self._fragments)
         parts = split_into_fragments(parameters, self.num_fragments)
+        codecs = new_codecs(self._codec, parts, self._fragments)
         self._fragments = [
             Fragment(self._comm, codec, part, self.anchors)
             for codec, part in zip(codecs, parts, strict=True)
