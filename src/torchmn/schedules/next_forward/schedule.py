@@ -257,8 +257,10 @@ class EveryStepNextForward(Schedule):
                 sums.drain()  # for what codecs remember
 
     def close(self) -> None:
-        """See `Schedule.close`. All is applied first."""
+        """See `Schedule.close`. All is applied first, and every ``p.grad`` is its mean."""
         self.complete()
+        if self._gradients is not None:
+            self._gradients.resolve_held()
         self._unhook()
         self._reducer.forget_watcher()
 
