@@ -60,6 +60,7 @@ from torchmn.schedules.local_updates.fragments import (
     averageable,
     new_codecs,
     reset_momentum_,
+    restart_where_not_finite_,
     split_into_fragments,
 )
 from torchmn.schedules.local_updates.growing_blocks import (
@@ -401,6 +402,7 @@ class LocalUpdateSchedule(Schedule):
         fragment.reset_to_anchors()
         fragment.num_samples = 0.0
         reset_momentum_(self._inner.state, fragment.parameters)
+        restart_where_not_finite_(self._inner.state, fragment.parameters)
         self._reducer.act_on_nonfinite()
 
     def _verify_anchors(self) -> None:

@@ -7,7 +7,7 @@ number of its samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
+from torchmn.communicators.local_tensors import local_part
 from torchmn.compression import Codec
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet
@@ -306,3 +307,22 @@ def reset_momentum_(
             value = state.get(whole_of(parameter), {}).get(name)
             if isinstance(value, Tensor):
                 value.zero_()
+
+
+@torch.no_grad()
+def restart_where_not_finite_(
+    state: Mapping[Tensor, MutableMapping[str, Any]], parameters: Sequence[nn.Parameter]
+) -> None:
+    """Let an optimizer begin again with parameters whose second moments are not finite. Local.
+
+    One gradient that is not finite would make every later step so. Such tensors become zero, and
+    the count of steps of their parameter as well, from which Adam corrects its moments.
+    """
+    for parameter in parameters:
+        own = state.get(whole_of(parameter), {})
+        tensors = [local_part(value) for value in own.values() if isinstance(value, Tensor)]
+        lost = [tensor for tensor in tensors if not bool(torch.isfinite(tensor).all())]
+        for tensor in lost:
+            tensor.zero_()
+        if lost and "step" in own:
+            own["step"] = own["step"] * 0

@@ -660,6 +660,30 @@ def test_a_block_that_is_not_finite_is_discarded(make: type, k: int, codec: str 
     run_ranks(rank_main, 3)
 
 
+@pytest.mark.parametrize("make", ["Adam", "AdamW", "NAdam", "Adagrad", "RMSprop", "Adadelta"])
+def test_blocks_after_one_that_was_discarded_are_finite(make: str) -> None:
+    def rank_main(comm):
+        def inner(model):
+            options = {"foreach": False} if make == "Adam" else {}
+            return getattr(torch.optim, make)(model.parameters(), 0.01, **options)
+
+        model, optimizer = wrap(comm, PeriodicAverage(16), inner, on_nonfinite="ignore")
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if comm.rank == 1 and step == 3:
+                model[2].bias.grad[0] = float("nan")
+            optimizer.step()
+            if step == 3:
+                kept = values(model)
+        assert len(optimizer.nonfinite) == 1
+        assert different_tensors(comm, [model]) == []
+        largest = max((a - b).abs().max() for a, b in zip(values(model), kept, strict=True))
+        assert 0 < largest < 0.2  # RMSprop begins with large steps
+
+    run_ranks(rank_main, 2)
+
+
 def in_means(fragments):
     """Residuals of fragments in units of the mean."""
     states = [fragment["codec"]["state"] for fragment in fragments if fragment["codec"]]
