@@ -59,6 +59,9 @@ from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
 Weight = Literal["rank", "samples"]
 
+_MAX_UNCOUNTED_STEPS = 10
+"""In a row: a script may step more than once with a gradient."""
+
 
 class MultiNodeOptimizer(WrappedOptimizer):
     """Made by `create_multi_node_optimizer`. It is a `torch.optim.Optimizer`.
@@ -126,6 +129,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
             "max_grad_norm": max_grad_norm,
         }
         self._counts_samples = False
+        self._num_uncounted_steps = 0
+        """In a row, of a schedule that needs the number of samples."""
         self._has_checked_untrained = False
         self._late_scaler_steps = LateScalerSteps()
         self._taken_over_by = ""
@@ -624,14 +629,22 @@ class MultiNodeOptimizer(WrappedOptimizer):
             and own.is_miscounted(own.compare(own.num_samples))
         ):
             raise UsageError(f"{self.communicator.rank_label}: {miscount(own.num_samples)}")
-        if own.was_ever_known:
+        is_own_step = self.reducer.is_suspended  # else exchanges have taken what was counted
+        if own.is_known or (own.was_ever_known and not is_own_step):
+            self._num_uncounted_steps = 0
             return
-        if any(p.grad is not None for p in parameters_of(self.inner)):
-            raise UsageError(
-                f"{self.communicator.rank_label}: {self.schedule.name} counts samples, but the "
-                "model's forward has seen no tensor with a batch dimension. Call "
-                "optimizer.set_weight(number_of_samples) before step()."
-            )
+        if all(p.grad is None for p in parameters_of(self.inner)):
+            return
+        self._num_uncounted_steps += 1
+        if own.was_ever_known and self._num_uncounted_steps < _MAX_UNCOUNTED_STEPS:
+            return
+        since = f" in {_MAX_UNCOUNTED_STEPS} steps" if own.was_ever_known else ""
+        raise UsageError(
+            f"{self.communicator.rank_label}: {self.schedule.name} counts samples, but the model's "
+            f"forward has seen no tensor with a batch dimension{since}. Calls of the whole model in "
+            "train() are counted; otherwise call optimizer.set_weight(number_of_samples) before "
+            "step()."
+        )
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

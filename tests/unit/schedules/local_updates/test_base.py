@@ -617,6 +617,26 @@ def test_a_plain_state_starts_from_scratch() -> None:
     run_ranks(rank_main, 2)
 
 
+def test_steps_whose_samples_are_no_longer_counted_are_refused() -> None:
+    """Without samples no block would end, and ranks would train alone to the end of the run."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(16))
+        for step in range(2):
+            train(model, optimizer, comm.rank, step)
+            for _ in range(5):  # more steps with one gradient
+                optimizer.step()
+        model.eval()  # as in fine-tuning with the statistics of batch normalization
+        with pytest.raises(UsageError, match=r"no tensor with a batch dimension in 10 steps"):
+            for step in range(2, 20):
+                train(model, optimizer, comm.rank, step)
+        for step in range(20, 40):
+            optimizer.set_weight(4)
+            train(model, optimizer, comm.rank, step)
+
+    run_ranks(rank_main, 2)
+
+
 # ---- what is not finite ----
 
 
