@@ -33,7 +33,7 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.engine import Engine, Work
 from torchmn.compression import StripeCodec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.gradients.buckets import NamedParameter
+from torchmn.gradients.buckets import NamedParameter, is_dense
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.model_tensors import parameters_of
@@ -60,6 +60,8 @@ from torchmn.schedules.parameter_server.staleness import Staleness, StalenessRec
 from torchmn.transports.base import Transport, abort_pending_receives
 
 _GRACE_S = 2.0
+_NUM_SAMPLED = 4096
+_NUM_ROUNDINGS = 16
 
 
 class ParameterServer(Schedule):
@@ -125,6 +127,8 @@ class ParameterServer(Schedule):
         self._episode = 0
         self._clock = 0
         self._is_open = False
+        self._noted: list[Tensor] = []
+        """Of each parameter, a sample of the values that the servers know of."""
         self._is_finished_by_join = False
         self._is_closed = False
         self._sent: dict[int, Hyper] = {}
@@ -265,9 +269,11 @@ class ParameterServer(Schedule):
         """See `Schedule.step`. Local, but for the bound on staleness.
 
         Hooks of the inner optimizer's step are called here, around the push. A gradient that is
-        not finite is never sent to the servers, whatever ``on_nonfinite`` is.
+        not finite is never sent to the servers, whatever ``on_nonfinite`` is. Raises UsageError: the
+        script has changed parameters since the last step, which servers would not see.
         """
         self._raise_if_misused(closure)
+        self._raise_if_changed()
         self._collect()
         nonfinite = [name for _, name, p, _ in self._places if not _is_finite(p.grad)]
         self._act_on(nonfinite)
@@ -340,6 +346,7 @@ class ParameterServer(Schedule):
         with torch.no_grad():
             for _, _, parameter, slot in self._places:
                 parameter.copy_(slot)
+        self._note_parameters()
         replies = {server: response.reply for server, response in responses.items()}
         for server, reply in replies.items():
             self.versions[server] = reply.version
@@ -353,11 +360,34 @@ class ParameterServer(Schedule):
                 stacklevel=4,
             )
 
+    def _note_parameters(self) -> None:
+        """These are the values that the servers know of. Local."""
+        self._noted = [_sample(parameter).clone() for _, _, parameter, _ in self._places]
+
+    def _raise_if_changed(self) -> None:
+        """Raise UsageError if the script has changed parameters since they were pulled. Local."""
+        if not self._is_open:
+            return
+        changed = [
+            name
+            for (_, name, parameter, _), then in zip(self._places, self._noted, strict=True)
+            if parameter.numel() and _is_other(_sample(parameter), then)
+        ]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise UsageError(
+                f"{self._comm.rank_label}: the script has changed '{changed[0]}'{more} since the "
+                "last step. Under parameter_server the servers hold the parameters, and the change "
+                "would be lost. Call optimizer.flush() on all ranks first, then change parameters: "
+                "the next step begins with them."
+            )
+
     def _open(self) -> None:
         """Begin an episode: this rank's server may copy the values of model and optimizer."""
         if self._is_open:
             return
         self._is_open, self._is_finished_by_join = True, False
+        self._note_parameters()
         self._clock = 0
         self._sent.clear()
         if self._server is not None:
@@ -501,3 +531,21 @@ def _is_finite(grad: Tensor | None) -> bool:
         return True
     # The sum first: it is one pass without memory, and finite if nothing is wrong.
     return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Some elements of a parameter, at equal distances. Local."""
+    values = parameter.detach()
+    if not is_dense(values):
+        values = values.contiguous()
+    numel = values.numel()
+    return values.as_strided((numel,), (1,))[:: max(1, numel // _NUM_SAMPLED)]
+
+
+def _is_other(now: Tensor, then: Tensor) -> bool:
+    """Whether they differ by more than the rounding of a change that was taken back."""
+    is_real = now.dtype.is_floating_point or now.dtype.is_complex
+    if now.dtype != then.dtype or now.device != then.device or not is_real:
+        return False  # converted, as by model.float()
+    allowed = _NUM_ROUNDINGS * torch.finfo(now.dtype).eps * then.abs().max()
+    return bool((now - then).abs().max() > allowed)
