@@ -641,8 +641,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         since = f" in {_MAX_UNCOUNTED_STEPS} steps" if own.was_ever_known else ""
         raise UsageError(
             f"{self.communicator.rank_label}: {self.schedule.name} counts samples, but the model's "
-            f"forward has seen no tensor with a batch dimension{since}. Calls of the whole model in "
-            "train() are counted; otherwise call optimizer.set_weight(number_of_samples) before "
+            f"forward has seen no tensor with a batch dimension{since}. Calls of the whole model "
+            "in train() are counted; otherwise call optimizer.set_weight(number_of_samples) before "
             "step()."
         )
 

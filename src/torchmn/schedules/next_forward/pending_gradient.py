@@ -36,8 +36,8 @@ class GradientUnderWay(Tensor):
     """Made by `MeansUnderWay`; holds NaN in the memory of one number, which is never seen.
 
     Its attribute ``under_way`` refers to the `MeansUnderWay`, ``mean`` is the mean once that has
-    arrived. The reference is weak: the garbage collector does not see what ``p.grad`` refers to, and
-    would keep the model, its optimizer and their memory forever.
+    arrived. The reference is weak: the garbage collector does not see what ``p.grad`` refers to,
+    and would keep the model, its optimizer and their memory forever.
     """
 
     @classmethod

@@ -269,8 +269,8 @@ class ParameterServer(Schedule):
         """See `Schedule.step`. Local, but for the bound on staleness.
 
         Hooks of the inner optimizer's step are called here, around the push. A gradient that is
-        not finite is never sent to the servers, whatever ``on_nonfinite`` is. Raises UsageError: the
-        script has changed parameters since the last step, which servers would not see.
+        not finite is never sent to the servers, whatever ``on_nonfinite`` is. Raises UsageError:
+        the script has changed parameters since the last step, which servers would not see.
         """
         self._raise_if_misused(closure)
         self._raise_if_changed()
