@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, TypeVar, cast
 
 import torch
@@ -41,6 +42,7 @@ class Work(Generic[Result]):
         self._error: BaseException | None = None
         self._ready = _record_event(engine.device)
         self._finished: torch.cuda.Event | None = None
+        self._is_inference = torch.is_inference_mode_enabled()
 
     @property
     def done(self) -> bool:
@@ -68,17 +70,28 @@ class Work(Generic[Result]):
     def run(self) -> None:
         """Run the job on this thread. Called by the engine only."""
         try:
-            if self._ready is not None:
-                with torch.cuda.stream(self._engine.stream):
-                    self._engine.stream.wait_event(self._ready)
+            with self._mode_of_the_call():
+                if self._ready is not None:
+                    with torch.cuda.stream(self._engine.stream):
+                        self._engine.stream.wait_event(self._ready)
+                        self._result = self._job()
+                        self._finished = _record_event(self._engine.device)
+                else:
                     self._result = self._job()
-                    self._finished = _record_event(self._engine.device)
-            else:
-                self._result = self._job()
         except BaseException as error:  # raised again by `wait`
             self._error = error
         finally:
             self._done.set()
+
+    def _mode_of_the_call(self) -> AbstractContextManager[object]:
+        """Inference mode where the job was submitted in it, and in no other case.
+
+        Tensors of an evaluation can be changed in place in that mode only, and those that a job
+        makes for later steps, such as residuals, must not be made in it.
+        """
+        if torch.is_inference_mode_enabled() == self._is_inference:
+            return nullcontext()
+        return torch.inference_mode(self._is_inference)
 
 
 class Engine:

@@ -99,14 +99,13 @@ class Residuals:
     def finish(self, *, is_valid: bool) -> None:
         """Make what was written since the last call valid, or discard it.
 
-        Pieces that no stripe has taken by now belong to parameters that are no longer exchanged, or
-        are on another rank.
+        Pieces that no stripe has taken stay: their parameters are frozen for some steps, or the
+        exchange was given up before it came to them.
         """
         for block in self._blocks.values():
             if block.is_written and is_valid:
                 block.current, block.pending = block.pending, block.current
             block.is_written = False
-        self._unassigned.clear()
 
     def state_dict(self) -> list[State]:
         """One entry for each piece of a parameter, as copies, sorted by side, name and offset.

@@ -62,6 +62,12 @@ class Slot:
             self.tensor = _alias(self.buffer, self.start, self.parameter)
         return self.tensor
 
+    @property
+    def suits_parameter(self) -> bool:
+        """Whether the tensor can be ``p.grad``: not if the parameter was converted meanwhile."""
+        tensor, parameter = self.tensor, self.parameter
+        return tensor.dtype == parameter.dtype and tensor.device == parameter.device
+
     def lend(self) -> None:
         """Make ``p.grad`` the tensor, until the script has let go of it."""
         tensor = self.current_tensor()

@@ -145,33 +145,35 @@ def assign_means(means: BucketSet, memory: GradientMemory, *, as_view: bool) -> 
     """Wait for the means and make every dense ``p.grad`` its mean. Local.
 
     Buckets are copied while others arrive. ``as_view``: the slots themselves become the gradients.
-    After an error there are no gradients: what was copied are no means.
+    A parameter that was converted since (``model.float()``) gets a copy of its new dtype. After an
+    error there are no gradients: what was copied are no means.
     """
+
+    def is_copied(slot: Slot) -> bool:
+        return not ((as_view or slot.may_lend) and slot.suits_parameter)
+
     try:
-        if not as_view:
-            for bucket in means.buckets:
-                copied = [
-                    slot
-                    for slot in bucket.slots
-                    if slot.buckets[-1] is bucket and not slot.may_lend
-                ]
-                if copied:
-                    means.await_bucket(bucket)
-                    _copy(copied, memory)
+        for bucket in means.buckets:
+            copied = [
+                slot for slot in bucket.slots if slot.buckets[-1] is bucket and is_copied(slot)
+            ]
+            if copied:
+                means.await_bucket(bucket)
+                _copy(copied, memory)
         was_scaled = means.wait()
     except BaseException:
         for slot in means.slots:
             slot.parameter.grad = None
         raise
     for slot in means.slots:
-        if not _takes_gradient(slot):
+        if is_copied(slot) or not _takes_gradient(slot):
             continue
         if as_view:
             slot.parameter.grad = slot.current_tensor()
-        elif slot.may_lend:
+        else:
             slot.lend()
-    if was_scaled and not as_view:
-        _copy([slot for slot in means.slots if not slot.may_lend], memory)
+    if was_scaled:
+        _copy([slot for slot in means.slots if is_copied(slot)], memory)
 
 
 def assign_sparse_means(means: BucketSet) -> None:

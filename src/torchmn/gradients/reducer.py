@@ -148,8 +148,17 @@ class GradientReducer:
         return {
             "step": self.step,
             "scale": self.buffers.scale,
+            "has_untrained": bool(self.parameters.untrained),
             "problems": [asdict(problem) for problem in self.means.nonfinite.problems],
         }
+
+    def find_untrained(self) -> None:
+        """Find parameters that no optimizer trains before the first exchange does. *Collective.*
+
+        A state that is loaded then finds the buckets that it was saved with.
+        """
+        if self.parameters.have_changed():
+            self.rebuild()
 
     def load_state_dict(self, codec: dict[str, Any], progress: dict[str, Any]) -> None:
         """Continue from `state_dict` and `progress`. All ranks must call it, or none.

@@ -108,6 +108,11 @@ class Contribution:
         return self._has_counted or self._before_zero_grad is not None
 
     @property
+    def is_known(self) -> bool:
+        """Whether anything was counted or set since the last exchange or step."""
+        return self.is_set or self._is_known
+
+    @property
     def given(self) -> tuple[float, float] | None:
         """What `set` was called with for the next exchange, if it was."""
         return (self._set_weight, self.num_samples) if self.is_set else None

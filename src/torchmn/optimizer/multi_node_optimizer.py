@@ -60,6 +60,9 @@ from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
 Weight = Literal["rank", "samples"]
 
+_MAX_UNCOUNTED_STEPS = 10
+"""In a row: a script may step more than once with a gradient."""
+
 
 class MultiNodeOptimizer(WrappedOptimizer):
     """Made by `create_multi_node_optimizer`. It is a `torch.optim.Optimizer`.
@@ -127,6 +130,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
             "max_grad_norm": max_grad_norm,
         }
         self._counts_samples = False
+        self._num_uncounted_steps = 0
+        """In a row, of a schedule that needs the number of samples."""
         self._has_checked_untrained = False
         self._late_scaler_steps = LateScalerSteps()
         self._taken_over_by = ""
@@ -355,8 +360,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load our own state or a plain optimizer's. All ranks must call it, or none.
 
-        Local, but *collective* under ``auto``. Raises UsageError: the state of another schedule or
-        of another class of optimizer.
+        Local, but *collective* under ``auto``, and where no optimizer trains some of the parameters
+        that were exchanged. Raises UsageError: the state of another schedule or of another class of
+        optimizer.
         """
         ours = state_dict.get("torchmn", {})
         raise_if_other_optimizer(self.inner, state_dict, ours.get("optimizer", ""))
@@ -365,6 +371,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self.tuner.load_state_dict(ours.get("tuner", {}))
         own = resume.schedule_state(state_dict, self.schedule)
         load_inner_state(self.inner, {k: v for k, v in state_dict.items() if k != "torchmn"})
+        if ours.get("progress", {}).get("has_untrained"):
+            self.reducer.find_untrained()
         self.schedule.load_state_dict(own)
         self.reducer.load_state_dict(ours.get("codec", {}), ours.get("progress", {}))
         resume.load_accumulated(self.reducer, ours.get("accumulated"))
@@ -643,14 +651,22 @@ class MultiNodeOptimizer(WrappedOptimizer):
             and own.is_miscounted(own.compare(own.num_samples))
         ):
             raise UsageError(f"{self.communicator.rank_label}: {miscount(own.num_samples)}")
-        if own.was_ever_known:
+        is_own_step = self.reducer.is_suspended  # else exchanges have taken what was counted
+        if own.is_known or (own.was_ever_known and not is_own_step):
+            self._num_uncounted_steps = 0
             return
-        if any(p.grad is not None for p in parameters_of(self.inner)):
-            raise UsageError(
-                f"{self.communicator.rank_label}: {self.schedule.name} counts samples, but the "
-                "model's forward has seen no tensor with a batch dimension. Call "
-                "optimizer.set_weight(number_of_samples) before step()."
-            )
+        if all(p.grad is None for p in parameters_of(self.inner)):
+            return
+        self._num_uncounted_steps += 1
+        if own.was_ever_known and self._num_uncounted_steps < _MAX_UNCOUNTED_STEPS:
+            return
+        since = f" in {_MAX_UNCOUNTED_STEPS} steps" if own.was_ever_known else ""
+        raise UsageError(
+            f"{self.communicator.rank_label}: {self.schedule.name} counts samples, but the model's "
+            f"forward has seen no tensor with a batch dimension{since}. Calls of the whole model "
+            "in train() are counted; otherwise call optimizer.set_weight(number_of_samples) before "
+            "step()."
+        )
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

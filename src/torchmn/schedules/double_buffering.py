@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from torchmn.communicators import Communicator
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
@@ -99,8 +99,14 @@ class DoubleBuffering(Schedule):
         """See `Schedule.attach`.
 
         Raises UnsupportedError: eager, and ranks hold parts; delay compensation of sparse
-        gradients.
+        gradients; LBFGS.
         """
+        if isinstance(inner, LBFGS):
+            raise UnsupportedError(
+                f"{reducer.comm.rank_label}: double_buffering does not support LBFGS, whose step "
+                "needs gradients at the parameters that it tries, not those of a step before. Use "
+                "schedule='every_step'."
+            )
         super().attach(reducer, inner)
         if self.delay_compensation:
             if reducer.parameters.sparse:

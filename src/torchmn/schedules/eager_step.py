@@ -72,6 +72,8 @@ class EagerStep:
             return
         if torch._C._functorch.maybe_current_level() is not None:  # refuses changes in place
             return
+        if torch._C._is_tracing():  # what is done here would become a part of the graph
+            return
         if self._num_missed or any(m.training for model in self._models for m in model.modules()):
             self._add()
 

@@ -68,6 +68,17 @@ def test_without_a_thread_the_waiting_thread_runs_the_jobs() -> None:
     engine.close()
 
 
+def test_a_job_runs_in_the_inference_mode_of_its_call(engine: Engine) -> None:
+    ordinary = engine.submit(lambda: torch.ones(1))
+    with torch.inference_mode():
+        value = torch.ones(1)
+        changed = engine.submit(lambda: value.add_(1))
+        assert not ordinary.wait().is_inference()
+        assert changed.wait().item() == 2
+        assert engine.call(lambda: value.add_(1)).item() == 3
+    assert not engine.submit(lambda: torch.ones(1)).wait().is_inference()
+
+
 def test_an_error_is_raised_by_wait_and_the_engine_continues(engine: Engine) -> None:
     def fail() -> None:
         raise RankMismatchError("not this")

@@ -107,14 +107,21 @@ def test_equal_layouts_share_residuals_and_others_do_not() -> None:
     assert not residuals.block("worker", other, CPU).current.any()
 
 
-def test_unassigned_pieces_are_dropped_when_the_exchange_ends() -> None:
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_residuals_of_a_frozen_parameter_are_kept(is_loaded: bool) -> None:
     residuals = Residuals()
     fill(residuals, "worker", stripe(("a", 0, 5), ("frozen", 0, 4)), 1)
     residuals.finish(is_valid=True)
-    fill(residuals, "worker", stripe(("a", 0, 5)), 1)
-    assert {e["name"] for e in residuals.state_dict()} == {"a", "frozen"}
-    residuals.finish(is_valid=True)
-    assert [e["name"] for e in residuals.state_dict()] == ["a"]
+    if is_loaded:
+        state = residuals.state_dict()
+        residuals = Residuals()
+        residuals.load_state_dict(state)
+    for is_valid in (False, True, True):
+        fill(residuals, "worker", stripe(("a", 0, 5)), 1)
+        residuals.finish(is_valid=is_valid)
+    assert [e["name"] for e in residuals.state_dict()] == ["a", "frozen"]
+    block = residuals.block("worker", stripe(("frozen", 0, 4), ("a", 0, 5)), CPU)
+    assert block.part(0).tolist() == [1, 2, 3, 4]
 
 
 def test_one_element_in_two_stripes_of_one_exchange_is_rejected() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
+from torch import nn
 
-from tests.unit.models import batch, local_grads, loss_of, mlp, near
+from tests.unit.models import batch, equal, fill, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.testing import run_ranks
 
@@ -89,3 +91,37 @@ def test_parameters_of_another_optimizer_are_exchanged() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run_ranks(rank_main, 2)
+
+
+@pytest.mark.filterwarnings("ignore:(.|\\n)*no multi-node optimizer trains them")
+@pytest.mark.parametrize(
+    ("schedule", "codec"),
+    [("double_buffering", None), ("double_buffering", "int4"), ("every_step", "int4")],
+)
+def test_a_resumed_run_is_bit_identical(schedule: str, codec: str | None) -> None:
+    def rank_main(comm) -> None:
+        def build():
+            model = fill(nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 7)))
+            sgd = torch.optim.SGD(model[2].parameters(), 0.1)
+            return model, create_multi_node_optimizer(
+                sgd, comm, model, schedule=schedule, codec=codec
+            )
+
+        def train(model, optimizer, steps) -> None:
+            for step in steps:
+                model.zero_grad()
+                loss_of(model, batch(comm.rank, step, dtype=torch.float32)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                optimizer.step()
+
+        model, optimizer = build()
+        train(model, optimizer, range(3))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, range(3, 6))
+        again, resumed = build()
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(saved[1])
+        train(again, resumed, range(3, 6))
+        assert equal(values(again), values(model))
+
+    run_ranks(rank_main, 2)

@@ -272,3 +272,50 @@ def test_the_first_backward_pass_leaves_no_gradients_sparse_ones_neither() -> No
         optimizer.close()
 
     run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_is_converted_while_a_mean_is_late(world_size: int, as_view: bool) -> None:
+    def rank_main(comm):
+        model, reference = mlp(), mlp()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1),
+            comm,
+            model,
+            double_buffering=True,
+            gradient_as_bucket_view=as_view,
+        )
+        sgd, late = torch.optim.SGD(reference.parameters(), 0.1), None
+        dtype = torch.float64
+        for step in range(5):
+            if step == 3:
+                dtype = torch.float32
+                model.to(dtype)
+                reference.to(dtype)
+            parts = [local_grads(reference, batch(r, step, dtype=dtype)) for r in range(comm.size)]
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step, dtype=dtype)).backward()
+            optimizer.step()
+            for parameter, mean in zip(reference.parameters(), late or [], strict=False):
+                parameter.grad = mean.to(dtype)
+            sgd.step()
+            late = [sum(column) / comm.size for column in zip(*parts, strict=True)]
+        model.double()
+        optimizer.flush()
+        for parameter, mean in zip(reference.double().parameters(), late, strict=True):
+            parameter.grad = mean.double()
+        sgd.step()
+        assert near(values(model), values(reference), 1e-6)
+
+    run_ranks(rank_main, world_size)
+
+
+def test_lbfgs_is_refused() -> None:
+    def rank_main(comm):
+        model = mlp()
+        lbfgs = torch.optim.LBFGS(model.parameters())
+        with pytest.raises(UnsupportedError, match="does not support LBFGS"):
+            create_multi_node_optimizer(lbfgs, comm, model, double_buffering=True)
+
+    run_ranks(rank_main, 2)

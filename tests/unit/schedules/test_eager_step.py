@@ -330,6 +330,28 @@ def test_a_model_that_is_trained_in_eval_or_layer_by_layer(calls, is_training) -
     assert equal(after, its_after)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_tracing_the_model_changes_nothing() -> None:
+    """Without its check, which calls the model as training does."""
+
+    def rank_main(comm):
+        results = []
+        for is_traced in (False, True):
+            model = mlp()
+            optimizer = make_eager(comm, model)
+            train(model, optimizer, comm.rank, range(3))
+            if is_traced:
+                traced = torch.jit.trace(model, batch(comm.rank, 0), check_trace=False)
+                assert torch.equal(traced(batch(1, 1)), model.eval()(batch(1, 1)))
+                model.train()
+            train(model, optimizer, comm.rank, range(3, 6))
+            optimizer.flush()
+            results.append(values(model))
+        assert equal(*results)
+
+    run_ranks(rank_main, 2)
+
+
 def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:
     def rank_main(comm):
         model = mlp()

@@ -53,7 +53,7 @@ from torchmn.gradients.reducer import GradientReducer
 from torchmn.gradients.replicas import copy_state_from_rank
 from torchmn.gradients.weights import weight_scale
 from torchmn.schedules.base import ReplicaConsistency, Schedule
-from torchmn.schedules.changed_parameters import ChangedParameters
+from torchmn.schedules.local_updates.changed_parameters import ChangedParameters
 from torchmn.schedules.local_updates.fragment_order import FragmentSchedule
 from torchmn.schedules.local_updates.fragments import (
     Fragment,
@@ -61,6 +61,7 @@ from torchmn.schedules.local_updates.fragments import (
     averageable,
     new_codecs,
     reset_momentum_,
+    restart_where_not_finite_,
     split_into_fragments,
 )
 from torchmn.schedules.local_updates.growing_blocks import (
@@ -222,8 +223,8 @@ class LocalUpdateSchedule(Schedule):
             name: self.anchors.get(name, torch.empty_like(p, requires_grad=False))
             for name, p in parameters
         }
-        codecs = new_codecs(self._codec, self.num_fragments, self._fragments)
         parts = split_into_fragments(parameters, self.num_fragments)
+        codecs = new_codecs(self._codec, parts, self._fragments)
         self._fragments = [
             Fragment(self._comm, codec, part, self.anchors)
             for codec, part in zip(codecs, parts, strict=True)
@@ -423,6 +424,7 @@ class LocalUpdateSchedule(Schedule):
         fragment.reset_to_anchors()
         fragment.num_samples = 0.0
         reset_momentum_(self._inner.state, fragment.parameters)
+        restart_where_not_finite_(self._inner.state, fragment.parameters)
         self._reducer.act_on_nonfinite()
 
     def _verify_anchors(self) -> None:

@@ -7,7 +7,7 @@ number of its samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
+from torchmn.communicators.local_tensors import local_part
 from torchmn.compression import Codec
 from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet
@@ -222,20 +223,20 @@ class Fragment:
 
 
 def new_codecs(
-    codec: Codec | None, num_fragments: int, before: Sequence[Fragment]
+    codec: Codec | None, parts: Sequence[Sequence[NamedParameter]], before: Sequence[Fragment]
 ) -> list[Codec | None]:
     """A codec for each fragment, as their exchanges end at different times.
 
     The residuals of the fragments ``before`` are kept: each takes those of its parameters.
     """
     if codec is None:
-        return [None] * num_fragments
-    residuals = _merged([fragment.codec.state_dict() for fragment in before if fragment.codec])
+        return [None] * len(parts)
+    merged = _merged([fragment.codec.state_dict() for fragment in before if fragment.codec])
     codecs: list[Codec | None] = []
-    for _ in range(num_fragments):
+    for part in parts:
         new = codec.new_instance()
-        if residuals:
-            new.load_state_dict(residuals)
+        if merged:
+            new.load_state_dict(_of_parameters(merged, {name for name, _ in part}))
         codecs.append(new)
     return codecs
 
@@ -252,6 +253,14 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
             else:
                 merged.setdefault(key, value)
     return merged
+
+
+def _of_parameters(state: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The state of a codec with the residuals of these parameters alone."""
+    if "residuals" not in state:
+        return state
+    own = [entry for entry in state["residuals"] if entry["name"] in names]
+    return {**state, "residuals": own}
 
 
 def split_into_fragments(
@@ -298,3 +307,22 @@ def reset_momentum_(
             value = state.get(whole_of(parameter), {}).get(name)
             if isinstance(value, Tensor):
                 value.zero_()
+
+
+@torch.no_grad()
+def restart_where_not_finite_(
+    state: Mapping[Tensor, MutableMapping[str, Any]], parameters: Sequence[nn.Parameter]
+) -> None:
+    """Let an optimizer begin again with parameters whose second moments are not finite. Local.
+
+    One gradient that is not finite would make every later step so. Such tensors become zero, and
+    the count of steps of their parameter as well, from which Adam corrects its moments.
+    """
+    for parameter in parameters:
+        own = state.get(whole_of(parameter), {})
+        tensors = [local_part(value) for value in own.values() if isinstance(value, Tensor)]
+        lost = [tensor for tensor in tensors if not bool(torch.isfinite(tensor).all())]
+        for tensor in lost:
+            tensor.zero_()
+        if lost and "step" in own:
+            own["step"] = own["step"] * 0

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torchmn.errors import UsageError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.reducer import GradientReducer
 
@@ -34,7 +35,9 @@ _FACTS: set[Any] = {
 class GradientUnderWay(Tensor):
     """Made by `MeansUnderWay`; holds NaN in the memory of one number, which is never seen.
 
-    Its attribute ``under_way`` is the `MeansUnderWay`, ``mean`` the mean once that has arrived.
+    Its attribute ``under_way`` refers to the `MeansUnderWay`, ``mean`` is the mean once that has
+    arrived. The reference is weak: the garbage collector does not see what ``p.grad`` refers to,
+    and would keep the model, its optimizer and their memory forever.
     """
 
     @classmethod
@@ -78,15 +81,13 @@ class MeansUnderWay:
     def _new(self, parameter: nn.Parameter) -> GradientUnderWay:
         nothing = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device)
         gradient = nothing.expand(parameter.shape).as_subclass(GradientUnderWay)
-        vars(gradient)["under_way"] = self
+        vars(gradient)["under_way"] = weakref.ref(self)
         return gradient
 
-    def mean_of(self, gradient: GradientUnderWay) -> Tensor:
-        """What to use in place of one of the gradients."""
-        if "mean" not in vars(gradient):
-            self._before_use()
-            self.resolve()
-        return vars(gradient)["mean"]  # type: ignore[no-any-return]
+    def use(self) -> None:
+        """Let all gradients be their means: the script uses one of them."""
+        self._before_use()
+        self.resolve()
 
     @property
     def is_untouched(self) -> bool:
@@ -148,10 +149,24 @@ def await_before_add(parameter: nn.Parameter) -> RemovableHandle:
     return handle
 
 
+def _mean_of(gradient: GradientUnderWay) -> Tensor:
+    attributes = vars(gradient)
+    if "mean" not in attributes:
+        under_way: MeansUnderWay | None = attributes["under_way"]()
+        if under_way is None:
+            raise UsageError(
+                "A gradient was used after its multi-node optimizer was deleted, before the mean "
+                "over ranks had arrived. Use gradients, or call optimizer.close(), before that."
+            )
+        under_way.use()
+    mean: Tensor = attributes["mean"]
+    return mean
+
+
 def _arrived(value: Any) -> Any:
     """The value with means in place of the gradients in it."""
     if type(value) is GradientUnderWay:
-        return vars(value)["under_way"].mean_of(value)
+        return _mean_of(value)
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(_arrived(part) for part in value)
     if type(value) is dict:

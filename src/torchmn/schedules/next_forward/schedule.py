@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.communicators import Communicator
-from torchmn.errors import UsageError
+from torchmn.errors import TorchmnError, UsageError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.late_ranks import share_with_late_ranks
 from torchmn.gradients.mean_assignment import assign_sparse_means
@@ -257,8 +258,11 @@ class EveryStepNextForward(Schedule):
                 sums.drain()  # for what codecs remember
 
     def close(self) -> None:
-        """See `Schedule.close`. All is applied first."""
+        """See `Schedule.close`. All is applied first, and every ``p.grad`` is its mean."""
         self.complete()
+        if self._gradients is not None:
+            with suppress(TorchmnError):  # of a failed exchange, which backward or step has raised
+                self._gradients.resolve_held()
         self._unhook()
         self._reducer.forget_watcher()
 

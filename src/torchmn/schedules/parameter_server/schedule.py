@@ -33,13 +33,12 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.engine import Engine, Work
 from torchmn.compression import StripeCodec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.gradients.buckets import NamedParameter
+from torchmn.gradients.buckets import NamedParameter, is_dense
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.model_tensors import parameters_of
 from torchmn.profiling import recording
 from torchmn.schedules.base import ReplicaConsistency, Schedule
-from torchmn.schedules.changed_parameters import ChangedParameters
 from torchmn.schedules.parameter_server.channels import (
     Channel,
     Kind,
@@ -61,6 +60,8 @@ from torchmn.schedules.parameter_server.staleness import Staleness, StalenessRec
 from torchmn.transports.base import Transport, abort_pending_receives
 
 _GRACE_S = 2.0
+_NUM_SAMPLED = 4096
+_NUM_ROUNDINGS = 16
 
 
 class ParameterServer(Schedule):
@@ -126,6 +127,8 @@ class ParameterServer(Schedule):
         self._episode = 0
         self._clock = 0
         self._is_open = False
+        self._noted: list[Tensor] = []
+        """Of each parameter, a sample of the values that the servers know of."""
         self._is_finished_by_join = False
         self._is_closed = False
         self._sent: dict[int, Hyper] = {}
@@ -135,7 +138,6 @@ class ParameterServer(Schedule):
         self._channels: list[Channel] = []
         self._threads: list[threading.Thread] = []
         self._transport: Transport | None = None
-        self._changed = ChangedParameters(lambda: [p for _, _, p, _ in self._places])
 
     def __repr__(self) -> str:
         text = (
@@ -267,7 +269,8 @@ class ParameterServer(Schedule):
         """See `Schedule.step`. Local, but for the bound on staleness.
 
         Hooks of the inner optimizer's step are called here, around the push. A gradient that is
-        not finite is never sent to the servers, whatever ``on_nonfinite`` is.
+        not finite is never sent to the servers, whatever ``on_nonfinite`` is. Raises UsageError:
+        the script has changed parameters since the last step, which servers would not see.
         """
         self._raise_if_misused(closure)
         self._raise_if_changed()
@@ -290,8 +293,6 @@ class ParameterServer(Schedule):
                 responses = self._client.request(kind, episode, clock, metadata)
             self._pulled(responses)
         self._call_hooks("_optimizer_step_post_hooks")
-        if not self._clock & (self._clock - 1):  # in steps 1, 2, 4, 8: changes are in each step
-            self._changed.note()
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
@@ -330,7 +331,6 @@ class ParameterServer(Schedule):
         if self._work is not None:
             work, self._work = self._work, None
             self._pulled(work.wait())
-            self._changed.forget()
 
     def _pulled(self, responses: Mapping[int, Response]) -> None:
         """Install the result of a push and record its staleness."""
@@ -346,6 +346,7 @@ class ParameterServer(Schedule):
         with torch.no_grad():
             for _, _, parameter, slot in self._places:
                 parameter.copy_(slot)
+        self._note_parameters()
         replies = {server: response.reply for server, response in responses.items()}
         for server, reply in replies.items():
             self.versions[server] = reply.version
@@ -359,23 +360,41 @@ class ParameterServer(Schedule):
                 stacklevel=4,
             )
 
+    def _note_parameters(self) -> None:
+        """These are the values that the servers know of. Local."""
+        self._noted = [_sample(parameter).clone() for _, _, parameter, _ in self._places]
+
+    def _raise_if_changed(self) -> None:
+        """Raise UsageError if the script has changed parameters since they were pulled. Local."""
+        if not self._is_open:
+            return
+        changed = [
+            name
+            for (_, name, parameter, _), then in zip(self._places, self._noted, strict=True)
+            if _is_other(_sample(parameter), then)
+        ]
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise UsageError(
+                f"{self._comm.rank_label}: the script has changed '{changed[0]}'{more} since the "
+                "last step. Under parameter_server the servers hold the parameters, and the change "
+                "would be lost. Call optimizer.flush() on all ranks first, then change parameters: "
+                "the next step begins with them. What every step does to parameters belongs into "
+                "the step() of a subclass of your optimizer, which runs at the servers."
+            )
+
     def _open(self) -> None:
         """Begin an episode: this rank's server may copy the values of model and optimizer."""
         if self._is_open:
             return
         self._is_open, self._is_finished_by_join = True, False
+        self._note_parameters()
         self._clock = 0
         self._sent.clear()
         if self._server is not None:
             self._server.open(self._episode)
 
     # ---- the end of an episode ----
-
-    def before_load(self) -> None:
-        """See `Schedule.before_load`."""
-        if self._is_open:
-            self._collect()
-            self._changed.note()
 
     def flush(self) -> None:
         """See `Schedule.flush`: wait until all workers call it, and install the final version.
@@ -443,7 +462,6 @@ class ParameterServer(Schedule):
             work.wait()
         self._episode += 1
         self._is_open = self._is_finished_by_join = False
-        self._changed.forget()
 
     # ---- inside ----
 
@@ -488,15 +506,6 @@ class ParameterServer(Schedule):
                 "THREAD_SERIALIZED. Create the communicator before importing mpi4py.MPI."
             )
 
-    def _raise_if_changed(self) -> None:
-        self._changed.raise_if_changed(
-            f"{self._comm.rank_label}: parameters were changed since the last step, as by "
-            "model.load_state_dict() or p.data.clamp_(), and the servers, which hold them, would "
-            "overwrite the changes. Call optimizer.flush() on all ranks before you load a state; "
-            "make changes of every step in the step() of a subclass of your optimizer, which runs "
-            "at the servers."
-        )
-
     def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:
         rank_label = self._comm.rank_label
         if self.is_server:
@@ -524,3 +533,22 @@ def _is_finite(grad: Tensor | None) -> bool:
         return True
     # The sum first: it is one pass without memory, and finite if nothing is wrong.
     return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Some elements of a parameter, at equal distances. Local."""
+    values = parameter.detach()
+    if not is_dense(values):
+        values = values.contiguous()
+    numel = values.numel()
+    return values.as_strided((numel,), (1,))[:: max(1, numel // _NUM_SAMPLED)]
+
+
+def _is_other(now: Tensor, then: Tensor) -> bool:
+    """Whether they differ by more than the rounding of a change that was taken back."""
+    has_fractions = now.dtype.is_floating_point or now.dtype.is_complex
+    is_converted = now.dtype != then.dtype or now.device != then.device  # as by model.float()
+    if is_converted or not has_fractions or not now.numel():
+        return False
+    allowed = _NUM_ROUNDINGS * torch.finfo(now.dtype).eps * then.abs().max()
+    return bool((now - then).abs().max() > allowed)

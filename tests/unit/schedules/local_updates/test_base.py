@@ -616,6 +616,27 @@ def test_a_plain_state_starts_from_scratch() -> None:
     run_ranks(rank_main, 2)
 
 
+def test_steps_whose_samples_are_no_longer_counted_are_refused() -> None:
+    """Without samples no block would end, and ranks would train alone to the end of the run."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(16))
+        for step in range(2):
+            train(model, optimizer, comm.rank, step)
+            for _ in range(5):  # more steps with one gradient
+                optimizer.step()
+        model.eval()  # as in fine-tuning with the statistics of batch normalization
+        for step in range(2, 6):
+            train(model, optimizer, comm.rank, step)
+        with pytest.raises(UsageError, match=r"no tensor with a batch dimension in 10 steps"):
+            train(model, optimizer, comm.rank, 6)
+        for step in range(20, 40):
+            optimizer.set_weight(4)
+            train(model, optimizer, comm.rank, step)
+
+    run_ranks(rank_main, 2)
+
+
 # ---- what is not finite ----
 
 
@@ -657,6 +678,30 @@ def test_a_block_that_is_not_finite_is_discarded(make: type, k: int, codec: str 
         assert not equal(list(schedule.anchors.values()), start)
 
     run_ranks(rank_main, 3)
+
+
+@pytest.mark.parametrize("make", ["Adam", "AdamW", "NAdam", "Adagrad", "RMSprop", "Adadelta"])
+def test_blocks_after_one_that_was_discarded_are_finite(make: str) -> None:
+    def rank_main(comm):
+        def inner(model):
+            options = {"foreach": False} if make == "Adam" else {}
+            return getattr(torch.optim, make)(model.parameters(), 0.01, **options)
+
+        model, optimizer = wrap(comm, PeriodicAverage(16), inner, on_nonfinite="ignore")
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if comm.rank == 1 and step == 3:
+                model[2].bias.grad[0] = float("nan")
+            optimizer.step()
+            if step == 3:
+                kept = values(model)
+        assert len(optimizer.nonfinite) == 1
+        assert different_tensors(comm, [model]) == []
+        largest = max((a - b).abs().max() for a, b in zip(values(model), kept, strict=True))
+        assert 0 < largest < 0.2  # RMSprop begins with large steps
+
+    run_ranks(rank_main, 2)
 
 
 def in_means(fragments):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from torchmn import create_multi_node_optimizer
 from torchmn.errors import NonFiniteGradientError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.schedules import EveryStep, EveryStepNextForward
+from torchmn.schedules.next_forward.pending_gradient import GradientUnderWay
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 from torchmn.units import KiB
@@ -860,3 +862,24 @@ def test_values_that_only_overflow_when_encoded_stop_the_next_step() -> None:
 def test_wrong_options_are_refused() -> None:
     with pytest.raises(UsageError, match="chunk_bytes=0"):
         EveryStepNextForward(chunk_bytes=0)
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_model_that_is_no_longer_used_is_freed_with_its_optimizer(is_closed: bool) -> None:
+    def rank_main(comm):
+        model = network()
+        optimizer = wrap(comm, EveryStepNextForward(chunk_bytes=CHUNK_BYTES), model)
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            model(batch(comm, step)).pow(2).mean().backward()
+            optimizer.step()
+        assert type(model[0].weight.grad) is GradientUnderWay
+        optimizer.flush()
+        if is_closed:
+            optimizer.close()
+            assert all(type(p.grad) is torch.Tensor for p in model.parameters())
+        return weakref.ref(model), weakref.ref(optimizer)
+
+    references = run_ranks(rank_main, 2, name="hierarchical", topology=Topology(("a", "b")))
+    gc.collect()
+    assert [[reference() for reference in each] for each in references] == [[None, None]] * 2

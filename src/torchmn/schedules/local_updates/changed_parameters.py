@@ -1,9 +1,7 @@
-"""Finds parameters that a script changes where a schedule would not continue from them.
+"""Finds a state that a script loads into the model in the middle of a block.
 
-Under every step a state that is loaded is where training continues. In the middle of a block of
-local updates it would count as what this rank has learned since the block began; a parameter server
-would overwrite it. Both say so at the next step. A state that is loaded and taken back, as for an
-evaluation of averaged parameters, changes nothing.
+It would count as what this rank has learned since the block began. A state that is loaded and taken
+back, as for an evaluation of averaged parameters, changes nothing.
 """
 
 from __future__ import annotations
