@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from torchmn.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
@@ -93,15 +93,24 @@ def traceback_text(error: BaseException) -> str:
     message describes. ``TORCHMN_TRACEBACK=1`` keeps them; so does an error outside of user code.
     """
     whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not _is_internal(frame.filename)]
-    if not isinstance(error, TorchmnError) or os.environ.get(TRACEBACK_VARIABLE) or not own:
+    lines = frames_of_script(traceback.extract_tb(error.__traceback__))
+    if not isinstance(error, TorchmnError) or not lines:
         return whole.rstrip("\n")
-    num_hidden = len(frames) - len(own)
+    head, end = "Traceback (most recent call last):\n", traceback.format_exception_only(error)
+    return "".join([head, *lines, *end]).rstrip("\n")
+
+
+def frames_of_script(stack: Sequence[traceback.FrameSummary]) -> list[str]:
+    """The frames of a stack that are neither of torchmn nor of torch, and how many are left out.
+
+    Empty with ``TORCHMN_TRACEBACK=1``, and if there are none.
+    """
+    own = [frame for frame in stack if not _is_internal(frame.filename)]
+    if not own or os.environ.get(TRACEBACK_VARIABLE):
+        return []
+    num_hidden = len(stack) - len(own)
     note = f"  (frames of torchmn and torch: {num_hidden}; {TRACEBACK_VARIABLE}=1 shows them)\n"
-    lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)]
-    lines += [note] * bool(num_hidden)
-    return "".join([*lines, *traceback.format_exception_only(error)]).rstrip("\n")
+    return [*traceback.format_list(own), *[note] * bool(num_hidden)]
 
 
 def _is_internal(file: str) -> bool:

@@ -29,6 +29,7 @@ from torchmn.launch.console import RankOutput
 from torchmn.launch.host_checks import differences
 from torchmn.launch.job import Job
 from torchmn.launch.worker_environment import torchrun_variables
+from torchmn.monitor.hang_report import HangReport
 from torchmn.monitor.job_result import JobResult, RankRecord
 from torchmn.monitor.rank_session import (
     RankConnection,
@@ -167,16 +168,16 @@ class AgentSession(RankSession):
             self._output.say(f"received SIGTERM; the ranks have as long as {limit} to save.")
             self.leave_by = self.clock.now + (math.inf if grace_s is None else grace_s)
 
-    def end(self, signum: int = signal.SIGTERM) -> str:
+    def end(self, signum: int = signal.SIGTERM) -> HangReport | None:
         """As in `RankSession`; a hang report is shown and written to ``hang.txt``."""
-        text = super().end(signum)
-        if text:
-            lines = text.rstrip("\n").split("\n")
+        hang = super().end(signum)
+        if hang is not None:
+            lines = hang.short.rstrip("\n").split("\n")
             num_left = len(lines) - _MAX_HANG_LINES
             more = [f"... and {num_left} more lines"] if num_left > 0 else []
             self._output.quote("\n".join([*lines[:_MAX_HANG_LINES], *more]))
-            self._say(write_hang_report(self.log_dir, text))
-        return text
+            self._say(write_hang_report(self.log_dir, hang.text))
+        return hang
 
     def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
         """Show the failed rank's last error output again if other ranks wrote after it; keep it."""

@@ -105,6 +105,11 @@ class FailureDetector:
             self._suspicious_since = now
 
 
+_EARLY_END = (
+    "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
+)
+
+
 def _is_late(record: RankRecord, now: float) -> bool:
     """Whether a rank has waited for the others to join for longer than its limit."""
     if record.joining is None or record.joining_since is None or record.has_joined:
@@ -117,13 +122,11 @@ def _status(record: RankRecord) -> RankStatus | None:
     text = ""
     if record.exit is not None and not record.is_consequence:
         text = f"has ended with exit code {record.exit.returncode}"
+        text += f" ({_EARLY_END})" * record.has_left
     elif record.lost_at is not None:
         text = "is lost with its agent"
     elif record.is_leaving:
-        text = (
-            "has reached the end of its script (did it stop early by a value of its own? "
-            "Or had it fewer batches? See optimizer.join())"
-        )
+        text = f"has reached the end of its script ({_EARLY_END})"
     if text:
         return RankStatus(text=text, is_halted=True)
     return None if record.status_reply is None else RankStatus.of(record.status_reply)

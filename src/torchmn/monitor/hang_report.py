@@ -46,6 +46,7 @@ class RankStatus:
 
     collectives: tuple[CollectiveStatus, ...] = ()
     stacks: str = ""
+    script_stack: str = ""
     text: str = ""
     is_halted: bool = False
 
@@ -53,7 +54,11 @@ class RankStatus:
     def of(cls, reply: StatusReply) -> RankStatus:
         """The status that a rank, or its agent, has replied."""
         if reply.process is None:
-            return cls(collectives=reply.collectives, stacks=reply.stacks)
+            return cls(
+                collectives=reply.collectives,
+                stacks=reply.stacks,
+                script_stack=reply.script_stack,
+            )
         where = f" (in {reply.kernel_function})" if reply.kernel_function else ""
         return cls(
             text=f"does not answer: its process {_PROCESS_TEXTS[reply.process]}{where}",
@@ -67,12 +72,14 @@ Statuses = Mapping[int, RankStatus]
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """``summary`` is for the end of the output, ``text`` the full report.
+    """``summary`` is for the end of the output, ``short`` is printed before it.
 
-    ``missing`` are the ranks that did not reach the collective.
+    ``text`` is the full report, with all stacks. ``missing`` are the ranks that did not reach the
+    collective.
     """
 
     summary: str
+    short: str
     text: str
     missing: tuple[int, ...]
 
@@ -145,12 +152,20 @@ def _hang_report(
     statuses: Statuses,
     hosts: Mapping[int, str],
 ) -> HangReport:
-    lines = [f"Hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
-    for ranks in _with_equal_lines(sorted(hosts), statuses):
-        title, *rest = _lines_of(ranks[0], statuses.get(ranks[0]), hosts)
-        same = [f"  (the same on {len(ranks) - 1} more: {_spans(ranks[1:])})"] if ranks[1:] else []
-        lines += [title, *same, *rest]
-    return HangReport(summary=f"{head}; {cause}", text="\n".join(lines) + "\n", missing=missing)
+    def text(*, is_short: bool) -> str:
+        lines = [f"Hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
+        for ranks in _with_equal_lines(sorted(hosts), statuses):
+            title, *rest = _lines_of(ranks[0], statuses.get(ranks[0]), hosts, is_short=is_short)
+            more = f"  (the same on {len(ranks) - 1} more: {_spans(ranks[1:])})"
+            lines += [title, *[more] * bool(ranks[1:]), *rest]
+        return "\n".join(lines) + "\n"
+
+    return HangReport(
+        summary=f"{head}; {cause}",
+        short=text(is_short=True),
+        text=text(is_short=False),
+        missing=missing,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +270,7 @@ def _activity(status: RankStatus | None, collective: CollectiveStatus | None = N
         return "has not answered"
     if status.text:
         return status.text
-    place = _innermost_line(status.stacks)
+    place = _innermost_line(status.script_stack or status.stacks)
     text = f"runs at {place}" if place else "runs"
     if collective is None:
         return text
@@ -301,7 +316,9 @@ def _spans(numbers: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, span)) for span in found)
 
 
-def _lines_of(rank: int, status: RankStatus | None, hosts: Mapping[int, str]) -> list[str]:
+def _lines_of(
+    rank: int, status: RankStatus | None, hosts: Mapping[int, str], *, is_short: bool
+) -> list[str]:
     name = _name(rank, hosts)
     if status is None:
         return [f"{name}: no answer, neither from the rank nor from its agent."]
@@ -314,7 +331,8 @@ def _lines_of(rank: int, status: RankStatus | None, hosts: Mapping[int, str]) ->
             f"  group '{own.group}': number {own.number}, {own.what}{where}, {own.state}, "
             f"started {own.age_s:g} s ago"
         )
-    lines += [f"  {line}" for line in status.stacks.splitlines()[:_NUM_STACK_LINES]]
+    stacks = (is_short and status.script_stack) or status.stacks
+    lines += [f"  {line}" for line in stacks.splitlines()[:_NUM_STACK_LINES]]
     return lines
 
 

@@ -34,6 +34,7 @@ from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import ancestors, is_stopped
 from torchmn.control.stopped_processes import StoppedProcesses
 from torchmn.monitor.failure_detector import FailureDetector
+from torchmn.monitor.hang_report import HangReport
 from torchmn.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
 STOPPED = "is stopped by a signal"
@@ -185,11 +186,11 @@ class RankSession:
             self.post(StatusRequest(limit_s=self.detector.reply_limit_s))
         return self.detector.must_end(now)
 
-    def end(self, signum: int = signal.SIGTERM) -> str:
+    def end(self, signum: int = signal.SIGTERM) -> HangReport | None:
         """Have all scripts ended with this signal. Returns the hang report if there is one."""
         self.is_ending = True
         self.post(Terminate(signum=signum))
-        return self.detector.hang.text if self.detector.hang is not None else ""
+        return self.detector.hang
 
     def disconnect(self, connections: Iterable[RankConnection]) -> None:
         """Close these connections, at which ranks that still run end."""

@@ -44,7 +44,13 @@ from torchmn.control.messages.monitor import (
     StatusRequest,
 )
 from torchmn.environment_variables import MONITOR_VARIABLE
-from torchmn.script import is_consequence, on_error, show_exception
+from torchmn.script import (
+    frames_of_script,
+    is_consequence,
+    on_error,
+    show_exception,
+    traceback_text,
+)
 
 _PERIOD_S = 0.2
 _STUCK_S = 0.5
@@ -174,7 +180,14 @@ class ScriptMonitor:
             for message in messages:
                 if isinstance(message, StatusRequest):
                     stacks = _format(self._fatal) if self._fatal else _stacks()
-                    self._post(StatusReply(collectives=tuple(self._collectives()), stacks=stacks))
+                    of_script = traceback_text(self._fatal) if self._fatal else _script_stack()
+                    self._post(
+                        StatusReply(
+                            collectives=tuple(self._collectives()),
+                            stacks=stacks,
+                            script_stack=of_script[-_MAX_CHARS:],
+                        )
+                    )
                 elif isinstance(message, Terminate):
                     self._must_end.set()
             self.look_for_hang()
@@ -343,6 +356,15 @@ def _end_now(status: int) -> NoReturn:
         except (OSError, ValueError):
             continue
     os._exit(status)
+
+
+def _script_stack() -> str:
+    """The main thread's stack, the script's frames alone; empty where it has none."""
+    thread = threading.main_thread()
+    frame = sys._current_frames().get(thread.ident or 0)
+    stack = [f for f in traceback.extract_stack(frame) if f.filename != _BOOTSTRAP]
+    lines = frames_of_script(stack)
+    return "".join([f"{thread.name}:\n", *lines]).rstrip("\n") if lines else ""
 
 
 def _stacks() -> str:

@@ -123,7 +123,7 @@ class MonitorServer:
         result = self._session.result(keeps_output=False)
         problems = []
         if hang is not None:
-            print(hang.text, file=sys.stderr)
+            print(hang.short, file=sys.stderr)
             problems.append(write_hang_report(self._session.log_dir, hang.text))
         summary = f"torchmn: {result.summary}"
         print("\n".join([*stderr_tail(result), summary]), file=sys.stderr, flush=True)

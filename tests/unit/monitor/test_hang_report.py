@@ -48,6 +48,20 @@ def test_a_rank_that_computes_is_reported_with_its_line() -> None:
     assert "rank 2 on node1:" in found.text
 
 
+def test_the_short_report_shows_the_scripts_own_code() -> None:
+    internal = '  File "/torchmn/group.py", line 3, in _run\n    wait()'
+    own = '  File "/home/me/train.py", line 8, in <module>\n    loss.backward()'
+    stacks = f"MainThread:\n{own}\n{internal}"
+    reply = StatusReply(stacks=stacks, script_stack=f"MainThread:\n{own}")
+    found = report(OVERDUE, 0, {0: RankStatus.of(reply), 1: status("running")}, HOSTS)
+    assert "group.py" in found.text
+    assert "group.py" not in found.short
+    assert found.short.count("loss.backward()") == 1
+    assert found.short.count("time.sleep(100)") == 1  # of a rank whose script has no frames
+    assert found.short.splitlines()[:2] == found.text.splitlines()[:2]
+    assert "rank 0 on node0 runs at /home/me/train.py:8 in <module>" in found.summary
+
+
 def test_a_process_that_does_not_answer_is_reported_with_its_state() -> None:
     found = report(OVERDUE, 0, {0: status("failed"), 1: status("running"), 2: STOPPED}, HOSTS)
     assert found.missing == (2,)

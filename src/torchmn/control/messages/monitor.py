@@ -105,11 +105,13 @@ class StatusReply(Record, frozen=True, kw_only=True):
     """Script, or its agent in its place: what the rank is doing.
 
     ``process`` is set where the script did not answer: the state of its process, which waits in the
-    kernel's function ``kernel_function`` if the system tells.
+    kernel's function ``kernel_function`` if the system tells. ``script_stack`` is the part of
+    ``stacks`` that shows the script's own code.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
     stacks: str = ""
+    script_stack: str = ""
     process: ProcessState | None = None
     kernel_function: str = ""
 
