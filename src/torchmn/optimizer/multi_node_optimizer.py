@@ -326,9 +326,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
         return [*parameters_of(self.inner)]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the inner optimizer's. *Collective*: all ranks take rank 0's parameters and buffers.
+        """As the inner optimizer's. *Collective.*
 
-        Raises UsageError: a parameter is not in the model. The group is then not added.
+        All ranks take rank 0's parameters, buffers and optimizer state. Raises UsageError: a
+        parameter is not in the model; the group is then not added.
         """
         self._complete()
         if self.schedule.replica_consistency != "per_step":
