@@ -28,10 +28,9 @@ setup:
 train: setup
 	@$(VENV_PYTHON) examples/make_train.py
 
-# Tests run beside each other, on every core up to eight; ARGS='-n 0 -k NAME' for some in one process.
-# Most start processes, which begin in two thirds of the time with the bytecode of the first one.
+# Tests run beside each other; ARGS='-n 0 -k NAME' for some in one process.
 test: setup
-	@PYTHONDONTWRITEBYTECODE= $(VENV_PYTHON) -m pytest -n auto --dist worksteal $(ARGS)
+	@bash scripts/test.sh $(ARGS)
 
 test-schedulers: setup
 	@bash scripts/setup_schedulers.sh
