@@ -17,6 +17,8 @@ from torchmn.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
 from torchmn.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
 
 FOLLOW_UP = "follow-up: "
+_CAUSED = "The above exception was the direct cause of the following exception:"
+_RAISED_DURING = "During handling of the above exception, another exception occurred:"
 _PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 
 _on_error: list[Callable[[BaseException], None]] = []
@@ -89,15 +91,25 @@ def show_exception(
 def traceback_text(error: BaseException) -> str:
     """The traceback of an exception; that of a `TorchmnError` shows the user's code alone.
 
-    Left out are frames of torchmn and torch, and the exceptions that led to the error, which its
-    message describes. ``TORCHMN_TRACEBACK=1`` keeps them; so does an error outside of user code.
+    Left out are frames of torchmn and torch, and exceptions before the error that were in no user
+    code: its message describes them. ``TORCHMN_TRACEBACK=1`` keeps all; so does an error outside of
+    user code.
     """
-    whole = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    own = _text_of_script(error)
+    if not isinstance(error, TorchmnError) or not own:
+        own = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    else:
+        for each, link in _shown_before(error):
+            if before := _text_of_script(each):
+                own = f"{before}\n{link}\n\n{own}"
+    return own.rstrip("\n")
+
+
+def _text_of_script(error: BaseException) -> str:
+    """An exception with the frames of user code; empty if it has none."""
     lines = frames_of_script(traceback.extract_tb(error.__traceback__))
-    if not isinstance(error, TorchmnError) or not lines:
-        return whole.rstrip("\n")
-    head, end = "Traceback (most recent call last):\n", traceback.format_exception_only(error)
-    return "".join([head, *lines, *end]).rstrip("\n")
+    end = traceback.format_exception_only(error)
+    return "".join(["Traceback (most recent call last):\n", *lines, *end]) if lines else ""
 
 
 def frames_of_script(stack: Sequence[traceback.FrameSummary]) -> list[str]:
@@ -153,6 +165,17 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(current))
         yield current
         current = current.__cause__ or current.__context__
+
+
+def _shown_before(error: BaseException) -> Iterator[tuple[BaseException, str]]:
+    """What Python prints before an error, the last first, and the words between the two."""
+    link = ""
+    for each in _causes(error):
+        if link:
+            yield each, link
+        if each.__cause__ is None and each.__suppress_context__:
+            return
+        link = _CAUSED if each.__cause__ is not None else _RAISED_DURING
 
 
 def _is_communication_error(error: BaseException) -> bool:

@@ -49,6 +49,37 @@ def test_causes_within_torchmn_are_in_the_message_alone() -> None:
     assert "pair.cc" not in traceback_text(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("cause", "direct cause of the following"),
+        ("context", "another exception occurred"),
+        ("neither", ""),
+    ],
+)
+def test_what_was_raised_in_user_code_before_is_shown(kind: str, words: str) -> None:
+    """As by a data set that a loader of torchmn reads: the error is the consequence."""
+
+    def reads() -> None:
+        raise ValueError("sample 7 is broken")
+
+    def loads() -> None:
+        try:
+            reads()
+        except ValueError as error:
+            if kind == "context":
+                raise UsageError("rank 0 cannot read")  # noqa: B904 - one of the cases
+            raise UsageError("rank 0 cannot read") from (error if kind == "cause" else None)
+
+    with pytest.raises(UsageError) as caught:
+        loads()
+    text = traceback_text(caught.value)
+    assert text.count("Traceback (most recent call last)") == (2 if words else 1)
+    assert ("ValueError: sample 7 is broken\n\n" in text) == bool(words)
+    assert words in text
+    assert text.endswith("torchmn.errors.UsageError: rank 0 cannot read")
+
+
 def test_lines_after_the_loss_of_another_rank_are_marked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
