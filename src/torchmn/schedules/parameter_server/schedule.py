@@ -33,7 +33,7 @@ from torchmn.communicators import Communicator
 from torchmn.communicators.engine import Engine, Work
 from torchmn.compression import StripeCodec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.gradients.buckets import NamedParameter, is_dense
+from torchmn.gradients.buckets import NamedParameter
 from torchmn.gradients.nonfinite import NonfiniteGradients
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.model_tensors import parameters_of
@@ -48,6 +48,7 @@ from torchmn.schedules.parameter_server.channels import (
     ServerClient,
     start_threads,
 )
+from torchmn.schedules.parameter_server.pulled_parameters import PulledParameters
 from torchmn.schedules.parameter_server.server import Rules, ShardServer
 from torchmn.schedules.parameter_server.shards import (
     Hyper,
@@ -60,8 +61,6 @@ from torchmn.schedules.parameter_server.staleness import Staleness, StalenessRec
 from torchmn.transports.base import Transport, abort_pending_receives
 
 _GRACE_S = 2.0
-_NUM_SAMPLED = 4096
-_NUM_ROUNDINGS = 16
 
 
 class ParameterServer(Schedule):
@@ -127,8 +126,6 @@ class ParameterServer(Schedule):
         self._episode = 0
         self._clock = 0
         self._is_open = False
-        self._noted: list[Tensor] = []
-        """Of each parameter, a sample of the values that the servers know of."""
         self._is_finished_by_join = False
         self._is_closed = False
         self._sent: dict[int, Hyper] = {}
@@ -175,6 +172,7 @@ class ParameterServer(Schedule):
             for server, shard in shards.items()
             for name, parameter in shard
         ]
+        self._pulled_parameters = PulledParameters(self._parameters)
         codec = reducer.codec
         self._codec = codec if isinstance(codec, StripeCodec) else None
         if self._codec is not None:
@@ -346,7 +344,7 @@ class ParameterServer(Schedule):
         with torch.no_grad():
             for _, _, parameter, slot in self._places:
                 parameter.copy_(slot)
-        self._note_parameters()
+        self._pulled_parameters.note()
         replies = {server: response.reply for server, response in responses.items()}
         for server, reply in replies.items():
             self.versions[server] = reply.version
@@ -360,19 +358,11 @@ class ParameterServer(Schedule):
                 stacklevel=4,
             )
 
-    def _note_parameters(self) -> None:
-        """These are the values that the servers know of. Local."""
-        self._noted = [_sample(parameter).clone() for _, _, parameter, _ in self._places]
-
     def _raise_if_changed(self) -> None:
         """Raise UsageError if the script has changed parameters since they were pulled. Local."""
         if not self._is_open:
             return
-        changed = [
-            name
-            for (_, name, parameter, _), then in zip(self._places, self._noted, strict=True)
-            if _is_other(_sample(parameter), then)
-        ]
+        changed = self._pulled_parameters.changed()
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise UsageError(
@@ -388,7 +378,7 @@ class ParameterServer(Schedule):
         if self._is_open:
             return
         self._is_open, self._is_finished_by_join = True, False
-        self._note_parameters()
+        self._pulled_parameters.note()
         self._clock = 0
         self._sent.clear()
         if self._server is not None:
@@ -533,22 +523,3 @@ def _is_finite(grad: Tensor | None) -> bool:
         return True
     # The sum first: it is one pass without memory, and finite if nothing is wrong.
     return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())
-
-
-def _sample(parameter: Tensor) -> Tensor:
-    """Some elements of a parameter, at equal distances. Local."""
-    values = parameter.detach()
-    if not is_dense(values):
-        values = values.contiguous()
-    numel = values.numel()
-    return values.as_strided((numel,), (1,))[:: max(1, numel // _NUM_SAMPLED)]
-
-
-def _is_other(now: Tensor, then: Tensor) -> bool:
-    """Whether they differ by more than the rounding of a change that was taken back."""
-    has_fractions = now.dtype.is_floating_point or now.dtype.is_complex
-    is_converted = now.dtype != then.dtype or now.device != then.device  # as by model.float()
-    if is_converted or not has_fractions or not now.numel():
-        return False
-    allowed = _NUM_ROUNDINGS * torch.finfo(now.dtype).eps * then.abs().max()
-    return bool((now - then).abs().max() > allowed)
