@@ -101,16 +101,16 @@ class Contribution:
         if not self.is_by_samples:
             return 1.0
         # A second backward pass of the same forward pass: two losses, or a graph cut in two.
-        return self.num_samples if self._is_known else self._last_counted
+        return self.num_samples if self._is_counted else self._last_counted
 
     @property
-    def _is_known(self) -> bool:
+    def _is_counted(self) -> bool:
         return self._has_counted or self._before_zero_grad is not None
 
     @property
     def is_known(self) -> bool:
         """Whether anything was counted or set since the last exchange or step."""
-        return self.is_set or self._is_known
+        return self.is_set or self._is_counted
 
     @property
     def given(self) -> tuple[float, float] | None:
@@ -127,7 +127,7 @@ class Contribution:
 
         But for the weight of a backward pass without a forward pass of its own, until `end_step`.
         """
-        if self._is_known:
+        if self._is_counted:
             self._last_counted = self.num_samples
         self.is_set, self._counted, self._has_counted = False, 0.0, False
         self._num_forwards = 0

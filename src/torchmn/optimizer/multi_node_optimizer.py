@@ -33,7 +33,7 @@ from torchmn.gradients.replicas import (
     sum_of_rates,
 )
 from torchmn.gradients.sparse_gradients import sparse_parameters
-from torchmn.gradients.weights import Contribution, miscount
+from torchmn.gradients.weights import Contribution
 from torchmn.links.batch_norm import weigh_losses_by, weigh_losses_by_samples
 from torchmn.links.chain_list import MultiNodeChainList
 from torchmn.links.clipping import clip_grad_norm_
@@ -50,6 +50,7 @@ from torchmn.optimizer.nonfinite_policy import (
 )
 from torchmn.optimizer.recorded_steps import RecordedSteps
 from torchmn.optimizer.step_hook import before_step, raise_if_it_has_no_hooks
+from torchmn.optimizer.uncounted_steps import UncountedSteps
 from torchmn.optimizer.untrained_parameters import (
     untrained_parameters,
     warn_of_untrained_parameters,
@@ -59,9 +60,6 @@ from torchmn.resharding import raise_if_other_optimizer
 from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
 
 Weight = Literal["rank", "samples"]
-
-_MAX_UNCOUNTED_STEPS = 10
-"""In a row: a script may step more than once with a gradient."""
 
 
 class MultiNodeOptimizer(WrappedOptimizer):
@@ -130,8 +128,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             "max_grad_norm": max_grad_norm,
         }
         self._counts_samples = False
-        self._num_uncounted_steps = 0
-        """In a row, of a schedule that needs the number of samples."""
+        self._uncounted_steps = UncountedSteps()
         self._has_checked_untrained = False
         self._late_scaler_steps = LateScalerSteps()
         self._taken_over_by = ""
@@ -291,7 +288,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         reducer.raise_if_unfinished()
         self._has_closure = closure is not None
         if closure is None:
-            self._raise_if_uncounted()
+            self._uncounted_steps.before_step(self)
         elif self._is_joining:
             raise UnsupportedError(
                 "step(closure) inside join(): a rank that has left its loop cannot take part in "
@@ -641,33 +638,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def _complete(self) -> None:
         if self._deferring is not None:
             self._deferring.complete()
-
-    def _raise_if_uncounted(self) -> None:
-        own = self.reducer.contribution
-        if not self.schedule.counts_samples:
-            return
-        if (
-            self.communicator.size > 1
-            and not own.is_checked
-            and own.is_miscounted(own.compare(own.num_samples))
-        ):
-            raise UsageError(f"{self.communicator.rank_label}: {miscount(own.num_samples)}")
-        is_own_step = self.reducer.is_suspended  # else exchanges have taken what was counted
-        if own.is_known or (own.was_ever_known and not is_own_step):
-            self._num_uncounted_steps = 0
-            return
-        if all(p.grad is None for p in parameters_of(self.inner)):
-            return
-        self._num_uncounted_steps += 1
-        if own.was_ever_known and self._num_uncounted_steps < _MAX_UNCOUNTED_STEPS:
-            return
-        since = f" in {_MAX_UNCOUNTED_STEPS} steps" if own.was_ever_known else ""
-        raise UsageError(
-            f"{self.communicator.rank_label}: {self.schedule.name} counts samples, but the model's "
-            f"forward has seen no tensor with a batch dimension{since}. Calls of the whole model "
-            "in train() are counted; otherwise call optimizer.set_weight(number_of_samples) before "
-            "step()."
-        )
 
 
 def _raise_if_attached(schedule: Schedule) -> None:
