@@ -23,6 +23,9 @@ core. On two cores, with twenty other programs, the last of 64 took 1.0 s."""
 _AGENT_MARGIN_S, _MAX_REPLIES_S = 1.0, 4.5
 """How much longer the agents may take, and how long at most: with a grace period of 5 s a job that
 hangs then ends within 10 s of its limit."""
+_EARLY_END = (
+    "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
+)
 
 
 class FailureDetector:
@@ -103,11 +106,6 @@ class FailureDetector:
     def _suspect(self, now: float) -> None:
         if self._suspicious_since is None:
             self._suspicious_since = now
-
-
-_EARLY_END = (
-    "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
-)
 
 
 def _is_late(record: RankRecord, now: float) -> bool:

@@ -362,8 +362,7 @@ def _script_stack() -> str:
     """The main thread's stack, the script's frames alone; empty where it has none."""
     thread = threading.main_thread()
     frame = sys._current_frames().get(thread.ident or 0)
-    stack = [f for f in traceback.extract_stack(frame) if f.filename != _BOOTSTRAP]
-    lines = frames_of_script(stack)
+    lines = frames_of_script(traceback.extract_stack(frame))
     return "".join([f"{thread.name}:\n", *lines]).rstrip("\n") if lines else ""
 
 
