@@ -211,3 +211,111 @@ def normalized_adversaries(worker: Worker) -> list[nn.Module]:
         distance(x, -y).backward(inputs=list(second.parameters()))
         of_second.step()
     return [first, second]
+
+
+def _weighted(outputs: Tensor, y: Tensor) -> tuple[Tensor, float]:
+    """A mean over weighted samples, and what it was divided by."""
+    weights = 0.2 + y[:, 0].abs()
+    total = weights.sum()
+    return (weights * (outputs - y).square().mean(1)).sum() / total, total.item()
+
+
+@script("Weighted samples, `set_weight()` with the sum of the weights; clipped and averaged")
+def normalized_weighted(worker: Worker) -> list[nn.Module]:
+    model = worker.across_ranks(_normalized())
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        loss, weight = _weighted(model(x), y)
+        worker.set_weight(optimizer, weight)
+        loss.backward()
+        worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.3))
+        optimizer.step()
+        worker.flush(optimizer)
+        average.update_parameters(model)
+    return [model, average.module]
+
+
+@script("The same with a `GradScaler`, evaluated in turns with training")
+def normalized_weighted_scaled(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5)
+    held_out, targets = list(worker.batches(9))[8]
+    for x, y in worker.uneven_batches():
+        model.train()
+        optimizer.zero_grad()
+        loss, weight = _weighted(model(x), y)
+        worker.set_weight(optimizer, weight)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        model.eval()
+        with torch.no_grad():
+            worker.log("loss of evaluation", worker.mean(mse_loss(model(held_out), targets)))
+    return model
+
+
+@script("The same in two passes per step, each of which exchanges")
+def normalized_weighted_accumulation(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    batches = list(worker.uneven_batches())
+    for pair in zip(batches[::2], batches[1::2], strict=True):
+        optimizer.zero_grad()
+        for x, y in pair:
+            loss, weight = _weighted(model(x), y)
+            worker.set_weight(optimizer, weight)
+            (loss / 2).backward()
+        optimizer.step()
+    return model
+
+
+@script("The same with activation checkpointing")
+def normalized_weighted_recomputed(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        hidden = checkpoint(model[:3], x, use_reentrant=False)
+        loss, weight = _weighted(checkpoint(model[3:], hidden, use_reentrant=False), y)
+        worker.set_weight(optimizer, weight)
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+@script("The same with two optimizers for two parts of the model, its state loaded again")
+def normalized_weighted_parts(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    parts = [model[:3], model[3:]]
+    optimizers = [worker.optimizer(torch.optim.SGD(p.parameters(), 0.1), p) for p in parts]
+    for step, (x, y) in enumerate(worker.uneven_batches()):
+        if step == 3:
+            saved = copy.deepcopy(model.state_dict())
+        elif step == 6:
+            model.load_state_dict(saved)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss, weight = _weighted(model(x), y)
+        for optimizer in optimizers:
+            worker.set_weight(optimizer, weight)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    return model
+
+
+@script("The same, compiled", is_slow=True)
+def normalized_weighted_compiled(worker: Worker) -> nn.Module:
+    model = worker.across_ranks(_normalized())
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
+    for x, y in worker.uneven_batches():
+        optimizer.zero_grad()
+        loss, weight = _weighted(compiled(x), y)
+        worker.set_weight(optimizer, weight)
+        loss.backward()
+        optimizer.step()
+    return model
