@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.test_one_script import SCRIPT, expected, pytestmark, raise_if_different
+from tests.launchers.test_one_script import (
+    SAVES_LAST,
+    SCRIPT,
+    expected,
+    pytestmark,
+    raise_if_different,
+)
 from tests.launchers.ways import NUM_RANKS
 from tests.schedulers.cluster import Cluster, running
 from tests.schedulers.slurm import Slurm
@@ -33,8 +39,22 @@ def test_the_same_losses_under_srun(
     name: str,
     num_hosts: int,
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+    output = output_of(cluster, tmp_path, name, num_hosts, SCRIPT)
+    raise_if_different(name, num_hosts, "torch.distributed", output, expected)
+
+
+@pytest.mark.parametrize("name", ["srun", "torchmn run, srun"])
+def test_rank_0_saves_for_a_minute_after_the_others_have_ended(
+    cluster: Cluster, tmp_path: Path, name: str
+) -> None:
+    output_of(cluster, tmp_path, name, 2, SAVES_LAST)
+    assert (tmp_path / "saved").exists()
+
+
+def output_of(cluster: Cluster, folder: Path, name: str, num_hosts: int, text: str) -> str:
+    """Run a script on the first hosts of the cluster; what it prints."""
+    script = folder / "script.py"
+    script.write_text(text)
     per_host = NUM_RANKS // num_hosts
     if name == "srun":
         command = ["srun", "--overcommit", "-N", num_hosts, "--ntasks-per-node", per_host]
@@ -43,6 +63,6 @@ def test_the_same_losses_under_srun(
         hosts = ",".join(f"{node.name}:{per_host}" for node in cluster.nodes[:num_hosts])
         command = [sys.executable, "-m", "torchmn", "run", "--launcher", "srun", "--hosts", hosts]
         command += ["--launcher-args=--overcommit", "--backend", "gloo", script]
-    done = cluster.run(command, tmp_path, timeout_s=150, HOME=str(tmp_path))
+    done = cluster.run(command, folder, timeout_s=150, HOME=str(folder))
     assert done.returncode == 0, done.stderr
-    raise_if_different(name, num_hosts, "torch.distributed", done.stdout, expected)
+    return done.stdout
