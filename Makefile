@@ -3,7 +3,7 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-schedulers test-launchers check-gpu bench chaos pages docs lint dist test-wheel check-pythons clean
+.PHONY: help setup train test test-schedulers test-launchers check-gpu bench chaos golden pages docs lint dist test-wheel check-pythons clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
@@ -13,6 +13,7 @@ help:
 	@echo 'make check-gpu   check everything that needs a GPU, in 20 minutes; make bench-gpu measures it'
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
 	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
+	@echo 'make golden BASE=COMMIT  show that training gives the same bits as at that commit, in 2 minutes'
 	@echo 'make pages      write the pages of docs/reference that are made from the source'
 	@echo 'make docs        build the documentation site into build/site, offline'
 	@echo 'make lint        check style and types'
@@ -55,6 +56,9 @@ bench-%: setup
 RUNS := 50
 chaos: setup
 	@$(VENV_PYTHON) benchmarks/bench_chaos.py --runs $(RUNS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+golden: setup
+	@$(VENV_PYTHON) -m tests.golden.compare $(BASE)
 
 pages: setup
 	@$(VENV_PYTHON) -m tests.project.messages
