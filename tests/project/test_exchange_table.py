@@ -197,7 +197,6 @@ def test_auto_counts_by_its_plan(load) -> None:  # type: ignore[no-untyped-def]
     plans = {
         "every_step": "",
         "double_buffering": "not counted: no accuracy (cifar: -2)",
-        "every_step_next_forward": "not counted: no accuracy (not measured)",
     }
     for schedule, reason in plans.items():
         run = {**run_of({}), "plans": {"auto lossy": {"schedule": schedule, "codec": "int8"}}}

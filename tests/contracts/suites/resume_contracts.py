@@ -179,7 +179,6 @@ class Run:
 
     def parameters(self) -> list[Tensor]:
         """Copies of them."""
-        self.optimizer.synchronize()
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 

@@ -14,7 +14,7 @@ from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 NUM_STEPS = 5
-EXACT = ["every_step", "every_step_next_forward", "double_buffering", "auto"]
+EXACT = ["every_step", "double_buffering", "auto"]
 SIZES = {1: [9], 2: [6, 3], 3: [4, 1, 4], 4: [3, 2, 0, 4]}
 """Samples of each rank in a step; in all of them together there are nine."""
 
@@ -183,15 +183,10 @@ def test_accumulation_under_no_sync(num_micro: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:More than one backward pass")
 @pytest.mark.parametrize("steps_between", [False, True])
-@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
-def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(
-    schedule: str, steps_between: bool
-) -> None:
+def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(steps_between: bool) -> None:
     def twice(comm):
         model = mlp()
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, reduction="sum", schedule=schedule
-        )
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
         summed_loss(model, batch(comm.rank, 0)).backward()
         if steps_between:
             optimizer.step()
