@@ -20,7 +20,7 @@ from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
-MAX_TURN_STEPS = DoubleBuffering().num_warm_up_steps + tuner.NUM_TIMED
+MAX_TURN_STEPS = 1 + DoubleBuffering.staleness_steps + tuner.NUM_TIMED
 MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MAX_TURNS * MAX_TURN_STEPS
 ALLOWED = {
     "stale": "double_buffering",
