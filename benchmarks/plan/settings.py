@@ -54,11 +54,11 @@ CASES = [
     *_cases(1, "10gbit", "every step"),
     *_cases(2, "10gbit", "every step", "every step 1bit", "every step int8",
             fitted=("every step", "every step 1bit")),
-    *_cases(2, "1gbit", "every step", "every step int8", "every step 1bit", "next forward",
+    *_cases(2, "1gbit", "every step", "every step int8", "every step 1bit",
             "periodic average", fitted=("every step",)),
     *_cases(2, "100mbit", "every step int8", "every step 1bit",
             "periodic average int8, overlapped"),
     *_cases(4, "10gbit", "every step"),
-    *_cases(4, "1gbit", "every step", "every step int8", "next forward", "periodic average"),
+    *_cases(4, "1gbit", "every step", "every step int8", "periodic average"),
     *_cases(4, "100mbit", "every step int8", "every step 1bit"),
 ]  # fmt: skip

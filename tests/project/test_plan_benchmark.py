@@ -48,7 +48,6 @@ def test_at_least_twelve_cases_are_predicted_in_every_direction() -> None:
     assert {setting.codec for setting in settings} == {"float32", "int8", "1bit"}
     assert {setting.schedule for setting in settings} == {
         "every_step",
-        "every_step_next_forward",
         "periodic_average",
     }
     assert {setting.cores_per_rank for setting in settings} == {0.5, 1.0}

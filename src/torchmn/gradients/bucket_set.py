@@ -50,8 +50,8 @@ class BucketSet:
     ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * scale``.
 
     The order of calls in one exchange: `begin`, `pack` for each slot, `write_footer`,
-    `start_remaining` or `reduce_remaining`; then either `wait` turns all sums into means, or
-    `await_footer` and then `take`, parameter by parameter. `restart` begins the next one.
+    `start_remaining` or `reduce_remaining`; then `wait` turns the sums into means. `restart` begins
+    the next one.
     """
 
     def __init__(
@@ -80,8 +80,6 @@ class BucketSet:
         """What this rank contributes."""
         self._reduction = reduction
         self._overlaps_backward = comm.overlaps_backward
-        self._order: Sequence[Bucket] = buckets
-        self._num_early = max(0, len(buckets) - 1)  # no computation hides the last one
         self._footer = buckets[-1].exact if buckets else torch.zeros(NUM_FOOTER, device="cpu")
         self._row: list[float] = [0.0] * self._footer.numel()
         """The footer, as it was when it was last awaited or written."""
@@ -111,14 +109,6 @@ class BucketSet:
             if layout.numel:
                 codec.warm_up(layout, self.buckets[0].buffer.device)
 
-    def set_order(self, order: Sequence[int], num_early: int) -> None:
-        """In which order buckets are sent, by index; the same on all ranks.
-
-        The first ``num_early`` are sent during backward, as soon as they and those before them are
-        full.
-        """
-        self._order, self._num_early = [self.buckets[index] for index in order], num_early
-
     # ---- filling ----
 
     def restart(self) -> None:
@@ -127,7 +117,6 @@ class BucketSet:
         self.is_accumulating = False
         """Whether a gradient was added to the mean of an earlier exchange."""
         self._num_started = 0
-        self._num_left = len(self.buckets)
         for slot in self.slots:
             slot.is_packed = slot.has_gradient = False
         for bucket in self.buckets:
@@ -166,22 +155,18 @@ class BucketSet:
                 slot.lend()
 
     def _move_to_new_memory(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Move the buffers of these slots, and so all slots in them; every ``p.grad`` stays.
+        """Move the buckets of these slots, and so all slots in them; every ``p.grad`` stays.
 
         Returns the moved slots whose tensor was ``p.grad``.
         """
         lent = []
-        for old in {id(slot.buffer): slot.buffer for slot in slots}.values():
-            storage = old.untyped_storage().data_ptr()
-            new = torch.zeros_like(old)
-            for tensor in [bucket.buffer for bucket in self.buckets] + [self._footer]:
-                if tensor.untyped_storage().data_ptr() == storage:
-                    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-                    tensor.set_(new.untyped_storage(), *place)
-            moved = [slot for slot in self.slots if slot.buffer is old]
-            lent += [slot for slot in moved if slot.parameter.grad is slot.tensor]
-            for slot in moved:
-                slot.move_to(new)
+        for bucket in dict.fromkeys(slot.bucket for slot in slots):
+            lent += [slot for slot in bucket.slots if slot.parameter.grad is slot.tensor]
+            new = torch.zeros_like(bucket.buffer).untyped_storage()
+            for tensor in (bucket.buffer, *([self._footer] if bucket is self.buckets[-1] else [])):
+                tensor.set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
+            for slot in bucket.slots:
+                slot.follow()
         return lent
 
     def await_scale(self, scale: float | None) -> float:
@@ -222,15 +207,13 @@ class BucketSet:
         slot.is_packed = True
         self.finiteness.note(slot)
         if self._own_squares is not None and slot.has_gradient and slot.end > slot.start:
-            self._own_squares.append(squared_norms(slot.buffer[slot.start : slot.end]))
-        is_full = False
-        for bucket in slot.buckets:
-            bucket.num_packed += 1
-            if bucket.num_packed == len(bucket.slots):
-                is_full = True
-                bucket.ready = recording.mark()
-        if is_full and self._overlaps_backward:
-            self.start_full()
+            self._own_squares.append(squared_norms(slot.values))
+        bucket = slot.bucket
+        bucket.num_packed += 1
+        if bucket.num_packed == len(bucket.slots):
+            bucket.ready = recording.mark()
+            if self._overlaps_backward:
+                self.start_full()
 
     def _refuse(self, name: str, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -279,21 +262,20 @@ class BucketSet:
     # ---- sending ----
 
     def start_full(self) -> None:
-        """Start the sums of buckets that are full and may be sent during backward."""
-        while self._num_started < self._num_early:
-            bucket = self._order[self._num_started]
+        """Start the sums of buckets that are full, but for the last: no computation hides it."""
+        for bucket in self.buckets[self._num_started : -1]:
             if bucket.num_packed < len(bucket.slots):
                 return
             self._start(bucket)
 
     def start_remaining(self) -> None:
         """Start all other sums and return at once."""
-        while self._num_started < len(self._order):
-            self._start(self._order[self._num_started])
+        for bucket in self.buckets[self._num_started :]:
+            self._start(bucket)
 
     def reduce_remaining(self) -> None:
         """Do all other sums, on the calling thread if nothing else is under way."""
-        for bucket in self._order[self._num_started :]:
+        for bucket in self.buckets[self._num_started :]:
             self.comm.sum_(
                 bucket,
                 self.algorithm,
@@ -309,7 +291,7 @@ class BucketSet:
         for slot in held:
             if not slot.may_lend:  # memory that ranks share stays where it is
                 slot.parameter.grad = slot.tensor.clone()
-        for bucket in self._order[self._num_started :]:
+        for bucket in self.buckets[self._num_started :]:
             bucket.buffer.zero_()
         nothing = replace(self.context, weight=0.0, num_samples=0.0, rate=0.0, is_active=False)
         self.write_footer(flag=flag, context=nothing)
@@ -328,8 +310,8 @@ class BucketSet:
         """What ends an exchange: after its last bucket, before anything else is encoded."""
         self._holds_means = False
         self._num_started += 1
-        self._num_left -= 1
-        return None if self._num_left or self.algorithm.codec is None else self._finish
+        is_last = self._num_started == len(self.buckets)
+        return self._finish if is_last and self.algorithm.codec is not None else None
 
     def _finish(self) -> None:
         codec = self.algorithm.codec
@@ -377,14 +359,6 @@ class BucketSet:
         self._holds_means = True
         return self._factor != 1.0
 
-    def await_footer(self) -> None:
-        """Wait for the footer. Raises UsageError: see `wait`."""
-        self._await_agreement()
-        if self.buckets:
-            self.await_bucket(self.buckets[-1])
-        self._row = self._footer.tolist()
-        self._check_footer()
-
     def _check_footer(self) -> None:
         self.raise_if_flags_differ()
         total = self.total_weight
@@ -399,7 +373,7 @@ class BucketSet:
             )
 
     def raise_if_flags_differ(self) -> None:
-        """Raise RankMismatchError if only some ranks did what all must do, after `await_footer`."""
+        """Raise RankMismatchError if only some ranks did what all must do. Local."""
         if self.buckets:
             raise_if_flags_differ(self.comm, self._row, self.context)
 
@@ -415,33 +389,10 @@ class BucketSet:
         if agreement is not None:
             agreement.wait()
 
-    def has_arrived(self, parameter: nn.Parameter) -> bool:
-        """Whether `take` would not wait."""
-        for bucket in self.slot_of[parameter].buckets:
-            if bucket.work is not None and not bucket.work.done:
-                return False
-        return True
-
-    def take(self, slot: Slot) -> None:
-        """Wait for the sum in one slot and make it a mean, after `await_footer`.
-
-        Once for each parameter and exchange; then not `wait`.
-        """
-        for bucket in slot.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-        if self._factor != 1.0:
-            slot.tensor.mul_(self._factor)
-
-    @property
-    def has_finite_gradients(self) -> bool:
-        """Whether the gradients of all ranks were finite, after `await_footer`."""
-        return self._row[NONFINITE] == 0
-
     @property
     def is_finite(self) -> bool:
         """Whether what was summed is finite on all ranks, after the sum was awaited."""
-        return self.finiteness.is_valid and self.has_finite_gradients
+        return self.finiteness.is_valid and self._row[NONFINITE] == 0
 
     @property
     def total_weight(self) -> float:
@@ -483,7 +434,7 @@ class BucketSet:
         total = self.total_weight
         if self._own_squares is None or not total:
             return None
-        squares = [squared_norms(s.buffer[s.start : s.end]) for s in self.slots if s.end > s.start]
+        squares = [squared_norms(slot.values) for slot in self.slots if slot.end > slot.start]
         return GradientNorms(
             step=self.context.step,
             num_samples=self.num_samples,

@@ -12,7 +12,7 @@ from torchmn.planning.description import Description, Setting, rate_bytes_per_s,
 from torchmn.planning.prediction import Prediction, predict_setting
 
 RATES = ("100mbit", "1gbit", "10gbit", "25gbit", "100gbit", "400gbit")
-_SCHEDULES = ("every_step", "every_step_next_forward", "double_buffering", "block_momentum")
+_SCHEDULES = ("every_step", "double_buffering", "block_momentum")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,18 +95,6 @@ def test_a_step_late_overlaps_with_the_whole_step() -> None:
     assert predict_step_s(late, facts(*[6.0] * 12), FLOAT32, LINK, 2) == pytest.approx(12.0)
 
 
-def test_the_next_forward_hides_what_its_first_layers_do_not_need() -> None:
-    late_layers = ReadyGradient(ready_s=1.0, numel=2_000_000, nbytes=8_000_000, is_small=False)
-    first_layer = ReadyGradient(ready_s=6.0, numel=12_500, nbytes=50_000, is_small=False)
-    step = StepFacts(compute_s=10.0, backward_s=6.0, gradients=(late_layers, first_layer))
-    assert predict_step_s(plan(), step, FLOAT32, LINK, 2) == pytest.approx(13.05)
-    got = predict_step_s(plan("every_step_next_forward"), step, FLOAT32, LINK, 2)
-    assert 10.05 <= got < 10.3
-    # the first layers are needed at once
-    swapped = replace(step, gradients=(replace(late_layers, ready_s=6.0),))
-    assert predict_step_s(plan("every_step_next_forward"), swapped, FLOAT32, LINK, 2) > 17.9
-
-
 def test_one_rank_sends_nothing() -> None:
     assert predict_step_s(plan(), facts(6.0), FLOAT32, LINK, 1) == 10.0
     assert predict_step_s(plan(), facts(6.0), FLOAT32, None, 4) == 10.0
