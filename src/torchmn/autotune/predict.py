@@ -11,10 +11,9 @@ with ``share`` of the route (`crossing`), and each round takes its latency, a ti
 its bytes over the bandwidth of the adapter, for which the ranks of a host compete. What the
 schedules wait for:
 
-    every_step                at the end of backward for all of its exchanges
-    every_step_next_forward   just before a layer runs again for the exchange of its gradients
-    double_buffering          at the end of backward for the exchanges of the step before
-    blocks                    after block_steps steps, or overlap_steps later, for one exchange
+    every_step          at the end of backward for all of its exchanges
+    double_buffering    at the end of backward for the exchanges of the step before
+    blocks              after block_steps steps, or overlap_steps later, for one exchange
 
 To the simulated step of a typical rank the wait for the slowest rank is added (`stragglers`).
 
@@ -33,12 +32,9 @@ from torchmn.autotune.step_simulation import simulate as simulate_program
 from torchmn.autotune.stragglers import waiting_share
 from torchmn.communicators.link_speed import LinkSpeed
 from torchmn.errors import UnknownNameError
-from torchmn.schedules.next_forward.bucket_order import BucketTimes, plan_order
-from torchmn.units import KiB, MiB
+from torchmn.units import MiB
 
-SCHEDULES = ("every_step", "every_step_next_forward", "double_buffering", "blocks")
-_FIRST_CHUNK_BYTES = 128 * KiB
-_CHUNK_BYTES = 2 * MiB
+SCHEDULES = ("every_step", "double_buffering", "blocks")
 _NUM_STEPS = 4  # simulated, of which the last is in the steady state
 
 
@@ -242,10 +238,6 @@ class _Exchange:
         """The same with an infinitely fast link, of which only the work of the cores is left."""
         return _Exchange(self._codec, self._cluster, has_link=False)
 
-    def link_s(self, bucket: _Bucket) -> float:
-        """How long the adapter is busy with it."""
-        return sum(part.duration_s for part in self.parts(bucket) if part.is_on_link)
-
     def parts(self, bucket: _Bucket) -> list[Part]:
         """What the exchange thread does, one after the other."""
         codec, cluster, across = self._codec, self._cluster, self._crossing
@@ -299,10 +291,7 @@ def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, core: Core) -> f
     if plan.schedule == "blocks":
         marks = simulate_program(_blocks(plan, step, exchange), core)
         return (marks[-1] - marks[0]) / plan.block_steps
-    if plan.schedule == "every_step_next_forward":
-        program = _next_forward(plan, step, exchange)
-    else:
-        program = _in_step(plan, step, exchange, late=int(plan.schedule == "double_buffering"))
+    program = _in_step(plan, step, exchange, late=int(plan.schedule == "double_buffering"))
     marks = simulate_program(program, core)
     return marks[-1] - marks[-2]
 
@@ -332,46 +321,6 @@ def _backward(
         now_s = max(now_s, ready_s)
         yield Start((number, index), exchange.parts(bucket))
     yield Compute(max(0.0, step.backward_s - now_s))
-
-
-def _next_forward(plan: Plan, step: StepFacts, exchange: _Exchange) -> Iterator[Instruction]:
-    """Forward is taken to need layers in the reverse order of backward, in the same proportions."""
-    chunks = list(_chunks(step.gradients))
-    forward_s = step.compute_s - step.backward_s - step.after_s
-    backward_s = max(step.backward_s, 1e-9)
-    needed_s = [forward_s * max(0.0, 1 - chunk.ready_s / backward_s) for chunk in chunks]
-    order = plan_order(
-        [
-            BucketTimes(link_s=exchange.link_s(c), ready_s=c.ready_s, needed_s=n)
-            for c, n in zip(chunks, needed_s, strict=True)
-        ],
-        backward_s=step.backward_s,
-    )
-    early, late = order.order[: order.num_early], order.order[order.num_early + 1 :]
-    by_need = sorted(range(len(chunks)), key=lambda index: needed_s[index])
-    for number in range(_NUM_STEPS):
-        yield Mark()
-        now_s = 0.0
-        for index in by_need:
-            yield Compute(max(0.0, needed_s[index] - now_s))
-            now_s = max(now_s, needed_s[index])
-            yield Wait((number - 1, index))
-        yield Compute(max(0.0, forward_s - now_s))
-        now_s = ready_s = 0.0
-        for index in early:
-            ready_s = max(ready_s, chunks[index].ready_s)
-            pack_s = chunks[index].nbytes * exchange.pack_s_per_byte
-            yield Compute(max(0.0, ready_s - now_s) + pack_s)
-            now_s = max(now_s, ready_s)
-            yield Start((number, index), exchange.parts(chunks[index]))
-        pack_s = sum(chunks[index].nbytes for index in late) * exchange.pack_s_per_byte
-        yield Compute(max(0.0, step.backward_s - now_s) + pack_s)
-        for index in late:
-            yield Start((number, index), exchange.parts(chunks[index]))
-        for index in early:  # the footer comes after them
-            yield Wait((number, index))
-        yield Compute(step.after_s)
-    yield Mark()
 
 
 def _blocks(plan: Plan, step: StepFacts, exchange: _Exchange) -> Iterator[Instruction]:
@@ -414,37 +363,3 @@ def _bucket_of(members: Sequence[ReadyGradient]) -> _Bucket:
         nbytes=sum(member.nbytes for member in members),
         small_nbytes=sum(member.nbytes for member in members if member.is_small),
     )
-
-
-def _chunks(gradients: Sequence[ReadyGradient]) -> list[_Bucket]:
-    """Parts that grow from the first layers to the last, as `plan_buckets` cuts them.
-
-    In the order of the gradients.
-    """
-    size = _FIRST_CHUNK_BYTES
-    chunks: list[_Bucket] = []
-    members: list[ReadyGradient] = []
-    for gradient in reversed(gradients):
-        if gradient.nbytes < size:
-            members.append(gradient)
-            if sum(member.nbytes for member in members) >= size:
-                chunks.append(_bucket_of(members))
-                members, size = [], min(2 * size, _CHUNK_BYTES)
-            continue
-        if members:
-            chunks.append(_bucket_of(members))
-            members = []
-        num = max(1, round(gradient.nbytes / size))
-        size = min(2 * size, _CHUNK_BYTES)
-        whole = _bucket_of([gradient])
-        part = _Bucket(
-            ready_s=whole.ready_s,
-            numel=whole.numel / num,
-            nbytes=whole.nbytes / num,
-            small_nbytes=whole.small_nbytes / num,
-        )
-        chunks += [part] * num
-    if members:
-        chunks.append(_bucket_of(members))
-    chunks.reverse()
-    return chunks

@@ -1,6 +1,6 @@
 """What a step loses to the slowest rank, from the distribution of step times.
 
-    every step, next forward    all ranks wait for the slowest of W in each step: E max of W draws
+    every step                  all ranks wait for the slowest of W in each step: E max of W draws
     double buffering            a rank may be a step late: E max of means over 2 steps
     blocks of H steps           ranks wait once per block: E max of means over H steps
 

@@ -7,9 +7,9 @@
     from then on      the fastest of them
 
 All ranks switch at the same step. The communicator, the optimizer and the model stay the same. All
-times are those of the slowest rank; rank 0 decides and all ranks follow. Plans that lose bits, are
-a step late or change parameters after `step` are tried only if the user allowed it, and not if the
-first steps show that the script cannot work with them.
+times are those of the slowest rank; rank 0 decides and all ranks follow. Plans that lose bits or
+are a step late are tried only if the user allowed it, and not if the first steps show that the
+script cannot work with them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchmn.communicators.link_speed import LinkSpeed, measure_links
 from torchmn.compression import Codec, create_codec
 from torchmn.compression.codec_timing import measure_codec
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.schedules.base import USED_BY_SCALER, Schedule
+from torchmn.schedules.base import Schedule
 from torchmn.units import MiB
 
 NUM_WARM_UP = 2
@@ -39,7 +39,6 @@ MARGIN = 1.02  # the default plan is kept unless another one is this much faster
 DRIFT = 1.25  # with retune=True: measure again when steps are this much slower than planned
 RETUNE_STEPS = 200
 BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
-_ONE_PASS = ("double_buffering", "every_step_next_forward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,11 +123,8 @@ class Autotuner:
         """Schedules that cannot work in this script, or gain nothing, with the reason."""
         self._timer = StepTimer()
 
-    def attach(self, optimizer: Tunable, sync_reason: str | None) -> None:
-        """Called once. The optimizer has the first schedule and codec of the search space.
-
-        ``sync_reason``: why gradients are needed right after the backward pass, if they are.
-        """
+    def attach(self, optimizer: Tunable) -> None:
+        """Called once. The optimizer has the first schedule and codec of the search space."""
         self._optimizer = optimizer
         self._default = Plan(
             schedule=next(iter(self.space.schedules)),
@@ -136,8 +132,6 @@ class Autotuner:
             bucket_bytes=optimizer.reducer.comm.bucket_bytes,
         )
         self._using = self._default
-        if sync_reason is not None:
-            self._excluded["every_step_next_forward"] = sync_reason
 
     # ---- what the optimizer reports ----
 
@@ -156,14 +150,12 @@ class Autotuner:
 
     def closure_given(self) -> None:
         """The next step has a closure. Local."""
-        self._excluded |= dict.fromkeys(_ONE_PASS, "step() has a closure")
+        self._excluded["double_buffering"] = "step() has a closure"
 
-    def gradients_used(self, reason: str | None) -> None:
-        """Gradients are used between the backward pass and the step. Local."""
-        if self._num_passes and reason is not None:
-            self._excluded["every_step_next_forward"] = reason
-            if reason == USED_BY_SCALER:
-                self._excluded["double_buffering"] = reason
+    def scaler_used(self) -> None:
+        """A GradScaler looks at the gradients before the step. Local."""
+        if self._num_passes:
+            self._excluded["double_buffering"] = "a GradScaler looks at all gradients"
 
     def on_zero_grad(self) -> None:
         """Gradients were cleared. Local."""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
 SCHEDULE_NAMES = (
     "every_step",
-    "every_step_next_forward",
     "double_buffering",
     "periodic_average",
     "block_momentum",

@@ -40,7 +40,7 @@ class ExchangeOptions:
     """How the optimizers of a framework exchange gradients.
 
     Args:
-        codec, schedule, weight, on_nonfinite, allow_lossy, allow_stale, allow_deferred: as in
+        codec, schedule, weight, on_nonfinite, allow_lossy, allow_stale: as in
             `torchmn.create_multi_node_optimizer`. An object of `torchmn.schedules` belongs to one
             optimizer: give its name where the framework has several.
         communicator: the route, as in `torchmn.create_communicator`.
@@ -59,7 +59,6 @@ class ExchangeOptions:
     on_nonfinite: OnNonfinite = "raise"
     allow_lossy: bool = False
     allow_stale: bool = False
-    allow_deferred: bool = False
     communicator: str = "auto"
     timeout_s: float = 600
 
@@ -127,7 +126,6 @@ class Exchange:
             on_nonfinite=options.on_nonfinite,
             allow_lossy=options.allow_lossy,
             allow_stale=options.allow_stale,
-            allow_deferred=options.allow_deferred,
         )
         made.__class__ = FrameworkOptimizer
         own = cast(FrameworkOptimizer, made)
@@ -169,7 +167,7 @@ class Exchange:
         """
         for optimizer in self.optimizers:
             if optimizer.schedule.replica_consistency == "per_step":
-                optimizer.synchronize()
+                optimizer.schedule.remove_eager_step()
             else:
                 optimizer.flush()
 

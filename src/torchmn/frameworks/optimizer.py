@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from torchmn.optimizer import MultiNodeOptimizer
-from torchmn.schedules import EveryStep, EveryStepNextForward
+from torchmn.schedules import EveryStep
 
 RANKS = "torchmn_ranks"
 """In a saved state: what differs between ranks, in rank order."""
@@ -70,7 +70,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
         elif (
             self.reducer.codec is not None
             or self._has_local_passes
-            or not isinstance(self.schedule, EveryStep | EveryStepNextForward)
+            or not isinstance(self.schedule, EveryStep)
         ):
             own = {"torchmn": state["torchmn"]}
         ranks = comm.gather_obj(own) if own else [{}] * comm.size

@@ -9,10 +9,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from torchmn.compiling import not_compiled
 from torchmn.errors import CommunicationError, UsageError
@@ -79,22 +77,6 @@ class BackwardPass:
                 "are not complete. Call optimizer.zero_grad() and run forward and backward again, "
                 "or leave this step out; on all ranks."
             )
-
-
-class PassWatcher(Protocol):
-    """An observer of backward passes while they run. Every call may raise."""
-
-    def gradient_arrived(self, parameter: Tensor) -> None:
-        """A gradient is final and not packed yet; under no_sync() too. Local."""
-
-    def filling_begins(self) -> None:
-        """The first gradient of a pass will be written over the last exchange. *Collective*."""
-
-    def filling_ends(self) -> None:
-        """The backward pass is over; what has no gradient will be packed now. Local."""
-
-    def layout_changed(self) -> None:
-        """The buckets are new ones."""
 
 
 class AtEnd:

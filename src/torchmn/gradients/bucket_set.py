@@ -50,8 +50,8 @@ class BucketSet:
     ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * scale``.
 
     The order of calls in one exchange: `begin`, `pack` for each slot, `write_footer`,
-    `start_remaining` or `reduce_remaining`; then either `wait` turns all sums into means, or
-    `await_footer` and then `take`, parameter by parameter. `restart` begins the next one.
+    `start_remaining` or `reduce_remaining`; then `wait` turns the sums into means. `restart` begins
+    the next one.
     """
 
     def __init__(
@@ -80,7 +80,6 @@ class BucketSet:
         """What this rank contributes."""
         self._reduction = reduction
         self._overlaps_backward = comm.overlaps_backward
-        self._order: Sequence[Bucket] = buckets
         self._num_early = max(0, len(buckets) - 1)  # no computation hides the last one
         self._footer = buckets[-1].exact if buckets else torch.zeros(NUM_FOOTER, device="cpu")
         self._row: list[float] = [0.0] * self._footer.numel()
@@ -110,14 +109,6 @@ class BucketSet:
         for layout in layouts.values():
             if layout.numel:
                 codec.warm_up(layout, self.buckets[0].buffer.device)
-
-    def set_order(self, order: Sequence[int], num_early: int) -> None:
-        """In which order buckets are sent, by index; the same on all ranks.
-
-        The first ``num_early`` are sent during backward, as soon as they and those before them are
-        full.
-        """
-        self._order, self._num_early = [self.buckets[index] for index in order], num_early
 
     # ---- filling ----
 
@@ -223,14 +214,12 @@ class BucketSet:
         self.finiteness.note(slot)
         if self._own_squares is not None and slot.has_gradient and slot.end > slot.start:
             self._own_squares.append(squared_norms(slot.buffer[slot.start : slot.end]))
-        is_full = False
-        for bucket in slot.buckets:
-            bucket.num_packed += 1
-            if bucket.num_packed == len(bucket.slots):
-                is_full = True
-                bucket.ready = recording.mark()
-        if is_full and self._overlaps_backward:
-            self.start_full()
+        bucket = slot.bucket
+        bucket.num_packed += 1
+        if bucket.num_packed == len(bucket.slots):
+            bucket.ready = recording.mark()
+            if self._overlaps_backward:
+                self.start_full()
 
     def _refuse(self, name: str, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -281,19 +270,19 @@ class BucketSet:
     def start_full(self) -> None:
         """Start the sums of buckets that are full and may be sent during backward."""
         while self._num_started < self._num_early:
-            bucket = self._order[self._num_started]
+            bucket = self.buckets[self._num_started]
             if bucket.num_packed < len(bucket.slots):
                 return
             self._start(bucket)
 
     def start_remaining(self) -> None:
         """Start all other sums and return at once."""
-        while self._num_started < len(self._order):
-            self._start(self._order[self._num_started])
+        for bucket in self.buckets[self._num_started :]:
+            self._start(bucket)
 
     def reduce_remaining(self) -> None:
         """Do all other sums, on the calling thread if nothing else is under way."""
-        for bucket in self._order[self._num_started :]:
+        for bucket in self.buckets[self._num_started :]:
             self.comm.sum_(
                 bucket,
                 self.algorithm,
@@ -309,7 +298,7 @@ class BucketSet:
         for slot in held:
             if not slot.may_lend:  # memory that ranks share stays where it is
                 slot.parameter.grad = slot.tensor.clone()
-        for bucket in self._order[self._num_started :]:
+        for bucket in self.buckets[self._num_started :]:
             bucket.buffer.zero_()
         nothing = replace(self.context, weight=0.0, num_samples=0.0, rate=0.0, is_active=False)
         self.write_footer(flag=flag, context=nothing)
@@ -377,14 +366,6 @@ class BucketSet:
         self._holds_means = True
         return self._factor != 1.0
 
-    def await_footer(self) -> None:
-        """Wait for the footer. Raises UsageError: see `wait`."""
-        self._await_agreement()
-        if self.buckets:
-            self.await_bucket(self.buckets[-1])
-        self._row = self._footer.tolist()
-        self._check_footer()
-
     def _check_footer(self) -> None:
         self.raise_if_flags_differ()
         total = self.total_weight
@@ -399,7 +380,7 @@ class BucketSet:
             )
 
     def raise_if_flags_differ(self) -> None:
-        """Raise RankMismatchError if only some ranks did what all must do, after `await_footer`."""
+        """Raise RankMismatchError if only some ranks did what all must do. Local."""
         if self.buckets:
             raise_if_flags_differ(self.comm, self._row, self.context)
 
@@ -415,33 +396,10 @@ class BucketSet:
         if agreement is not None:
             agreement.wait()
 
-    def has_arrived(self, parameter: nn.Parameter) -> bool:
-        """Whether `take` would not wait."""
-        for bucket in self.slot_of[parameter].buckets:
-            if bucket.work is not None and not bucket.work.done:
-                return False
-        return True
-
-    def take(self, slot: Slot) -> None:
-        """Wait for the sum in one slot and make it a mean, after `await_footer`.
-
-        Once for each parameter and exchange; then not `wait`.
-        """
-        for bucket in slot.buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
-        if self._factor != 1.0:
-            slot.tensor.mul_(self._factor)
-
-    @property
-    def has_finite_gradients(self) -> bool:
-        """Whether the gradients of all ranks were finite, after `await_footer`."""
-        return self._row[NONFINITE] == 0
-
     @property
     def is_finite(self) -> bool:
         """Whether what was summed is finite on all ranks, after the sum was awaited."""
-        return self.finiteness.is_valid and self.has_finite_gradients
+        return self.finiteness.is_valid and self._row[NONFINITE] == 0
 
     @property
     def total_weight(self) -> float:

@@ -1,14 +1,13 @@
-"""Gradients laid out in flat buffers and cut into buckets, which are sent one by one.
+"""Gradients laid out in flat buffers, the buckets, which are sent one by one.
 
 A buffer holds parameters of one dtype and device, in one fixed order on all ranks. Every parameter
 has a `Slot`, a tensor of its own shape and strides in the buffer's memory. A `Bucket` is what is
-sent at once: a whole buffer, or, with ``chunk_bytes``, a part of one. The last bucket ends with the
-footer (see `torchmn.gradients.footer`), which no codec encodes.
+sent at once: a whole buffer. The last bucket ends with the footer (see `torchmn.gradients.footer`),
+which no codec encodes.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +18,14 @@ from torch import Tensor, nn
 from torchmn.communicators.allreduce import ReduceBlock
 from torchmn.communicators.base import Granularity
 from torchmn.communicators.engine import Work
-from torchmn.compression import Codec, Layout, StripeCodec
+from torchmn.compression import Layout
 from torchmn.gradients.gradient_memory import CAN_COUNT, num_references
-from torchmn.units import KiB
 
 NamedParameter = tuple[str, nn.Parameter]
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 _NARROW = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16  # elements; slots start at a multiple of a vector's width
-_FIRST_BYTES = 128 * KiB  # of the bucket of the first parameters; each before it is twice as large
-_GRAIN = 1024  # elements; cuts inside a parameter are at multiples of it
 
 
 @dataclass(eq=False, slots=True)
@@ -47,8 +43,7 @@ class Slot:
     address: int = 0
     may_lend: bool = False
     """Whether the buffer can be given up to a script: ordinary CPU memory."""
-    buckets: list[Bucket] = field(default_factory=list)
-    """Those that hold elements of it, in the order of the memory."""
+    bucket: Bucket = field(init=False)
     is_packed: bool = False
     """Whether this rank's part of the exchange being filled has been written."""
     has_gradient: bool = False
@@ -98,11 +93,10 @@ class Slot:
 
 @dataclass(eq=False)
 class Bucket(ReduceBlock):
-    """A flat buffer or a part of one, which is sent at once."""
+    """A flat buffer, which is sent at once."""
 
     index: int = 0
     slots: list[Slot] = field(default_factory=list)
-    """Of the parameters that have elements in it."""
     num_packed: int = 0
     work: Work[None] | None = None
     """Its sum under way."""
@@ -119,21 +113,17 @@ def plan_buckets(
     granularity: Granularity,
     bucket_bytes: int,
     num_footer: int,
-    chunk_bytes: int | None = None,
-    codec: Codec | None = None,
     footer_device: torch.device | None = None,
     allocate: Allocate = new_zeros,
 ) -> list[Bucket]:
     """Lay out parameters in the order in which their gradients are expected.
 
     ``parameters`` come in the order of registration: backward meets them about in reverse.
-    ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. With
-    ``chunk_bytes`` buffers are cut into buckets of at most about this size, see `_cut_buffers`. A
-    pure function of facts that are the same on all ranks, but for ``allocate``, which may be
-    collective.
+    ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. A pure
+    function of facts that are the same on all ranks, but for ``allocate``, which may be collective.
 
-    The footer ends the last bucket. It has a bucket of its own where buffers are cut, beside 16
-    bits, in which it would miscount, and on ``footer_device`` where there are no parameters.
+    The footer ends the last bucket. It has a bucket of its own beside 16 bits, in which it would
+    miscount, and on ``footer_device`` where there are no parameters.
     """
     if granularity == "parameter":
         groups = [[item] for item in sorted(parameters, key=lambda item: item[0])]
@@ -145,7 +135,7 @@ def plan_buckets(
             for kind in _by_kind(list(reversed(parameters)))
             for part in _in_parts(kind, bucket_bytes)
         ]
-    has_own_footer = chunk_bytes is not None
+    has_own_footer = False
     footer_dtype = torch.float32
     if groups:
         last = groups[-1][0][1]
@@ -165,12 +155,10 @@ def plan_buckets(
     if has_own_footer:
         footer = allocate(num_footer, footer_dtype, footer_device)
         buckets.append(Bucket(footer, Layout((), footer_dtype), num_footer))
-    if chunk_bytes is not None:
-        buckets = _cut_buffers(buckets, chunk_bytes, codec)
     for index, bucket in enumerate(buckets):
         bucket.index = index
         for slot in bucket.slots:
-            slot.buckets.append(bucket)
+            slot.bucket = bucket
     return buckets
 
 
@@ -217,73 +205,6 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
         slots[-1].may_lend = CAN_COUNT and is_ordinary and size > 0
     layout = Layout.of(((s.name, s.start, shape_in_memory(s.tensor)) for s in slots), dtype)
     return Bucket(buffer, layout, num_footer, slots=slots)
-
-
-def _cut_buffers(buffers: Sequence[Bucket], chunk_bytes: int, codec: Codec | None) -> list[Bucket]:
-    """The parts of all buffers, in the order of the buffers' memory.
-
-    Large parameters are cut as well: everything after a whole layer of 10 MB would wait for it.
-    Parts get smaller towards the first parameters, which are needed first when the model runs again
-    and should not wait for others. Cuts are at multiples of a codec's blocks, which makes what an
-    element is encoded to independent of the cut, or between parameters where a codec needs them
-    whole. A pure function.
-    """
-    grain = _grain(codec)
-    size = _FIRST_BYTES
-    parts: list[Bucket] = []
-    for whole in reversed(buffers):
-        numel = stop = whole.buffer.numel()
-        while True:
-            size = min(size, chunk_bytes)
-            wanted = size // whole.buffer.itemsize
-            start = _cut_below(whole.layout, stop - wanted, grain)
-            start = 0 if start < wanted // 4 else start  # not worth a message of its own
-            size *= 2 if whole.slots else 1  # not for the footer's
-            if (start, stop) == (0, numel):
-                parts.append(whole)
-            else:
-                members = [
-                    slot
-                    for slot in whole.slots
-                    if (slot.start < stop or stop == numel)
-                    and (slot.end > start or slot.start == slot.end >= start)
-                ]
-                part = whole.between(start, stop)
-                parts.append(
-                    Bucket(
-                        part.buffer,
-                        part.bucket_layout,
-                        part.num_exact,
-                        part.start,
-                        slots=members,
-                    )
-                )
-            if start == 0:
-                break
-            stop = start
-    parts.reverse()
-    return parts
-
-
-def _grain(codec: Codec | None) -> int:
-    """How many elements of a parameter stay together; 0: all."""
-    if codec is None:
-        return _GRAIN
-    if codec.needs_whole_parameters or not isinstance(codec, StripeCodec):
-        return 0
-    return math.lcm(codec.block_length, _GRAIN)
-
-
-def _cut_below(layout: Layout, position: int, grain: int) -> int:
-    """The last allowed cut at or before an element."""
-    at = bisect.bisect_right(layout.segments, position, key=lambda segment: segment.start) - 1
-    if at < 0:
-        return 0
-    segment = layout.segments[at]
-    if segment.is_small or not grain:
-        return segment.start
-    steps = (min(position, segment.end) - segment.start) // grain
-    return segment.start + steps * grain
 
 
 def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:

@@ -26,8 +26,6 @@ class ExchangeBuffers:
         self.num_sets = num_sets
         self.bucket_bytes: int | None = None
         """At least this many in a bucket, but for the last, if not as the communicator has it."""
-        self.chunk_bytes: int | None = None
-        """What a schedule wants instead: buckets of about this size, the footer by itself."""
         self.scale: float | None = None
         """The `weight_scale` of the next exchange; None: to be agreed on."""
         self.zero_fill = zero_fill
@@ -53,8 +51,6 @@ class ExchangeBuffers:
                     parameters,
                     granularity=comm.granularity,
                     bucket_bytes=self.bucket_bytes or comm.bucket_bytes,
-                    chunk_bytes=self.chunk_bytes,
-                    codec=codec,
                     num_footer=NUM_FOOTER + (0 if self.zero_fill else len(parameters)),
                     footer_device=sparse[0][1].device if sparse else None,
                     allocate=comm.new_buffer,
@@ -65,11 +61,6 @@ class ExchangeBuffers:
         ]
         self.filling = self.sets[0]
         self.filling.warm_up()
-
-    def set_order(self, order: Sequence[int], num_early: int) -> None:
-        """See `BucketSet.set_order`; until the next layout."""
-        for each in self.sets:
-            each.set_order(order, num_early)
 
     def swap(self) -> BucketSet:
         """Declare the set being filled as handed over and continue with the next one."""

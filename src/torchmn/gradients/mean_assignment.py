@@ -65,15 +65,10 @@ class MeanAssignment:
         self._report_norms(means)
         self._buffers.adopt_scale(means)
 
-    def note_late_ranks(self, means: BucketSet, *, were_used: bool = False) -> None:
-        """Take note of whether ranks made an exchange late, and of the gradients now. Local.
-
-        ``were_used``: the script has used gradients already, and may have changed them.
-        """
+    def note_late_ranks(self, means: BucketSet) -> None:
+        """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
         self.are_late_on_some, self.are_joint = means.is_late_on_some, means.is_joint
-        self._late_states = []
-        if self.are_late_on_some and not were_used:
-            self._late_states = self._states()
+        self._late_states = self._states() if self.are_late_on_some else []
 
     @property
     def were_changed(self) -> bool:
@@ -154,9 +149,7 @@ def assign_means(means: BucketSet, memory: GradientMemory, *, as_view: bool) -> 
 
     try:
         for bucket in means.buckets:
-            copied = [
-                slot for slot in bucket.slots if slot.buckets[-1] is bucket and is_copied(slot)
-            ]
+            copied = [slot for slot in bucket.slots if is_copied(slot)]
             if copied:
                 means.await_bucket(bucket)
                 _copy(copied, memory)

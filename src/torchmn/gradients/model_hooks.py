@@ -59,15 +59,6 @@ class ModelHooks:
             module, module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
         )
 
-    def after_forward(self, module: nn.Module, function: Callable[[nn.Module], None]) -> None:
-        """Call ``function(module)`` after its forward, also if that raised."""
-
-        def hook(module: nn.Module, args: object, output: object) -> None:
-            function(module)
-
-        leave_to_python(hook, function, is_compiled_call)
-        self._keep(module, module.register_forward_hook(hook, always_call=True))
-
     def show_to_compiler(self, module: nn.Module) -> None:
         """Let code without these hooks, compiled before for such a module, not run this one.
 

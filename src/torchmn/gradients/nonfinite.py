@@ -37,12 +37,10 @@ class NonfiniteLog:
         """In the current means; None once it was dealt with."""
         self.problems: list[NonfiniteGradients] = []
 
-    def record(
-        self, problem: NonfiniteGradients | None, *, is_known: bool = False
-    ) -> NonfiniteGradients | None:
-        """Make this the problem of the current means; ``is_known``: it is listed already."""
+    def record(self, problem: NonfiniteGradients | None) -> NonfiniteGradients | None:
+        """Make this the problem of the current means."""
         self.current = problem
-        if problem is not None and not is_known:
+        if problem is not None:
             self.problems.append(problem)
         return problem
 

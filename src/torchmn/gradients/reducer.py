@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.communicators import Communicator
 from torchmn.compression import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.gradients.backward_pass import AtEnd, BackwardPass, PassWatcher
+from torchmn.gradients.backward_pass import AtEnd, BackwardPass
 from torchmn.gradients.bucket_set import BucketSet, Reduction
 from torchmn.gradients.buckets import NamedParameter, Slot
 from torchmn.gradients.codec_state import codec_state, load_codec_state
@@ -129,7 +129,6 @@ class GradientReducer:
         """Of what the script does to parameters, where it must be the same on all ranks."""
         self._has_warned = False
         self._on_backward_end = on_backward_end
-        self._watcher: PassWatcher | None = None
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.RLock()
         """Autograd has a thread for each device."""
@@ -220,25 +219,11 @@ class GradientReducer:
                 watch_gradient(p, self._on_gradient) for p in self.parameters.differentiable
             ]
         self.buffers.forget_scale()
-        if self._watcher is not None:
-            self._watcher.layout_changed()
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""
         if self.parameters.release(parameters):
             self.rebuild()
-
-    def set_chunk_size(self, chunk_bytes: int, watcher: PassWatcher | None = None) -> None:
-        """Send buckets of about this size, the footer by itself, and have passes watched.
-
-        *Collective*: sums may be rounded otherwise, the means are the same.
-        """
-        self.buffers.chunk_bytes, self._watcher = chunk_bytes, watcher
-        self.rebuild()
-
-    def forget_watcher(self) -> None:
-        """End what `set_chunk_size` began, with buckets from the next layout on. Local."""
-        self._watcher = self.buffers.chunk_bytes = None
 
     def reconfigure(
         self,
@@ -285,7 +270,7 @@ class GradientReducer:
     @property
     def bucket_bytes(self) -> int:
         """The size of a bucket, at least, but for the last."""
-        return self.buffers.chunk_bytes or self.buffers.bucket_bytes or self.comm.bucket_bytes
+        return self.buffers.bucket_bytes or self.comm.bucket_bytes
 
     @property
     def filling(self) -> BucketSet:
@@ -347,8 +332,6 @@ class GradientReducer:
     def _take_gradient(self, whole: Tensor) -> None:
         parameter = self.parameters.of(whole)
         with self._lock:
-            if self._watcher is not None:
-                self._watcher.gradient_arrived(parameter)
             if not self._is_syncing:
                 is_final = not has_later_hook(whole, self._on_gradient)
                 self._unexchanged[parameter] = gradient_state(parameter) if is_final else None
@@ -396,8 +379,6 @@ class GradientReducer:
                 self._pass.ids.add(backward_id)
                 return self._pass
             self._give_up_pass()
-        if self._watcher is not None:
-            self._watcher.filling_begins()
         self.is_late = False
         self.means.nonfinite.take()
         parameters = self.parameters
@@ -573,10 +554,6 @@ class GradientReducer:
         if self.parameters.have_changed():
             self._lay_out_again()
         filling = self.filling
-        if self._watcher is not None:
-            if not any(slot.is_packed for slot in filling.slots):
-                self._watcher.filling_begins()
-            self._watcher.filling_ends()
         self._begin_exchange()
         self.buffers.scale = filling.await_scale(self.buffers.scale)
         for slot in filling.slots:

@@ -27,9 +27,6 @@ class GroupPart(NamedTuple):
 class TrustRatioOptimizer(Optimizer):
     """An optimizer whose rate is adapted to the norm of each parameter. Subclasses update."""
 
-    is_separable = True
-    """Each parameter is updated from its own gradient alone."""
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Raises UsageError: an option is out of range. The group is then not added."""
         if isinstance(param_group, dict):

@@ -252,7 +252,7 @@ class MultiNodeChainList(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MultiNodeChainList:
         """A copy over the same communicator, which agrees with its other ranks by itself."""
-        getattr(self, "__getstate__", dict)()  # completes updates that a schedule has deferred
+        getattr(self, "__getstate__", dict)()  # takes an eager step back
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
         agreed = dict.fromkeys(("_graph", "_messages", "_pipeline"))

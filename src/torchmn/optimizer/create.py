@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,12 +27,10 @@ from torchmn.schedules.every_step import EveryStep
 from torchmn.schedules.local_updates.block_momentum import BlockMomentum
 from torchmn.schedules.local_updates.diloco import DiLoCo
 from torchmn.schedules.local_updates.periodic_average import PeriodicAverage
-from torchmn.schedules.next_forward.schedule import EveryStepNextForward
 from torchmn.schedules.parameter_server.schedule import ParameterServer
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "every_step": EveryStep,
-    "every_step_next_forward": EveryStepNextForward,
     "double_buffering": DoubleBuffering,
     "periodic_average": PeriodicAverage,
     "block_momentum": BlockMomentum,
@@ -41,7 +39,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
 }
 """Those by name have their defaults: blocks of 512 samples per rank, without overlap."""
 
-SINGLE_STEPS = ["every_step", "every_step_next_forward", "double_buffering"]
+SINGLE_STEPS = ["every_step", "double_buffering"]
 """The schedules that ``auto`` knows, the plainest first."""
 LOSSY_CODECS = ["float16", "int8", "int4", "1bit"]
 
@@ -57,7 +55,6 @@ def create_multi_node_optimizer(
     schedule: str | Schedule | None = None,
     allow_lossy: bool = False,
     allow_stale: bool = False,
-    allow_deferred: bool = False,
     retune: bool = False,
     weight: Weight | None = None,
     reduction: Reduction = "mean",
@@ -87,16 +84,13 @@ def create_multi_node_optimizer(
             ``int8``, ``int4``, ``int2``, ``1bit``, ``power_sgd`` or an object of
             `torchmn.compression`; default: the communicator's ``allreduce_grad_dtype``. ``auto``
             chooses by measurement.
-        schedule: ``every_step``, ``every_step_next_forward``, ``double_buffering``,
-            ``periodic_average``, ``block_momentum``, ``diloco``, ``parameter_server`` or an object
-            of `torchmn.schedules`. ``auto`` chooses by measurement.
+        schedule: ``every_step``, ``double_buffering``, ``periodic_average``, ``block_momentum``,
+            ``diloco``, ``parameter_server`` or an object of `torchmn.schedules`. ``auto`` chooses
+            by measurement.
         allow_lossy: ``codec="auto"`` may choose codecs that lose bits.
         allow_stale: ``schedule="auto"`` may choose ``double_buffering``, whose gradients are a step
-            late.
-        allow_deferred: ``schedule="auto"`` may choose ``every_step_next_forward``, which changes a
-            parameter after `step` has returned. Without these three, and whatever ``auto`` selects,
-            every ``p.grad`` is the mean when ``backward()`` returns and every parameter is new when
-            `step` returns.
+            late. Without it, and whatever ``auto`` selects, every ``p.grad`` is the mean of this
+            step when ``backward()`` returns.
         retune: whether they choose again when steps have become slower.
         weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
             samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
@@ -152,6 +146,11 @@ def create_multi_node_optimizer(
         if schedule is not None
         else ("double_buffering" if double_buffering else "every_step")
     )
+    if name == "every_step_next_forward":
+        raise UnsupportedError(
+            "schedule='every_step_next_forward' does not exist any more. Use 'every_step', with a "
+            "codec where the exchange takes too long, or 'double_buffering'."
+        )
     if isinstance(name, str) and name not in ("auto", *SCHEDULES):
         raise UnknownNameError("schedule", name, ["auto", *SCHEDULES])
     tuner = None
@@ -162,10 +161,7 @@ def create_multi_node_optimizer(
             codec,
             comm,
             allow_lossy=allow_lossy,
-            excluded={
-                *(() if allow_stale else ("double_buffering",)),
-                *(() if allow_deferred else ("every_step_next_forward",)),
-            },
+            allow_stale=allow_stale,
         )
         tuner = Autotuner(space, retune=retune)
         candidates = [make() for make in space.schedules.values()]
@@ -231,10 +227,9 @@ def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> N
     for schedule in schedules:
         if not schedule.exchanges_shards:
             raise UnsupportedError(
-                f"{comm.rank_label}: {schedule.name} updates parameters while the model runs or on "
-                "other ranks, and those of this model are sharded (DTensors), which fully_shard "
-                "gathers and frees then. Use 'every_step', 'double_buffering' or a "
-                "schedule of blocks, such as 'diloco'."
+                f"{comm.rank_label}: {schedule.name} updates parameters on other ranks, and "
+                "those of this model are sharded (DTensors), of which each rank holds a part. Use "
+                "'every_step', 'double_buffering' or a schedule of blocks, such as 'diloco'."
             )
 
 
@@ -244,7 +239,7 @@ def _search_space(
     comm: Communicator,
     *,
     allow_lossy: bool,
-    excluded: Collection[str],
+    allow_stale: bool,
 ) -> SearchSpace:
     """What ``auto`` may choose. Raises UnsupportedError: an object, or one that has no step."""
     if not isinstance(schedule, str) or not (codec is None or isinstance(codec, str)):
@@ -259,7 +254,7 @@ def _search_space(
         )
     schedules, codecs = [schedule], [codec or "float32"]
     if schedule == "auto":
-        schedules = [name for name in SINGLE_STEPS if name not in excluded]
+        schedules = SINGLE_STEPS if allow_stale else ["every_step"]
     elif schedule not in SINGLE_STEPS:
         raise UnsupportedError(
             f"codec='auto' compares single steps, and schedule={schedule!r} has none that are "

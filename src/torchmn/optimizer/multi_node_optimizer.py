@@ -57,7 +57,7 @@ from torchmn.optimizer.untrained_parameters import (
 )
 from torchmn.optimizer.wrapped_optimizer import WrappedOptimizer
 from torchmn.resharding import raise_if_other_optimizer
-from torchmn.schedules.base import USED_BY_SCALER, DefersUpdates, Schedule
+from torchmn.schedules.base import Schedule
 
 Weight = Literal["rank", "samples"]
 
@@ -107,7 +107,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
         comm.num_steps = comm.num_steps or 0
         self.schedule = schedule
         self.tuner = tuner
-        self._deferring: DefersUpdates | None = None
         self._models = list(models)
         self._is_joining = False
         self._is_closed = False
@@ -132,7 +131,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._has_checked_untrained = False
         self._late_scaler_steps = LateScalerSteps()
         self._taken_over_by = ""
-        self._take_parameters_over()  # an older one may have to complete what `_unify` broadcasts
+        self._take_parameters_over()  # an older one may hold a step of its own in parameters
         self._unify()
         self.reducer = GradientReducer(
             comm,
@@ -154,11 +153,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
         try:
             self._attach_schedule()
             if tuner is not None:
-                tuner.attach(self, self._sync_reason)
+                tuner.attach(self)
             self._remove_step_hook = before_step(inner, self._before_step)
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
-            self._hooks.before_copy(self._models[0], self._complete)
+            self._hooks.before_copy(self._models[0], self._remove_eager_step)
             for model in self._models:
                 self._hooks.before_load(model, self._before_load)
             if weight == "samples" or schedule.counts_samples:
@@ -170,10 +169,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._unhook()
             raise
 
-    @property
-    def _sync_reason(self) -> str | None:
-        return None if self._max_grad_norm is None else "max_grad_norm needs all gradients"
-
     def _on_backward_end(self, schedule: Schedule) -> Callable[[], None]:
         ended = schedule.backward_ended
         return ended if self.tuner is None else self.tuner.timed(ended)
@@ -181,9 +176,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def _attach_schedule(self) -> None:
         schedule = self.schedule
         schedule.attach(self.reducer, self.inner)
-        self._deferring = schedule if isinstance(schedule, DefersUpdates) else None
-        if self._deferring is not None:
-            self._deferring.install_hooks(self._models, self._sync_reason)
+        schedule.watch(self._models)
 
     def switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
         """Continue with another schedule, codec and bucket size. *Collective*, between two steps.
@@ -214,14 +207,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     # ---- what makes it an Optimizer ----
 
-    def _raise_if_state_is_old(self) -> None:
-        if self._deferring is not None and self._deferring.has_pending_updates:
-            raise UsageError(
-                f"{self.communicator.rank_label}: optimizer.state was read after step(), but "
-                f"{self.schedule.name} applies each update just before its layer runs again, so "
-                "the state is not up to date. Call optimizer.synchronize() first."
-            )
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether `step` unscales by itself: no. Read by `torch.amp.GradScaler.step` only.
@@ -235,7 +220,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "or bfloat16, which needs no scaling."
             )
         self._late_scaler_steps.take_part(self, sys._getframe(1).f_locals.get("self"))
-        self._await_gradients(USED_BY_SCALER)
+        if self.tuner is not None:
+            self.tuner.scaler_used()
         return False
 
     def __repr__(self) -> str:
@@ -302,10 +288,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if reducer.is_needed and not self._has_checked_untrained:
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
-        schedule = self.schedule
-        reducer.end_step(
-            are_replicas=schedule.updates_in_step and schedule.replica_consistency == "per_step"
-        )
+        reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
         if self.tuner is not None:
@@ -317,7 +300,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         Empty where replicas differ by design: what a replica check may compare.
         """
-        self._complete()
+        self._remove_eager_step()
         if self.schedule.replica_consistency != "per_step":
             return []
         return [*parameters_of(self.inner)]
@@ -328,7 +311,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         All ranks take rank 0's parameters, buffers and optimizer state. Raises UsageError: a
         parameter is not in the model; the group is then not added.
         """
-        self._complete()
+        self._remove_eager_step()
         if self.schedule.replica_consistency != "per_step":
             self.schedule.flush()  # or what other ranks have learned would be overwritten
         self.inner.add_param_group(param_group)
@@ -364,7 +347,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """
         ours = state_dict.get("torchmn", {})
         raise_if_other_optimizer(self.inner, state_dict, ours.get("optimizer", ""))
-        self._complete()
+        self._remove_eager_step()
         if self.tuner is not None:
             self.tuner.load_state_dict(ours.get("tuner", {}))
         own = resume.schedule_state(state_dict, self.schedule)
@@ -526,14 +509,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """
         self.schedule.flush()
 
-    def synchronize(self) -> None:
-        """Make every ``p.grad`` the mean, where a schedule lets `backward` return before it is.
-
-        After `step` it applies any update that is still pending. Local.
-        """
-        self._await_gradients(None)
-        self._complete()
-
     @property
     def is_server(self) -> bool:
         """Whether this rank only serves the others and trains nothing (`ParameterServer`)."""
@@ -557,7 +532,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         *Collective over the ranks of the model* where it is sharded; the norm is that of the whole.
         """
-        self._await_gradients("clip_grad_norm_ needs all gradients")
         return clip_grad_norm_(parameters_of(self.inner), max_norm, norm_type)
 
     @property
@@ -595,7 +569,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             if not isinstance(older, MultiNodeOptimizer):
                 continue
             if set(ours).isdisjoint(parameters_of(older.inner)):
-                older._complete()
+                older._remove_eager_step()
                 older.reducer.release(set(ours))
             else:
                 older._taken_over_by = self._label
@@ -603,7 +577,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _before_step(self) -> None:
         """Called before the inner optimizer's step, which a GradScaler skips if need be."""
-        if self._deferring is None and self.reducer.is_in_backward:
+        if self.reducer.is_in_backward:
             raise UnsupportedError(
                 f"{self.communicator.rank_label}: {type(self.inner).__name__}.step() was called "
                 "inside of backward(), by a hook on a parameter (gradient release, optimizer in "
@@ -626,18 +600,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def _act_on_problem(self) -> None:
         act_on_nonfinite(self.reducer, self._on_nonfinite)
 
-    def _await_gradients(self, reason: str | None) -> None:
-        if self.tuner is not None:
-            self.tuner.gradients_used(reason)
-        if self._deferring is not None:
-            self._deferring.await_gradients(reason)
-
     def _before_load(self) -> None:
         self.schedule.before_load()
 
-    def _complete(self) -> None:
-        if self._deferring is not None:
-            self._deferring.complete()
+    def _remove_eager_step(self) -> None:
+        self.schedule.remove_eager_step()
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

@@ -29,11 +29,7 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's own. Local; it never waits.
-
-        Raises UsageError: updates of past steps are not applied yet.
-        """
-        self._raise_if_state_is_old()
+        """The inner optimizer's own. Local; it never waits."""
         return self.inner.state
 
     @state.setter
@@ -44,9 +40,6 @@ class WrappedOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The inner optimizer's own."""
         return self.inner.defaults
-
-    def _raise_if_state_is_old(self) -> None:
-        """Raise UsageError if updates of past steps are not applied yet. Local."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "inner":  # not there yet: __init__ has not run, as in copying

@@ -351,7 +351,7 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
     settings = summary.ranks[0].settings
     cures = []
     if settings.get("schedule", "every_step") == "every_step":
-        cures.append("hide it (schedule='every_step_next_forward' or DoubleBuffering)")
+        cures.append("hide it (schedule='double_buffering')")
     if settings.get("codec", "none") in ("none", "float32"):
         cures.append("send fewer bytes (codec='float16' or 'int8')")
     cures.append("see what would pay with torchmn plan")

@@ -1,6 +1,6 @@
 """Schedules: when ranks exchange gradients or parameters."""
 
-from torchmn.schedules.base import DefersUpdates, Schedule
+from torchmn.schedules.base import Schedule
 from torchmn.schedules.double_buffering import DoubleBuffering
 from torchmn.schedules.every_step import EveryStep
 from torchmn.schedules.local_updates.base import LocalUpdateSchedule
@@ -9,7 +9,6 @@ from torchmn.schedules.local_updates.diloco import DiLoCo
 from torchmn.schedules.local_updates.fragments import PseudoGradient
 from torchmn.schedules.local_updates.growing_blocks import GrowingBlocks
 from torchmn.schedules.local_updates.periodic_average import PeriodicAverage
-from torchmn.schedules.next_forward.schedule import EveryStepNextForward
 from torchmn.schedules.parameter_server.schedule import ParameterServer
 from torchmn.schedules.parameter_server.staleness import Staleness, WorkerStaleness
 from torchmn.schedules.phases import Phases
@@ -17,11 +16,9 @@ from torchmn.schedules.warmup import Warmup
 
 __all__ = [
     "BlockMomentum",
-    "DefersUpdates",
     "DiLoCo",
     "DoubleBuffering",
     "EveryStep",
-    "EveryStepNextForward",
     "GrowingBlocks",
     "LocalUpdateSchedule",
     "ParameterServer",

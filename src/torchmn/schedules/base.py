@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from torchmn.gradients.reducer import GradientReducer
 
-USED_BY_SCALER = "a GradScaler looks at all gradients"
-"""The reason that `DefersUpdates.await_gradients` is given for one."""
 ReplicaConsistency = Literal["per_step", "per_block", "none"]
 """How long ranks' parameters may differ, at most: when they hold the same bits again."""
 
@@ -51,8 +49,6 @@ class Schedule(ABC):
     """Sets of buckets that must exist side by side; 0 where gradients stay the rank's own."""
     exchanges_shards = True
     """Whether it takes parameters that are DTensors, of which each rank holds a part."""
-    updates_in_step = True
-    """Whether parameters are up to date when `step` returns."""
     is_server = False
     """Whether this rank only serves the others and trains nothing."""
 
@@ -90,6 +86,12 @@ class Schedule(ABC):
         """Called once, when the multi-node optimizer is made."""
         self._reducer, self._inner = reducer, inner
 
+    def watch(self, models: Sequence[nn.Module]) -> None:  # noqa: B027 - a default
+        """Called once, after `attach`: the models whose passes it may have to see. Local."""
+
+    def remove_eager_step(self) -> None:  # noqa: B027 - a default
+        """Parameters are about to be read: make them those that all ranks hold. Local."""
+
     def on_zero_grad(self) -> None:  # noqa: B027 - a default
         """Gradients were cleared: the next backward pass is the first of its step. Local."""
 
@@ -115,27 +117,3 @@ class Schedule(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`; an empty dict starts from scratch."""
         self.on_zero_grad()
-
-
-@runtime_checkable
-class DefersUpdates(Protocol):
-    """A schedule whose means come after backward() has returned, or whose updates after step().
-
-    Having these members declares it. All are local, and the methods wait for sums under way.
-    """
-
-    @property
-    def has_pending_updates(self) -> bool:
-        """Whether updates of past steps are not applied yet."""
-
-    def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
-        """Called once, after `Schedule.attach`: the models, and why nothing may be deferred."""
-
-    def await_gradients(self, reason: str | None = None) -> None:
-        """Between backward() and step(): make every ``p.grad`` the mean.
-
-        ``reason`` says what needs it, where the script did not call `synchronize` itself.
-        """
-
-    def complete(self) -> None:
-        """Make parameters those that the steps so far give: outside of passes, on all ranks."""

@@ -131,6 +131,16 @@ class DoubleBuffering(Schedule):
             self._ahead = EagerStep(inner, reducer.parameters.trained, reducer.comm.rank_label)
             reducer.keep_own_gradients()
 
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """See `Schedule.watch`."""
+        if self._ahead is not None:
+            self._ahead.watch(models)
+
+    def remove_eager_step(self) -> None:
+        """See `Schedule.remove_eager_step`."""
+        if self._ahead is not None:
+            self._ahead.remove()
+
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
         self._num_backwards += 1
@@ -295,23 +305,3 @@ class DoubleBuffering(Schedule):
         if "pending" in state:
             self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
             self._pending = self._reducer.buffers.swap()
-
-    # ---- DefersUpdates ----
-
-    @property
-    def has_pending_updates(self) -> bool:
-        """See `DefersUpdates.has_pending_updates`: the one that is late belongs to no step yet."""
-        return False
-
-    def install_hooks(self, models: Sequence[nn.Module], sync_reason: str | None) -> None:
-        """See `DefersUpdates.install_hooks`."""
-        if self._ahead is not None:
-            self._ahead.watch(models)
-
-    def await_gradients(self, reason: str | None = None) -> None:
-        """See `DefersUpdates.await_gradients`: they are there when backward() returns."""
-
-    def complete(self) -> None:
-        """See `DefersUpdates.complete`: parameters become those that all ranks hold."""
-        if self._ahead is not None:
-            self._ahead.remove()
