@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from torchmn.autotune.predict import (
     SCHEDULES,
     Cluster,
     CodecFacts,
-    ExchangeCosts,
     Plan,
     PredictedStep,
     ReadyGradient,
@@ -33,11 +31,6 @@ from torchmn.autotune.predict import (
 from torchmn.communicators.link_speed import LinkSpeed
 from torchmn.errors import UsageError
 from torchmn.units import MiB
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PAYLOAD_SHARE = 1448 / 1514
 """Share of an Ethernet frame, header included, that TCP carries."""
@@ -82,8 +75,6 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not (self.compute_s > 0 and self.cores_per_rank > 0):
             raise ValueError("compute_s and cores_per_rank must be above 0")
-        if self.parameters < 1 and not self.gradients:
-            raise ValueError("parameters, their number, must be at least 1")
         if not 0 < self.backward_share + self.after_share <= 1:
             raise ValueError("backward_share + after_share must be above 0 and at most 1")
 
@@ -95,6 +86,11 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 def predict(training: Training) -> PredictedStep:
     """Predict the step of a training. Raises UsageError: a fact is missing, or has no model."""
+    if training.parameters < 1 and not training.gradients:
+        raise UsageError(
+            "Its gradients are not known. Record 20 steps or more of a training with a multi-node "
+            "optimizer, or give parameters, their number, in the table."
+        )
     plan = Plan(
         schedule=_model_of(training.schedule),
         codec=training.codec,
@@ -108,7 +104,7 @@ def predict(training: Training) -> PredictedStep:
         route=training.route,
         cores_per_rank=training.cores_per_rank,
         node_bytes_per_s=training.node_bytes_per_s,
-        costs=ExchangeCosts(send_s_per_byte=training.send_s_per_byte or 0.0),
+        send_s_per_byte=training.send_s_per_byte or 0.0,
     )
     codec = CodecFacts(name="float32")
     if training.codec != "float32":
@@ -137,13 +133,8 @@ def timed_codec(name: str) -> CodecFacts:
 def read_table(path: Path) -> Training:
     """Read a TOML file. Raises UsageError: it cannot be read, or is not the table of a training."""
     try:
-        return msgspec.convert(tomllib.loads(path.read_text()), Training)
-    except OSError as error:
-        raise UsageError(
-            f"The table {path} cannot be read: {error.strerror}. Name a .toml file that has the "
-            "table of a training, or the folder of a recorded run."
-        ) from None
-    except (ValueError, msgspec.MsgspecError) as error:
+        return msgspec.toml.decode(path.read_bytes(), type=Training)
+    except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise UsageError(
             f"{path} does not have the table of a training: {error}. `python -m pydoc "
             "torchmn.planning.facts` shows an example."

@@ -7,7 +7,7 @@ recorded one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -77,8 +77,8 @@ def facts_of(path: Path) -> Training:
         bucket_bytes=int(settings.get("bucket_bytes", 4 * MiB)),
         block_steps=int(np.median(np.diff(has_exchange))) if len(has_exchange) > 1 else 1,
     )
-    rates = [rate for rank, mask in pairs for rate in _rates(rank, mask)]
-    if hosts == 1 or not rates or not facts.gradients:
+    rates = np.concatenate([_rates(rank, mask) for rank, mask in pairs])
+    if hosts == 1 or not len(rates) or not facts.gradients:
         return facts
     step_s = float(np.mean(seconds - phases[:, _PAUSES].sum(axis=1)))
     return _with_link(facts, ranks, float(np.quantile(rates, 0.9)), step_s)
@@ -104,20 +104,15 @@ def _gradients(ranks: Sequence[RankRecord]) -> tuple[ReadyGradient, ...]:
     return tuple(ReadyGradient(**dict(zip(names, row, strict=True))) for row in columns)
 
 
-def _rates(rank: RankRecord, mask: NDArray[np.bool_]) -> Iterator[float]:
-    """Bytes per second that a rank sent in each step while some bucket was being exchanged."""
+def _rates(rank: RankRecord, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Bytes per second that a rank sent in each step while buckets were being exchanged."""
     buckets = rank.steps.buckets
-    for row in np.flatnonzero(mask):
-        of_step = buckets.row == row
-        busy_s, until_s = 0.0, -np.inf
-        for started_s, ended_s in sorted(
-            zip(buckets.started_s[of_step], buckets.ended_s[of_step], strict=True)
-        ):
-            busy_s += max(0.0, ended_s - max(started_s, until_s))
-            until_s = max(until_s, ended_s)
-        sent = float(np.sum(buckets.sent_nbytes[of_step]))
-        if sent > 0 and busy_s > 0:
-            yield sent / busy_s
+    sent, busy_s = (
+        np.bincount(buckets.row, weights=weights, minlength=len(mask))
+        for weights in (buckets.sent_nbytes, buckets.ended_s - buckets.started_s)
+    )
+    has_sent = mask & (sent > 0) & (busy_s > 0)
+    return np.asarray(sent[has_sent] / busy_s[has_sent])
 
 
 def _with_link(
