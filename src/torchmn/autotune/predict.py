@@ -13,7 +13,7 @@ schedules wait for:
 
     every_step          at the end of backward for all of its exchanges
     double_buffering    at the end of backward for the exchanges of the step before
-    blocks              after block_steps steps, or overlap_steps later, for one exchange
+    blocks              after block_steps steps for one exchange
 
 To the simulated step of a typical rank the wait for the slowest rank is added (`stragglers`).
 
@@ -24,11 +24,10 @@ free; `torchmn.planning` says so where it matters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from torchmn.autotune.crossing import Crossing, crossing
-from torchmn.autotune.step_simulation import Compute, Core, Instruction, Mark, Part, Start, Wait
-from torchmn.autotune.step_simulation import simulate as simulate_program
+from torchmn.autotune.step_simulation import Part, StepSimulation
 from torchmn.autotune.stragglers import waiting_share
 from torchmn.communicators.link_speed import LinkSpeed
 from torchmn.errors import UnknownNameError
@@ -61,11 +60,6 @@ class StepFacts:
     deviations: tuple[float, ...] = ()
     """Of single steps of all ranks from ``compute_s``, as shares of it."""
 
-    @property
-    def nbytes(self) -> int:
-        """Of all gradients."""
-        return sum(gradient.nbytes for gradient in self.gradients)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CodecFacts:
@@ -78,25 +72,12 @@ class CodecFacts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExchangeCosts:
-    """What an exchange takes from the cores of a rank, besides the codec.
-
-    ``pack_s_per_byte``: of gradients, to write them to buckets and means back. ``send_s_per_byte``:
-    of messages, sent by a rank to other hosts, with as much received. See `Core` for the others.
-    """
-
-    pack_s_per_byte: float = 0.0
-    send_s_per_byte: float = 0.0
-    interference: float = 0.0
-    wake_s: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Where a training runs. ``cores_per_rank`` below 1: several ranks share a core.
 
     ``link`` is the adapter of a host, None if it is not known. ``node_bytes_per_s`` is the rate of
-    a sum within a host, None if it is free.
+    a sum within a host, None if it is free. ``send_s_per_byte`` is what a message to another host,
+    and as much received, takes from a core of the rank.
     """
 
     num_hosts: int
@@ -105,7 +86,7 @@ class Cluster:
     route: str = "hierarchical"
     cores_per_rank: float = 1.0
     node_bytes_per_s: float | None = None
-    costs: ExchangeCosts = field(default_factory=ExchangeCosts)
+    send_s_per_byte: float = 0.0
 
     @property
     def size(self) -> int:
@@ -117,14 +98,13 @@ class Cluster:
 class Plan:
     """A schedule, codec and bucket size.
 
-    ``block_steps`` and ``overlap_steps`` are of blocks, see `LocalUpdateSchedule`.
+    ``block_steps`` is the length of a block, see `LocalUpdateSchedule`.
     """
 
     schedule: str
     codec: str
     bucket_bytes: int
     block_steps: int = 1
-    overlap_steps: int = 0
 
     def __str__(self) -> str:
         return f"{self.schedule}, {self.codec}, buckets of {self.bucket_bytes / MiB:g} MB"
@@ -136,7 +116,7 @@ class PredictedStep:
 
     compute_s: float
     coding_s: float
-    """What codecs, packing and sending take from the training thread's core."""
+    """What codecs and sending take from the training thread's core."""
     exposed_s: float
     """Waits for the exchange."""
     straggler_s: float
@@ -156,12 +136,10 @@ def predict_step(plan: Plan, step: StepFacts, codec: CodecFacts, cluster: Cluste
     if cluster.size == 1 or (cluster.num_hosts > 1 and cluster.link is None):
         return PredictedStep(compute_s=compute_s, coding_s=0.0, exposed_s=0.0, straggler_s=0.0)
     exchange = _Exchange(codec, cluster)
-    costs = cluster.costs
-    core = Core(num=cluster.cores_per_rank, interference=costs.interference, wake_s=costs.wake_s)
-    free = Core(num=cluster.cores_per_rank)
-    seconds = _steady_s(plan, step, exchange, core)
+    num_cores = cluster.cores_per_rank
+    seconds = _steady_s(plan, step, exchange, num_cores)
     # Without the link: what is left is the work of the cores.
-    busy_s = _steady_s(plan, step, exchange.without_link(), free)
+    busy_s = _steady_s(plan, step, _Exchange(codec, replace(cluster, link=None)), num_cores)
     num_late = {"double_buffering": 2, "blocks": plan.block_steps}.get(plan.schedule, 1)
     share = waiting_share(step.deviations, cluster.size, num_late)
     return PredictedStep(
@@ -176,8 +154,6 @@ def predict_step_s(
     plan: Plan, step: StepFacts, codec: CodecFacts, link: LinkSpeed | None, num_parts: int
 ) -> float:
     """Seconds of one step of ``num_parts`` ranks, or leaders, that exchange over the link."""
-    if link is None:
-        return step.compute_s
     return predict_step(plan, step, codec, Cluster(num_hosts=num_parts, link=link)).seconds
 
 
@@ -226,22 +202,18 @@ class _Bucket:
 class _Exchange:
     """The parts of the exchange of a bucket."""
 
-    def __init__(self, codec: CodecFacts, cluster: Cluster, *, has_link: bool = True) -> None:
-        self._codec, self._cluster, self._has_link = codec, cluster, has_link
+    def __init__(self, codec: CodecFacts, cluster: Cluster) -> None:
+        self._codec, self._cluster = codec, cluster
         is_encoded = codec.bits != 32.0 or codec.encode_s > 0
         self._crossing: Crossing = crossing(
             cluster.route, cluster.num_hosts, cluster.ranks_per_host, is_encoded=is_encoded
         )
-        self.pack_s_per_byte = cluster.costs.pack_s_per_byte
-
-    def without_link(self) -> _Exchange:
-        """The same with an infinitely fast link, of which only the work of the cores is left."""
-        return _Exchange(self._codec, self._cluster, has_link=False)
 
     def parts(self, bucket: _Bucket) -> list[Part]:
         """What the exchange thread does, one after the other."""
         codec, cluster, across = self._codec, self._cluster, self._crossing
-        in_node = _coded(self._in_node_s(bucket.nbytes) / 2)
+        node_rate = cluster.node_bytes_per_s if cluster.ranks_per_host > 1 else None
+        in_node = _coded(bucket.nbytes / node_rate / 2 if node_rate else 0.0)
         if not across.num_rounds:
             return [in_node, in_node]
         encode_s, decode_s = bucket.numel * codec.encode_s, bucket.numel * codec.decode_s
@@ -264,19 +236,12 @@ class _Exchange:
             self._codec.bits / 32
         ))  # fmt: skip
         senders = 1 if cluster.route == "hierarchical" else cluster.ranks_per_host
-        cpu_s = sent / senders * cluster.costs.send_s_per_byte
+        cpu_s = sent / senders * cluster.send_s_per_byte
         duration_s = 0.0
-        if link is not None and self._has_link:
+        if link is not None:
             duration_s = link.seconds(sent, across.num_rounds)
             duration_s += (across.num_messages - across.num_rounds) * link.message_s
-        return Part(duration_s / 2, cpu_s / 2, is_on_link=self._has_link)
-
-    def _in_node_s(self, nbytes: float) -> float:
-        """Seconds of the sum within a host and of the way back."""
-        rate = self._cluster.node_bytes_per_s
-        if self._cluster.ranks_per_host == 1 or rate is None:
-            return 0.0
-        return nbytes / rate
+        return Part(duration_s / 2, cpu_s / 2)
 
 
 def _coded(seconds: float) -> Part:
@@ -286,59 +251,33 @@ def _coded(seconds: float) -> Part:
 # ---- the training thread ----
 
 
-def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, core: Core) -> float:
+def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, num_cores: float) -> float:
     """Seconds of a step once the exchange of the first one was met."""
-    if plan.schedule == "blocks":
-        marks = simulate_program(_blocks(plan, step, exchange), core)
-        return (marks[-1] - marks[0]) / plan.block_steps
-    program = _in_step(plan, step, exchange, late=int(plan.schedule == "double_buffering"))
-    marks = simulate_program(program, core)
-    return marks[-1] - marks[-2]
-
-
-def _in_step(
-    plan: Plan, step: StepFacts, exchange: _Exchange, *, late: int
-) -> Iterator[Instruction]:
-    """Each step waits for its own exchange, or for that of the step ``late`` steps before."""
+    simulation = StepSimulation(num_cores)
     buckets = list(_buckets(step.gradients, plan.bucket_bytes))
-    for number in range(_NUM_STEPS):
-        yield Mark()
-        yield Compute(step.compute_s - step.backward_s - step.after_s)
-        yield from _backward(number, step, buckets, exchange)
+    if plan.schedule == "blocks":  # nothing of a block overlaps with the next one
+        simulation.compute(plan.block_steps * step.compute_s)
+        for index, bucket in enumerate(buckets):
+            simulation.start(index, exchange.parts(bucket))
         for index in range(len(buckets)):
-            yield Wait((number - late, index))
-        yield Compute(step.after_s)
-    yield Mark()
-
-
-def _backward(
-    number: int, step: StepFacts, buckets: Sequence[_Bucket], exchange: _Exchange
-) -> Iterator[Instruction]:
-    now_s = 0.0
-    for index, bucket in enumerate(buckets):
-        ready_s = min(bucket.ready_s, step.backward_s)
-        yield Compute(max(0.0, ready_s - now_s) + bucket.nbytes * exchange.pack_s_per_byte)
-        now_s = max(now_s, ready_s)
-        yield Start((number, index), exchange.parts(bucket))
-    yield Compute(max(0.0, step.backward_s - now_s))
-
-
-def _blocks(plan: Plan, step: StepFacts, exchange: _Exchange) -> Iterator[Instruction]:
-    """Two blocks, of which the second begins at the first mark."""
-    buckets = list(_buckets(step.gradients, plan.bucket_bytes))
-    num = plan.block_steps
-    for number in range(1, 2 * num + 1):
-        yield Compute(step.compute_s)
-        if plan.overlap_steps and number > num and number - num == plan.overlap_steps:
-            yield from (Wait((0, index)) for index in range(len(buckets)))
-        if number % num == 0:
-            block = number // num - 1
-            yield Compute(step.nbytes * exchange.pack_s_per_byte)
-            for index, bucket in enumerate(buckets):
-                yield Start((block, index), exchange.parts(bucket))
-            if not plan.overlap_steps:
-                yield from (Wait((block, index)) for index in range(len(buckets)))
-            yield Mark()
+            simulation.wait(index)
+        return simulation.now_s / plan.block_steps
+    num_late = int(plan.schedule == "double_buffering")
+    began_s = 0.0
+    for number in range(_NUM_STEPS):
+        began_s = simulation.now_s
+        simulation.compute(step.compute_s - step.backward_s - step.after_s)
+        done_s = 0.0
+        for index, bucket in enumerate(buckets):
+            ready_s = min(bucket.ready_s, step.backward_s)
+            simulation.compute(ready_s - done_s)
+            done_s = max(done_s, ready_s)
+            simulation.start((number, index), exchange.parts(bucket))
+        simulation.compute(step.backward_s - done_s)
+        for index in range(len(buckets)):
+            simulation.wait((number - num_late, index))
+        simulation.compute(step.after_s)
+    return simulation.now_s - began_s
 
 
 # ---- buckets ----

@@ -12,7 +12,7 @@ Pure functions of numbers.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 _NEGLIGIBLE_S = 1e-12
@@ -20,134 +20,70 @@ _NEGLIGIBLE_S = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an exchange; ``is_on_link`` if it is the transfer, not computation."""
+    """A part of an exchange, a transfer or computation."""
 
     duration_s: float
     cpu_s: float
-    is_on_link: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Compute:
-    """The training thread needs a core for this long."""
+class StepSimulation:
+    """The time that passes while a training thread computes, starts exchanges and waits for them.
 
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The training thread hands an exchange to the exchange thread."""
-
-    key: object
-    parts: Sequence[Part]
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The training thread waits for an exchange, which may never have been started."""
-
-    key: object
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """The time is noted here."""
-
-
-Instruction = Compute | Start | Wait | Mark
-
-
-@dataclass(frozen=True, kw_only=True)
-class Core:
-    """What the threads of a rank share.
-
-    ``num``: cores per rank, below 1 where several ranks share one. ``interference``: the part of
-    the training thread's speed that is lost while a transfer runs on the same core, to interrupts
-    and evicted caches. ``wake_s``: how long a transfer waits for the exchange thread to get the
-    core while the training thread computes on it.
+    ``num_cores`` is what the threads of a rank share, below 1 where several ranks share a core.
     """
 
-    num: float = 1.0
-    interference: float = 0.0
-    wake_s: float = 0.0
-
-
-def simulate(program: Iterable[Instruction], core: Core) -> list[float]:
-    """The times of the marks of a program, in seconds after its beginning."""
-    return _Simulation(core).run(program)
-
-
-class _Simulation:
-    def __init__(self, core: Core) -> None:
-        self._core = core
-        self._now_s = 0.0
-        self._queue: deque[Start] = deque()
-        self._parts: deque[Part] = deque()
+    def __init__(self, num_cores: float = 1.0) -> None:
+        self.now_s = 0.0
+        self._num_cores = num_cores
+        self._exchanges: dict[object, deque[Part]] = {}
+        """Started and not complete, in order; the first one is in progress."""
         self._left_s = 0.0
-        """Of the first of the parts."""
-        self._pending: set[object] = set()
+        """What the part in progress still takes; 0 before it begins."""
 
-    def run(self, program: Iterable[Instruction]) -> list[float]:
-        marks = []
-        for instruction in program:
-            match instruction:
-                case Compute(seconds):
-                    while seconds > _NEGLIGIBLE_S:
-                        seconds -= self._advance(seconds)
-                case Start(key, _):
-                    self._pending.add(key)
-                    self._queue.append(instruction)
-                case Wait(key):
-                    while key in self._pending:
-                        self._advance(None)
-                case Mark():
-                    marks.append(self._now_s)
-        return marks
+    def compute(self, seconds: float) -> None:
+        """The training thread needs a core for this long; nothing happens if it is not positive."""
+        while seconds > _NEGLIGIBLE_S:
+            seconds -= self._advance(seconds)
+
+    def start(self, key: object, parts: Iterable[Part]) -> None:
+        """The training thread hands an exchange of at least one part to the exchange thread."""
+        self._exchanges[key] = deque(parts)
+
+    def wait(self, key: object) -> None:
+        """The training thread waits for an exchange, which may never have been started."""
+        while key in self._exchanges:
+            self._advance(None)
 
     def _advance(self, compute_s: float | None) -> float:
         """Until one of the threads has finished what it does. Returns what was computed."""
-        part = self._current_part(is_computing=compute_s is not None)
-        rate, part_rate = self._rates(part, is_computing=compute_s is not None)
+        key = next(iter(self._exchanges), None)
+        parts = self._exchanges.get(key)
+        if parts and self._left_s == 0.0:
+            self._left_s = max(parts[0].duration_s, parts[0].cpu_s, _NEGLIGIBLE_S)
+        rate, part_rate = self._rates(
+            parts[0] if parts else None, is_computing=compute_s is not None
+        )
         spans = [] if compute_s is None else [compute_s / rate]
-        if part is not None:
+        if parts:
             spans.append(self._left_s / part_rate)
-        if not spans:  # what was waited for had no parts
-            return 0.0
         span_s = min(spans)
-        self._now_s += span_s
-        if part is not None:
+        self.now_s += span_s
+        if parts:
             self._left_s -= span_s * part_rate
             if self._left_s <= _NEGLIGIBLE_S:
-                self._parts.popleft()
                 self._left_s = 0.0
-                if not self._parts:
-                    self._pending.discard(self._queue.popleft().key)
+                parts.popleft()
+                if not parts:
+                    del self._exchanges[key]
         return span_s * rate
-
-    def _current_part(self, *, is_computing: bool) -> Part | None:
-        while not self._parts and self._queue:
-            self._parts.extend(self._queue[0].parts)
-            if not self._parts:
-                self._pending.discard(self._queue.popleft().key)
-        if not self._parts:
-            return None
-        part = self._parts[0]
-        if self._left_s == 0.0:
-            self._left_s = max(part.duration_s, part.cpu_s, _NEGLIGIBLE_S)
-            if part.is_on_link and is_computing and self._core.num < 2:
-                self._left_s += self._core.wake_s
-        return part
 
     def _rates(self, part: Part | None, *, is_computing: bool) -> tuple[float, float]:
         """Of the training thread, and of the part: 1 where nothing holds it up."""
-        num = self._core.num
+        num = self._num_cores
         if part is None:
             return min(1.0, num), 1.0
         needed = part.cpu_s / max(part.duration_s, part.cpu_s, _NEGLIGIBLE_S)
         if not is_computing:
             return 0.0, min(1.0, num / needed) if needed else 1.0
         given = min(needed, max(num / 2, num - 1.0))
-        rate = min(1.0, num - given)
-        if part.is_on_link and num < 2:
-            rate *= 1.0 - self._core.interference
-        return rate, given / needed if needed else 1.0
+        return min(1.0, num - given), given / needed if needed else 1.0

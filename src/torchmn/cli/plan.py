@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +14,8 @@ from torchmn.cli.options import values_of
 from torchmn.errors import TorchmnError, UsageError
 
 if TYPE_CHECKING:
-    from torchmn.planning.description import Description
+    from torchmn.autotune.predict import PredictedStep
+    from torchmn.planning.facts import Training
 
 # What a shell completes. The registries import torch, for which it would wait seconds.
 CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
@@ -34,12 +36,22 @@ ROUTE_NAMES = (
     "non_cuda_aware",
     "pure_nccl",
 )
+_GONE = (
+    "--batches, --block-steps, --overlap-steps, --cores-per-rank, --picture and --time-codecs are "
+    "gone: record a run with such settings, or write them into a table; codecs that the run did "
+    "not use are timed by themselves, and --json prints the numbers for a picture."
+)
+
+
+def _gone(value: object) -> None:
+    if value:
+        raise UsageError(_GONE)
 
 
 def plan(
     source: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN|FILE...", help="Folders of recorded runs, or one description."),
+        typer.Argument(metavar="RUN|TABLE", help="Folder of a recorded run, or a .toml table."),
     ],
     hosts: Annotated[
         str | None, typer.Option(help="Numbers of hosts, such as 1,2,4 [default: to 32].")
@@ -59,103 +71,164 @@ def plan(
             autocompletion=values_of(SCHEDULE_NAMES),
         ),
     ] = None,
-    batches: Annotated[
-        str | None, typer.Option(help="Samples of one rank in one step, such as 32,64.")
-    ] = None,
-    block_steps: Annotated[
-        int | None, typer.Option(help="Steps of a block, for local-update schedules.")
-    ] = None,
-    overlap_steps: Annotated[
-        int | None, typer.Option(help="Steps during which its exchange is pending.")
-    ] = None,
     route: Annotated[
         str | None,
         typer.Option(help="The route of sums.", autocompletion=values_of(ROUTE_NAMES)),
     ] = None,
-    cores_per_rank: Annotated[
-        float | None, typer.Option(help="Cores of a rank; below 1 if ranks share a core.")
-    ] = None,
-    times_codecs: Annotated[
-        bool, typer.Option("--time-codecs", help="Time all codecs on this machine first.")
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the efficiency into this file (.png, .svg, .pdf).")
+    _gone_value: Annotated[
+        str | None,
+        typer.Option(
+            "--batches",
+            "--block-steps",
+            "--overlap-steps",
+            "--cores-per-rank",
+            "--picture",
+            hidden=True,
+            callback=_gone,
+        ),
     ] = None,
+    _gone_flag: Annotated[bool, typer.Option("--time-codecs", hidden=True, callback=_gone)] = False,
 ) -> None:
-    """Predict steps and efficiency from short recorded runs, or from a description.
+    """Predict steps and efficiency from a recorded run, or from the table of a training.
 
     Options with several values are combined with each other. What is not given stays as it was
-    recorded. Settings for which there is no data are refused with the reason.
+    recorded. Settings that cannot be predicted are refused with the reason.
     """
     import msgspec
-    from rich.console import Console
 
-    from torchmn.planning.description import rate_bytes_per_s, schedule_of
-    from torchmn.planning.prediction import predict_setting
-    from torchmn.planning.show import as_json as to_json
-    from torchmn.planning.show import changes_table, draw, tables_of
-    from torchmn.planning.sources import known_of
-    from torchmn.planning.what_pays import what_pays
+    from torchmn.planning.facts import predict, rate_bytes_per_s, read_table
+    from torchmn.planning.run_facts import facts_of
 
     for rate in _texts(links):
         rate_bytes_per_s(rate)
-    for schedule in _texts(schedules):
-        schedule_of(schedule)
-    for option, number in (("--block-steps", block_steps), ("--overlap-steps", overlap_steps)):
-        least = 1 if option == "--block-steps" else 0
-        if number is not None and number < least:
-            raise UsageError(f"{option} must be at least {least}, got {number}.")
-    if cores_per_rank is not None and not cores_per_rank > 0:
-        raise UsageError(f"--cores-per-rank must be above 0, got {cores_per_rank:g}.")
-    known = known_of(source, times_codecs=times_codecs)
-    base = known.setting
-    fixed = {
-        "block_steps": block_steps,
-        "overlap_steps": overlap_steps,
-        "route": route,
-        "cores_per_rank": cores_per_rank,
-    }
-    base = msgspec.structs.replace(
-        base, **{name: value for name, value in fixed.items() if value is not None}
-    )
-    if overlap_steps is not None and overlap_steps >= base.block_steps:
-        raise UsageError(
-            f"--overlap-steps {overlap_steps} must be less than the {base.block_steps} steps of a "
-            "block: choose fewer, or raise --block-steps."
-        )
+    if len(source) > 1:
+        raise UsageError("Give one recorded run, best of several hosts, or one table.")
+    path = source[0]
+    known = read_table(path) if path.suffix == ".toml" else facts_of(path)
     grid: dict[str, list[str] | list[int]] = {
+        "route": _texts(route),
         "rate": _texts(links),
         "schedule": _texts(schedules),
         "codec": _texts(codecs),
-        "samples": _numbers("--batches", batches),
         "ranks_per_host": _numbers("--ranks-per-host", ranks_per_host),
         "hosts": _numbers("--hosts", hosts) or _default_hosts(known),
     }
-    given: dict[str, list[str] | list[int]] = {n: values for n, values in grid.items() if values}
-    predictions, refused = [], []
+    given = {name: values for name, values in grid.items() if values}
+    predictions: list[tuple[Training, PredictedStep]] = []
+    refused: dict[str, None] = {}
     for values in itertools.product(*given.values()):
-        setting = msgspec.structs.replace(base, **dict(zip(given, values, strict=True)))
+        training = msgspec.structs.replace(known, **dict(zip(given, values, strict=True)))
         try:
-            predictions.append(predict_setting(known, setting))
+            predictions.append((training, predict(training)))
         except TorchmnError as error:
-            refused.append(str(error))
-    refused = list(dict.fromkeys(refused))
+            refused[str(error)] = None
     if not predictions:
         raise UsageError(" ".join(refused))
-    changes, not_known = what_pays(known, base)
-    if picture is not None:
-        draw(known, predictions, picture)
+    notes = dict.fromkeys(note for training, _ in predictions for note in _notes(known, training))
     if as_json:
-        typer.echo(json.dumps(to_json(known, predictions, changes, [*refused, *not_known])))
+        rows = [_row(training, step) for training, step in predictions]
+        typer.echo(
+            json.dumps({"predictions": rows, "notes": list(notes), "not_predicted": list(refused)})
+        )
         return
-    console = Console()
-    console.print(*tables_of(known, predictions), sep="\n")
-    console.print(changes_table(changes))
-    for note in dict.fromkeys(note for each in predictions for note in each.notes):
-        console.print(f"Note: {note}.", style="dim", highlight=False, markup=False)
-    for reason in dict.fromkeys([*refused, *not_known]):
-        console.print(f"Not predicted: {reason}", style="yellow", highlight=False, markup=False)
+    _print_tables(known.title, predictions)
+    for note in notes:
+        typer.echo(f"Note: {note}.")
+    for reason in refused:
+        typer.echo(f"Not predicted: {reason}")
+
+
+def _row(training: Training, step: PredictedStep) -> dict[str, Any]:
+    names = ("hosts", "ranks_per_host", "rate", "route", "schedule", "codec", "samples")
+    efficiency = training.compute_s / step.seconds
+    return {
+        **{name: getattr(training, name) for name in names},
+        "step_s": step.seconds,
+        "compute_s": step.compute_s,
+        "coding_s": step.coding_s,
+        "exposed_s": step.exposed_s,
+        "straggler_s": step.straggler_s,
+        "samples_per_s": training.num_ranks * training.samples / step.seconds,
+        "speed_up": training.num_ranks * efficiency,
+        "efficiency": efficiency,
+    }
+
+
+def _print_tables(title: str, predictions: list[tuple[Training, PredictedStep]]) -> None:
+    """The steps and their parts. What is the same in all stands above, to fit 80 columns."""
+    from rich.console import Console
+    from rich.table import Table
+
+    settings, results, parts = [], [], []
+    for training, step in predictions:
+        row = _row(training, step)
+        settings.append(
+            {
+                "hosts": str(training.hosts),
+                "ranks": str(training.num_ranks),
+                "link": "-" if training.hosts == 1 else str(training.rate),
+                "schedule": training.schedule,
+                "codec": training.codec,
+                "batch": str(training.samples),
+            }
+        )
+        results.append(
+            {
+                "step, ms": f"{step.seconds * 1e3:.1f}",
+                "samples/s": f"{row['samples_per_s']:.4g}",
+                "speed-up": f"{row['speed_up']:.2f}",
+                "efficiency": f"{row['efficiency']:.1%}",
+            }
+        )
+        parts.append(
+            {
+                "compute": f"{step.compute_s * 1e3:.1f}",
+                "coding": f"{step.coding_s * 1e3:.1f}",
+                "exchange": f"{step.exposed_s * 1e3:.1f}",
+                "slowest rank": f"{step.straggler_s * 1e3:.1f}",
+            }
+        )
+    same = {
+        name: value
+        for name, value in settings[0].items()
+        if name != "ranks" and all(other[name] == value for other in settings)
+    }
+    console = Console(highlight=False, markup=False)
+    console.print(title, style="bold")
+    console.print("all with " + ", ".join(f"{name} {value}" for name, value in same.items()))
+    for heading, values in (("the step", results), ("its parts, in milliseconds", parts)):
+        table = Table(title=heading, title_justify="left", box=None, pad_edge=False)
+        rows = [
+            {name: value for name, value in setting.items() if name not in same} | row
+            for setting, row in zip(settings, values, strict=True)
+        ]
+        for name in rows[0]:
+            table.add_column(name, justify="left" if name in ("schedule", "codec") else "right")
+        for row in rows:
+            table.add_row(*row.values())
+        console.print(table)
+
+
+def _notes(known: Training, training: Training) -> Iterator[str]:
+    """What the numbers leave out."""
+    if training.codec not in ("float32", *known.codecs):
+        yield f"the codec {training.codec} was timed on this machine"
+    if training.num_ranks == 1:
+        return
+    if not training.deviations:
+        yield "no distribution of step times is known: waits for the slowest rank are not included"
+    elif training.num_ranks > len(training.deviations):
+        yield (
+            f"the slowest of {training.num_ranks} ranks is estimated from "
+            f"{len(training.deviations)} recorded steps: rarer delays are not included"
+        )
+    if training.send_s_per_byte is None and training.hosts > 1:
+        yield "what sending takes from the cores was not measured and counts as free"
+    if training.ranks_per_host > 1 and training.node_bytes_per_s is None:
+        yield "sums within a host were not measured and count as free"
+    if not training.gradients:
+        yield "gradients are taken to become ready evenly during backward"
 
 
 def _texts(text: str | None) -> list[str]:
@@ -173,7 +246,7 @@ def _numbers(option: str, text: str | None) -> list[int]:
     return numbers
 
 
-def _default_hosts(known: Description) -> list[int]:
+def _default_hosts(known: Training) -> list[int]:
     """Without a link two are enough to show that several hosts cannot be predicted."""
-    most = (1, 2) if known.link is None else (1, 2, 4, 8, 16, 32)
-    return sorted({known.setting.hosts, *most})
+    most = (1, 2) if known.rate is None else (1, 2, 4, 8, 16, 32)
+    return sorted({known.hosts, *most})

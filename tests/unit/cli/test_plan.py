@@ -1,4 +1,4 @@
-"""``torchmn plan`` from a description."""
+"""``torchmn plan`` from a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.unit.planning.descriptions import TEXT
+from tests.unit.planning.tables import TEXT
 from torchmn.cli.main import app
 from torchmn.errors import UsageError
 
@@ -28,23 +28,24 @@ def answer(*args: str, columns: int = 200) -> str:
 
 
 def test_options_are_combined(file: str) -> None:
-    options = ["--hosts", "2,4", "--links", "1gbit,100mbit", "--codecs", "float32,int8"]
+    options = ["--hosts", "2,8", "--links", "1gbit,100mbit", "--codecs", "float32,int8"]
     found = json.loads(answer(file, *options, "--json"))
-    settings = [row["setting"] for row in found["predictions"]]
-    assert len(settings) == 8
-    assert {setting["hosts"] for setting in settings} == {2, 4}
-    for row in found["predictions"]:
-        assert row["low_s"] < row["step_s"] < row["high_s"]
+    rows = found["predictions"]
+    assert len(rows) == 8
+    assert {row["hosts"] for row in rows} == {2, 8}
+    for row in rows:
         parts = ("compute_s", "coding_s", "exposed_s", "straggler_s")
         assert row["step_s"] == pytest.approx(sum(row[part] for part in parts))
-    assert found["what_pays"][0]["gain"] >= found["what_pays"][-1]["gain"]
+        assert row["speed_up"] == pytest.approx(row["hosts"] * row["efficiency"])
+    assert found["not_predicted"] == []
+    assert any("rarer delays" in note for note in found["notes"])
 
 
 def test_tables_and_what_was_left_out(file: str) -> None:
-    text = answer(file, "--codecs", "float32,1bit")
+    text = answer(file, "--codecs", "float32,1bit,power_sgd")
     assert "a small training" in text
-    assert "what would pay" in text
-    assert "The codec 1bit was not timed" in text
+    assert "Note: the codec 1bit was timed on this machine." in text
+    assert "Not predicted: The codec power_sgd cannot be timed by itself" in text
     assert "rarer delays" in text
 
 
@@ -59,21 +60,28 @@ def test_80_columns_are_enough(file: str) -> None:
 
 def test_without_a_link_one_message_names_it(tmp_path: Path) -> None:
     path = tmp_path / "one_host.toml"
-    table = TEXT.index("[link]")
-    text = TEXT[:table] + TEXT[TEXT.index("\n[", table) + 1 :]
-    path.write_text(text.replace("hosts = 2", "hosts = 1"))
+    path.write_text(TEXT.replace('rate = "1gbit"', "").replace("hosts = 2", "hosts = 1"))
     text = " ".join(answer(str(path)).split())
     assert text.count("no link is known") == 1
-    assert "or add [link] with rate and latency_s" in text
+    assert "or add rate and latency_s to the table" in text
 
 
-def test_nothing_to_predict_is_an_error(file: str) -> None:
-    with pytest.raises(UsageError, match="1bit was not timed"):
-        answer(file, "--codecs", "1bit")
+def test_nothing_to_predict_is_an_error(file: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="power_sgd cannot be timed"):
+        answer(file, "--codecs", "power_sgd")
     with pytest.raises(UsageError, match="--hosts 'two' must be whole numbers"):
         answer(file, "--hosts", "two")
-    with pytest.raises(UsageError, match="either one description"):
+    with pytest.raises(UsageError, match="Give one recorded run"):
         answer(file, file)
+
+
+@pytest.mark.parametrize(
+    "words", [("--batches", "64"), ("--picture", "plan.png"), ("--time-codecs",)]
+)
+def test_an_option_that_is_gone_names_what_to_use(file: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(UsageError, match=f"{words[0]}.* are gone: record a run") as caught:
+        answer(file, *words)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +89,7 @@ def test_nothing_to_predict_is_an_error(file: str) -> None:
     [
         (("--links", "10foo"), "'10foo' is not a rate. Write it as '10gbit'"),
         (("--links", "1gbit,fast"), "'fast' is not a rate"),
-        (("--batches", "0"), "--batches must be at least 1, got 0"),
         (("--hosts", "-1"), "--hosts must be at least 1, got -1"),
-        (("--cores-per-rank", "-1"), "--cores-per-rank must be above 0, got -1"),
-        (("--block-steps", "0"), "--block-steps must be at least 1, got 0"),
-        (("--overlap-steps", "-1"), "--overlap-steps must be at least 0, got -1"),
-        (("--overlap-steps", "4", "--block-steps", "4"), "must be less than the 4 steps of a"),
         (("--schedules", "foo"), "No prediction model for schedule 'foo': there is one for every"),
     ],
 )
@@ -95,22 +98,3 @@ def test_values_that_make_no_sense(file: str, words: tuple[str, ...], text: str)
     with pytest.raises(UsageError, match=text) as caught:
         answer(file, *words)
     assert "cannot be predicted" not in str(caught.value)
-
-
-def test_a_picture(file: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "plan.svg"
-    answer(file, "--links", "1gbit,100mbit", "--picture", str(path))
-    text = path.read_text()
-    assert text.count("every_step, float32") >= 2 or "<svg" in text
-    (tmp_path / "folder").mkdir()
-    before = sorted(tmp_path.iterdir())
-    for name, words in {
-        "plan.wood": "ending is not that of a format. Write plan.png",
-        "plan": "Write plan.png",
-        "folder": "Write folder.png",
-        "none/plan.png": r"cannot be written \(No such file or directory\): name",
-    }.items():
-        with pytest.raises(UsageError, match=words):
-            answer(file, "--picture", str(tmp_path / name))
-    assert sorted(tmp_path.iterdir()) == before

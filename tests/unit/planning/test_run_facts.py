@@ -1,4 +1,4 @@
-"""A description from recorded runs, and predictions from it."""
+"""The facts of a recorded run, and predictions from them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn.errors import TorchmnError
-from torchmn.planning.description import PAYLOAD_SHARE
-from torchmn.planning.prediction import predict_setting
-from torchmn.planning.sources import known_of
+from torchmn.planning.facts import PAYLOAD_SHARE, predict, rate_bytes_per_s
+from torchmn.planning.run_facts import facts_of
+from torchmn.profiling.records import Line, Step
 from torchmn.profiling.run_reader import read_run
 
 RUN = ImitatedRun(
@@ -29,56 +29,94 @@ def step_s(folder: Path) -> float:
 
 
 def test_the_step_of_the_run_itself(tmp_path: Path) -> None:
-    folders = [ALONE.write(tmp_path / "alone"), RUN.write(tmp_path / "two")]
-    known = known_of(folders)
-    assert known.setting.hosts == 2
-    assert known.setting.samples == 32
-    assert known.batches[0].compute_s == pytest.approx(0.099, rel=0.02)
-    assert known.link is not None
-    assert known.link.bandwidth_bytes_per_s == pytest.approx(1e9, rel=0.1)
-    predicted = predict_setting(known, known.setting)
-    assert predicted.seconds == pytest.approx(step_s(folders[1]), rel=0.02)
-    assert predicted.low_s < step_s(folders[1]) < predicted.high_s
+    folder = RUN.write(tmp_path / "two")
+    known = facts_of(folder)
+    assert (known.hosts, known.samples, known.num_ranks) == (2, 32, 2)
+    assert known.compute_s == pytest.approx(0.099, rel=0.02)
+    assert known.rate is not None
+    assert rate_bytes_per_s(known.rate) * PAYLOAD_SHARE == pytest.approx(1e9, rel=0.1)
+    assert predict(known).seconds == pytest.approx(step_s(folder), rel=0.02)
 
 
 def test_a_slower_link_that_was_not_recorded(tmp_path: Path) -> None:
-    known = known_of([ALONE.write(tmp_path / "alone"), RUN.write(tmp_path / "two")])
+    known = facts_of(RUN.write(tmp_path / "two"))
     slow = replace(RUN, bandwidth_bytes_per_s=1e8, seed=2).write(tmp_path / "slow")
     rate = f"{1e8 / PAYLOAD_SHARE * 8e-6:.1f}mbit"
-    predicted = predict_setting(known, msgspec.structs.replace(known.setting, rate=rate))
+    predicted = predict(msgspec.structs.replace(known, rate=rate))
     assert predicted.seconds == pytest.approx(step_s(slow), rel=0.05)
 
 
-def test_two_batch_sizes_allow_a_third(tmp_path: Path) -> None:
-    larger = replace(ALONE, samples=64, slower={(0, "forward"): 2.0, (0, "backward"): 2.0})
-    folders = [RUN.write(tmp_path / "two"), larger.write(tmp_path / "larger")]
-    known = known_of(folders)
-    assert known.compute_of(48).compute_s == pytest.approx(0.099 + 0.045, rel=0.03)
-    with pytest.raises(TorchmnError, match="measured were 32, 64"):
-        known.compute_of(16)
+def test_four_times_the_workers(tmp_path: Path) -> None:
+    known = facts_of(RUN.write(tmp_path / "two"))
+    more = predict(msgspec.structs.replace(known, hosts=8))
+    # 14/8 of the last bucket instead of all of it once
+    assert predict(known).seconds + 0.002 < more.seconds < predict(known).seconds + 0.02
+
+
+def test_what_no_phase_explains_is_the_cost_of_sending(tmp_path: Path) -> None:
+    """The step of the model is the recorded one."""
+    free = facts_of(RUN.write(tmp_path / "two"))
+    folder = replace(RUN, extra={"encode": (1, 0.02)}).write(tmp_path / "busy")
+    known = facts_of(folder)
+    assert predict(known).seconds == pytest.approx(step_s(folder), rel=0.02)
+    assert predict(known).coding_s == pytest.approx(0.02, rel=0.3)
+    assert free.send_s_per_byte is not None
+    assert known.send_s_per_byte is not None
+    assert known.send_s_per_byte > free.send_s_per_byte + 5e-10
+
+
+class EncodedRun(ImitatedRun):
+    """Each of the three buckets is encoded in 1 ms and decoded in 1.5 ms, to a quarter."""
+
+    def lines(self) -> list[list[Line]]:
+        return [[self._encoded(line) for line in lines] for lines in super().lines()]
+
+    def _encoded(self, line: Line) -> Line:
+        if not isinstance(line, Step):
+            return line
+        change = msgspec.structs.replace
+        buckets = [
+            change(each, sent_nbytes=each.nbytes // 4, encode_s=1e-3, decode_s=1.5e-3)
+            for each in line.buckets
+        ]
+        return change(line, buckets=buckets)
+
+
+def test_a_codec_as_recorded(tmp_path: Path) -> None:
+    run = EncodedRun(num_ranks=2, settings={**RUN.settings, "codec": "int8"})
+    known = facts_of(run.write(tmp_path / "int8"))
+    codec = known.codecs[known.codec]
+    assert codec.bits == pytest.approx(8.0)
+    # per element of the 2.5 million; two ranks decode one half, and then what they have summed
+    assert codec.encode_s == pytest.approx(3e-3 / 2.5e6)
+    assert codec.decode_s == pytest.approx(4.5e-3 / 2.5e6 / 1.5)
 
 
 def test_noise_is_what_ranks_wait_for(tmp_path: Path) -> None:
-    noisy = replace(RUN, jitter=0.1).write(tmp_path / "noisy")
-    known = known_of([noisy])
-    many = predict_setting(known, msgspec.structs.replace(known.setting, hosts=16))
-    few = predict_setting(known, known.setting)
-    assert many.step.straggler_s > 1.5 * few.step.straggler_s > 0
+    known = facts_of(replace(RUN, jitter=0.1).write(tmp_path / "noisy"))
+    many = predict(msgspec.structs.replace(known, hosts=16))
+    assert many.straggler_s > 1.5 * predict(known).straggler_s > 0
+
+
+def test_one_host_shows_no_link(tmp_path: Path) -> None:
+    known = facts_of(replace(RUN, ranks_per_host=2).write(tmp_path / "one"))
+    assert known.rate is None
+    with pytest.raises(TorchmnError, match="Record a run with several hosts"):
+        predict(msgspec.structs.replace(known, hosts=2))
 
 
 @pytest.mark.parametrize(
-    ("runs", "reason"),
+    ("run", "reason"),
     [
-        ([ALONE], "no run .* when gradients are ready|No run in"),
-        ([replace(RUN, num_steps=6)], "Record 20 steps or more"),
+        (ALONE, "Its gradients are not known"),
+        (replace(RUN, num_steps=6), "Record 20 steps or more"),
     ],
 )
-def test_too_little(tmp_path: Path, runs: list[ImitatedRun], reason: str) -> None:
-    folders = [run.write(tmp_path / str(number)) for number, run in enumerate(runs)]
+def test_too_little(tmp_path: Path, run: ImitatedRun, reason: str) -> None:
     with pytest.raises(TorchmnError, match=reason):
-        known_of(folders)
+        predict(facts_of(run.write(tmp_path / "run")))
 
 
 def test_no_records(tmp_path: Path) -> None:
     with pytest.raises(TorchmnError, match="No records of a run"):
-        known_of([tmp_path])
+        facts_of(tmp_path)
