@@ -34,15 +34,15 @@ test: setup
 
 test-schedulers: setup
 	@bash scripts/setup_schedulers.sh
-	@TORCHMN_TEST_SCHEDULERS=1 $(VENV_PYTHON) -m pytest tests/schedulers $(ARGS)
+	@TORCHMN_TEST_SCHEDULERS=1 $(VENV_PYTHON) -m pytest tests/all/schedulers $(ARGS)
 
 test-launchers: setup
 	@bash scripts/setup_launchers.sh
-	@TORCHMN_TEST_LAUNCHERS=1 $(VENV_PYTHON) -m pytest tests/launchers tests/processes/test_exit_status.py $(ARGS)
+	@TORCHMN_TEST_LAUNCHERS=1 $(VENV_PYTHON) -m pytest tests/all/launchers tests/all/processes/test_exit_status.py $(ARGS)
 
 # Says "not run" where there is no GPU, or where torch in .venv was built without CUDA.
 check-gpu: setup
-	@$(VENV_PYTHON) -m tests.gpu.check $(ARGS)
+	@$(VENV_PYTHON) -m tests.all.gpu.check $(ARGS)
 
 # One after another, for they measure time; all of them, even if one does not hold its limit.
 bench: setup

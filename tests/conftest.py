@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing import MpiPool
 from torchmn.topology import count_gpus

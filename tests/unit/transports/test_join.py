@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH
 from torchmn.errors import TopologyError
 from torchmn.topology import read_launcher_env
 from torchmn.transports import join
