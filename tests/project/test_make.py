@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
+
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +66,7 @@ class Project:
             env={"PATH": str(self.tools), "HOME": str(self.folder), **env},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=limit(50),
             check=False,
         )
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import torchmn
+from tests.limits import limit
 
 FOLDER = Path(__file__).parent
 TORCHMN_RUN = ("-m", "torchmn", "run", "-n", "2", "--backend", "gloo")
@@ -51,7 +52,7 @@ def run(
         },
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=limit(240),
     )
 
 

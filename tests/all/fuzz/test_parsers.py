@@ -20,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.limits import limit
 from torchmn.checkpoint import manifest, shard_file
 from torchmn.checkpoint.memory_storage import _MemoryReader
 from torchmn.checkpoint.reader import SavedCheckpoint
@@ -393,7 +394,7 @@ def _fuzz_listener() -> None:
         | answers.map(lambda message: message + b"\n")
     )
     def send(message: bytes) -> None:
-        with socket.create_connection(listener.getsockname(), timeout=10) as client:
+        with socket.create_connection(listener.getsockname(), timeout=limit(10)) as client:
             client.sendall(message)
             for _ in range(5):
                 assert authenticated.accept() == []

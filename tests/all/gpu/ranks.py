@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 
 Over = Literal["gloo", "mpi", "nccl"]
 ROOT = Path(__file__).parents[3]
@@ -99,7 +100,7 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
                     command, env=variables, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
                 )
             )
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit(LIMIT_S)
     try:
         statuses = [process.wait(max(0.1, deadline - time.monotonic())) for process in processes]
     except subprocess.TimeoutExpired:

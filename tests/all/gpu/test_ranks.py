@@ -12,6 +12,7 @@ import torch
 from tests.all.gpu import work
 from tests.all.gpu.ranks import Over, needed, run_work
 from tests.all.processes.runner import Runner
+from tests.limits import limit
 from torchmn.communicators import ROUTES
 from torchmn.testing import run_ranks
 
@@ -120,7 +121,7 @@ def test_the_job_ends_and_names_the_rank_whose_stream_is_stuck(tmp_path: Path) -
         env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
         script = runner.script(STUCK)
         process = runner.start("-n", "2", "--backend", "mpi", "--grace", "1", script, **env)
-        _, err = process.communicate(timeout=150)
+        _, err = process.communicate(timeout=limit(150))
         assert process.returncode
         assert "rank 1" in err
         assert "did not finish its own work within 5 s" in err

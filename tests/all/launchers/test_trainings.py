@@ -13,6 +13,7 @@ import torch
 
 from tests.all.launchers.ways import MPICH, ROOT, no_mpich
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 
 pytestmark = [
     pytest.mark.processes,
@@ -45,7 +46,7 @@ def run(num_ranks: int, script: Path, *options: object) -> str:
         env={**env, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=limit(200),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Host, Lab
 
@@ -66,7 +67,7 @@ class Site:
 
 def output_of(process: subprocess.Popen[str]) -> str:
     """What a process prints, at its end. It must succeed."""
-    out, err = process.communicate(timeout=LIMIT_S)
+    out, err = process.communicate(timeout=limit(LIMIT_S))
     assert process.returncode == 0, f"{out[-1000:]}\n{err[-3000:]}"
     return out
 
@@ -97,7 +98,7 @@ def openssh(site: Site) -> str:
     words = [str(word) for word in client]
     try:
         for host in site.hosts:
-            deadline = time.monotonic() + 30
+            deadline = time.monotonic() + limit(30)
             probe = [*words, host.name, "true"]
             while site.hosts[0].run(probe, cwd=folder, check=False).returncode != 0:
                 assert time.monotonic() < deadline, f"no sshd on {host.name}"
@@ -105,7 +106,7 @@ def openssh(site: Site) -> str:
     finally:
         for daemon in daemons:
             daemon.terminate()
-            daemon.communicate(timeout=20)
+            daemon.communicate(timeout=limit(20))
 
 
 def torchrun(site: Site) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import limit
+
 PATIENCE_S = 60
 ARGUMENTS = (
     "--headless=new",
@@ -45,7 +47,7 @@ class Browser:
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self._session}{path}", body, headers, method=method)
         try:
-            with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+            with urllib.request.urlopen(request, timeout=limit(PATIENCE_S)) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise AssertionError(error.read().decode()) from None

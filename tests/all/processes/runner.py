@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import IO
 import psutil
 
 import torchmn
+from tests.limits import limit
 
 MARK = "TORCHMN_TEST_MARK"
 PYTHON_PATH = os.pathsep.join(
@@ -60,13 +60,6 @@ class Runner:
         stdin: int | IO[bytes] | None = None,
         **env: str,
     ) -> subprocess.Popen[str]:
-        def prepare() -> None:
-            # who runs the tests in the background or under nohup ignores these, and so would we
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGHUP, signal.SIG_DFL)
-            if preexec_fn:
-                preexec_fn()
-
         process = subprocess.Popen(
             [sys.executable, *args],
             cwd=self.folder,
@@ -75,7 +68,7 @@ class Runner:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=prepare,
+            preexec_fn=preexec_fn,
         )
         self._started.append(process)
         return process
@@ -83,14 +76,14 @@ class Runner:
     def close(self) -> None:
         for process in self._started:
             process.kill()
-            process.wait(10)
+            process.wait(limit(10))
             for pipe in (process.stdout, process.stderr):
                 if pipe:
                     pipe.close()
 
     def run(self, *args: str, limit_s: float = 30, **env: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*args, **env)
-        out, err = process.communicate(timeout=limit_s)
+        out, err = process.communicate(timeout=limit(limit_s))
         return subprocess.CompletedProcess(args, process.returncode, out, err)
 
     @property
@@ -122,13 +115,13 @@ class Runner:
         return found
 
     def wait_until(self, condition: Callable[[], bool], what: str, limit_s: float = 15) -> None:
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + limit(limit_s)
         while not condition():
             assert time.monotonic() < deadline, what
             time.sleep(0.02)
 
     def wait_until_nothing_is_left(self) -> None:
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + limit(15)
         while left := self.processes():
             assert time.monotonic() < deadline, [process.cmdline() for process in left]
             time.sleep(0.02)

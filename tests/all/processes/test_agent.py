@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.messages.job import StartScript
@@ -40,7 +41,7 @@ def test_a_question_that_arrives_with_the_order_is_answered(tmp_path: Path) -> N
         script="",
         env={},
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + limit(60)
     with (
         closing(
             AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
+from tests.limits import limit
 from torchmn.launch.backend import find_mpirun, this_machine
 
 pytestmark = pytest.mark.processes
@@ -206,7 +207,7 @@ def run_without_torchmn(runner: Runner, *command: str) -> subprocess.CompletedPr
         env=environment,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=limit(50),
         errors="replace",
     )
 
@@ -257,7 +258,7 @@ def by_hand(runner: Runner, text: str, *args: str) -> tuple[list[int], list[str]
         )
         for rank in range(3)
     ]
-    errors = [rank.communicate(timeout=50)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=limit(50))[1] for rank in ranks]
     return [rank.returncode for rank in ranks], errors
 
 
@@ -488,18 +489,18 @@ def test_memory_full_differs_from_kill(runner: Runner) -> None:
     except OSError as error:
         pytest.skip(reason=f"no control group can be made: {error}")
     try:
-        limit = next(
+        maximum = next(
             (p for p in (group / "memory.max", group / "memory.limit_in_bytes") if p.exists()), None
         )
-        if limit is None:
+        if maximum is None:
             pytest.skip(reason="the control group has no limit of memory")
-        limit.write_text(str(400 << 20))
+        maximum.write_text(str(400 << 20))
         process = runner.start(
             *("-n", "2", "--backend", "gloo"),
             runner.script("import time\nx = bytearray(1 << 30) if rank else time.sleep(60)"),
             preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())) and None,
         )
-        _, err = process.communicate(timeout=50)
+        _, err = process.communicate(timeout=limit(50))
         assert process.returncode == 137
         words = "was ended by SIGKILL: the memory limit of its control group, 0.391 GiB, was"
         assert f"rank 1 on {os.uname().nodename} {words}" in err.splitlines()[-1]

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 
 from .ddp_hook_script import checks
 
@@ -45,7 +46,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         for rank in range(NUM_RANKS)
     ]
     try:
-        errors = [process.communicate(timeout=55)[1] for process in processes]
+        errors = [process.communicate(timeout=limit(55))[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

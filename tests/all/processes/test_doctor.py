@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from torchmn.exit_status import DOCTOR_STATUS
 from torchmn.testing.netlab import Lab, missing_requirement, netlab
 from torchmn.testing.netlab.construction import INTERFACE, shape
@@ -78,7 +79,7 @@ def doctor(folder: Path, *options: str, **env: str) -> subprocess.CompletedProce
         env={**os.environ, "PYTHONPATH": PYTHON_PATH, **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit(120),
         check=False,
     )
 

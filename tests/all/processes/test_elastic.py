@@ -23,6 +23,7 @@ import torch
 
 import torchmn
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
 from torchmn.testing.netlab import Lab, netlab
 
@@ -73,7 +74,7 @@ class Run:
         self.wait_until(lambda: any(words in line for line in list(self.lines)))
 
     def wait_until(self, holds: Callable[[], object]) -> None:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit(LIMIT_S)
         while not holds():
             assert time.monotonic() < deadline, self.text
             assert self.process.poll() is None, self.text
@@ -81,7 +82,7 @@ class Run:
 
     def end(self) -> int:
         """Wait for the end; its exit code."""
-        code = self.process.wait(LIMIT_S)
+        code = self.process.wait(limit(LIMIT_S))
         self.stop()
         return code
 
@@ -286,7 +287,7 @@ class TestHosts:
         lab.hosts[1].run([*link, "down"])
         try:
             run.wait_until(lambda: run.steps_of(2))
-            psutil.wait_procs(cut_off, timeout=30)
+            psutil.wait_procs(cut_off, timeout=limit(30))
             assert not any(process.is_running() for process in cut_off)
         finally:
             lab.hosts[1].run([*link, "up"])

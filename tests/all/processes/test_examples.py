@@ -15,6 +15,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.limits import limit
+
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "examples"
 HEADER = [
@@ -37,7 +39,7 @@ def run(command: list[str | Path], *, exit_code: int = 0) -> tuple[list[str], st
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=limit(170),
         check=False,
         cwd=ROOT,
         env={**os.environ, "PYTHONWARNINGS": "default"},

@@ -17,6 +17,7 @@ from tests.all.processes.exit_status import LAUNCHERS, PAGE, ROWS, Launcher, Row
 from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
 from tests.all.schedulers.cluster import running
 from tests.all.schedulers.slurm import Slurm
+from tests.limits import limit
 from torchmn.launch.backend import find_mpirun, this_machine
 from torchmn.testing.netlab import missing_requirement, netlab
 
@@ -150,7 +151,7 @@ def test_row(site: Site, row: Row, runner: Runner) -> None:
     process = site.start(runner, row.script)
     if row.signum:
         act(row, process, runner)
-    _, err = process.communicate(timeout=90)
+    _, err = process.communicate(timeout=limit(90))
     code = process.returncode
     assert (128 - code if code < 0 else code) == row.statuses[site.launcher], err
     seen = {path.name: path.read_text() for path in runner.folder.glob("seen*")}

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.all.processes.runner import Runner
+from tests.limits import limit
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -58,7 +59,7 @@ def test_a_stopped_rank_of_a_pipeline_ends_the_job(runner: Runner) -> None:
     )
     assert done.returncode != 0
     assert "rank 1" in done.stderr
-    assert time.monotonic() - began < 90
+    assert time.monotonic() - began < limit(90)
     runner.wait_until_nothing_is_left()
 
 
@@ -82,7 +83,7 @@ def test_ctrl_c_ends_all_ranks(runner: Runner) -> None:
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)]
     os.kill(process.pid, signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=limit(30))
     assert process.returncode != 0
     runner.wait_until_nothing_is_left()
 

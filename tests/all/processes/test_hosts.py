@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Lab, netlab
@@ -184,7 +185,7 @@ def torchrun_itself(lab: Lab, out: Path) -> list[dict[str, float]]:
         for rank, host in enumerate(lab.hosts)
     ]
     for process in processes:
-        _, err = process.communicate(timeout=120)
+        _, err = process.communicate(timeout=limit(120))
         assert process.returncode == 0, err
     return curve(out)
 
@@ -233,8 +234,8 @@ def failing(lab: Lab, *words: object, cwd: Path, **env: str) -> str:
     mark = f"MARK{time.time_ns()}"
     done = torchmn_run(lab, "--backend", "gloo", *words, cwd=cwd, **{"TORCHMN_MARK": mark, **env})
     assert done.returncode not in (0, None)
-    assert time.monotonic() - started < 20
-    deadline = time.monotonic() + 5
+    assert time.monotonic() - started < limit(20)
+    deadline = time.monotonic() + limit(5)
     while left := with_mark(mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
@@ -350,7 +351,7 @@ def test_inside_of_an_mpirun_it_is_the_rank_that_was_made(tmp_path: Path) -> Non
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=limit(100),
     )
     assert done.returncode == 0, done.stderr
     assert [place[1:3] for place in places(tmp_path)] == [[0, 2], [1, 2]]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -27,7 +28,7 @@ def losses(folder: Path, num_ranks: int, *options: str) -> dict[int, float]:
          "--log-dir", str(folder / "logs"), str(SCRIPT), *SMALL, "--out", str(folder / "result"),
          *options],
         env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-        capture_output=True, text=True, timeout=140, check=False,
+        capture_output=True, text=True, timeout=limit(140), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"step (\d+): validation loss ([0-9.]+)", done.stdout)
@@ -61,7 +62,7 @@ def test_a_text_that_is_too_short(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT), "--data", str(tmp_path / "text")],
         env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-        capture_output=True, text=True, timeout=140, check=False,
+        capture_output=True, text=True, timeout=limit(140), check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert "has 9 bytes, too few for 32 sequences of 128" in done.stderr

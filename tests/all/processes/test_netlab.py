@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
@@ -109,7 +110,7 @@ def transfer(source: Host, target: Host, num_bytes: int) -> tuple[str, float]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + limit(PATIENCE_S)
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
@@ -432,11 +433,11 @@ def test_up_runs_until_it_is_ended(end: str, lab: Lab) -> None:
         assert entered.stdout == "n2\n"
         if end == "down":
             with netlab_command("down") as down:
-                output, _ = down.communicate(timeout=PATIENCE_S)
+                output, _ = down.communicate(timeout=limit(PATIENCE_S))
             assert output == "Ended 1 labs, removed 0 of dead owners.\n"
         else:
             up.send_signal(signal.Signals[end])
-        _, errors = up.communicate(timeout=PATIENCE_S)
+        _, errors = up.communicate(timeout=limit(PATIENCE_S))
     assert (up.returncode, errors) == (0, "")
     assert not running.folder.exists()
     assert lab.folder.exists()
@@ -444,7 +445,7 @@ def test_up_runs_until_it_is_ended(end: str, lab: Lab) -> None:
 
 def test_the_command_refuses_with_a_message() -> None:
     with netlab_command("up", "2", "--rate", "fast") as up:
-        output, errors = up.communicate(timeout=PATIENCE_S)
+        output, errors = up.communicate(timeout=limit(PATIENCE_S))
     assert up.returncode == 1
     assert output == ""
     assert errors.startswith("torchmn: The rate 'fast' is not a positive number")
@@ -489,7 +490,7 @@ def test_gloo_between_two_hosts() -> None:
             )
             for rank, host in enumerate(lab.hosts)
         ]
-        outputs = [rank.communicate(timeout=50)[0].split() for rank in ranks]
+        outputs = [rank.communicate(timeout=limit(50))[0].split() for rank in ranks]
         assert min(lab.bytes_sent(host) for host in lab.hosts) > 4000
     assert outputs == [["0", "n0", "0", "2", "1", "3.0"], ["1", "n1", "1", "2", "1", "3.0"]]
 

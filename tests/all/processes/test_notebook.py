@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 
 nbformat = pytest.importorskip("nbformat", reason="no nbformat: pip install nbclient ipykernel")
 nbclient = pytest.importorskip("nbclient", reason="no nbclient: pip install nbclient ipykernel")
@@ -99,7 +100,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Notebo
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     document = nbformat.v4.new_notebook()
     client = nbclient.NotebookClient(
-        document, timeout=120, resources={"metadata": {"path": str(tmp_path)}}
+        document, timeout=int(limit(120)), resources={"metadata": {"path": str(tmp_path)}}
     )
     with client.setup_kernel():
         made = Notebook(client, document)
@@ -224,7 +225,7 @@ def test_a_kernel_that_is_killed_leaves_no_rank(notebook: Notebook, tmp_path: Pa
         notebook.run(source)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) >= 5  # a launcher, two agents and two scripts
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + limit(30)
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.1)

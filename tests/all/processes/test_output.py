@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tests.all.processes.runner import Runner
+from tests.limits import limit
 
 pytestmark = pytest.mark.processes
 
@@ -36,7 +37,7 @@ def test_a_reader_that_pauses_slows_neither_job_nor_loses_a_line(runner: Runner)
     process = runner.start("-n", "2", "--backend", "gloo", runner.script(LOUD))
     runner.wait_until(lambda: written(runner), "the scripts wait for the reader", limit_s=60)
     assert process.poll() is None
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=limit(60))
     assert process.returncode == 0, err
     for rank in range(2):
         assert lines_of(out, rank) == EVERY_LINE
@@ -47,7 +48,7 @@ def test_a_signal_ends_a_job_whose_reader_pauses(runner: Runner) -> None:
     process = runner.start("-n", "2", "--backend", "gloo", script)
     runner.wait_until(lambda: written(runner), "the scripts wait for the reader", limit_s=60)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 143
+    assert process.wait(limit(30)) == 143
     runner.wait_until_nothing_is_left()
 
 
@@ -62,7 +63,7 @@ def test_a_stopped_launcher_is_not_a_lost_host(runner: Runner) -> None:
     runner.wait_until(lambda: written(runner), "the scripts wait for the launcher", limit_s=60)
     time.sleep(HOST_TIMEOUT_S + 2)
     process.send_signal(signal.SIGCONT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=limit(60))
     assert process.returncode == 0, err
     for rank in range(2):
         assert lines_of(out, rank) == EVERY_LINE
@@ -78,7 +79,7 @@ def test_a_full_disk_under_the_output(runner: Runner, streams: tuple[int, ...]) 
     process = runner.start(
         "-n", "2", "--backend", "gloo", runner.script("print('shown')"), preexec_fn=redirect
     )
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=limit(30))
     assert (process.returncode, out) == (0, "")
     if streams == (1,):
         assert err.count("standard output cannot be written (No space left on device)") == 1
@@ -97,7 +98,7 @@ def test_closed_streams(runner: Runner, streams: tuple[int, ...]) -> None:
         *("-n", "2", "--backend", "gloo", script),
         preexec_fn=lambda: [os.close(stream) for stream in streams] and None,
     )
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=limit(30))
     assert process.returncode == 3, err
     assert "Traceback" not in err
     assert runner.log(0) == "shown\n"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.all.processes.runner import Runner
+from tests.limits import limit
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "examples" / "model_parallel" / "train_mnist_parallel_convolution.py"
@@ -26,7 +27,7 @@ def run(num_workers: int, out: Path) -> list[tuple[str, float]]:
         [*command, *OPTIONS, "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit(120),
         check=False,
         cwd=out.parent,
     )

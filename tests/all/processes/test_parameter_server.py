@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
+
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 SCRIPT = """
@@ -87,7 +89,7 @@ class Job:
 
     def outcome(self, rank: int) -> tuple[int, str, str]:
         """Exit status, output, errors."""
-        out, err = self.processes[rank].communicate(timeout=150)
+        out, err = self.processes[rank].communicate(timeout=limit(150))
         return self.processes[rank].returncode, out, err
 
 

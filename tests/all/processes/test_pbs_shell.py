@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
 from torchmn.control.processes import is_running, python_module
 from torchmn.launch.starters.remote import PBS_SHELL
 
@@ -55,7 +56,7 @@ def shell(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + limit(30)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -65,7 +66,7 @@ def test_streams_exit_status_and_a_line_for_a_shell(
     shell: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     process = shell("read first; echo $first; cat;", "echo problem >&2; exit 7")
-    out, err = process.communicate(b"order\n" + bytes(range(256)) * 1000, timeout=50)
+    out, err = process.communicate(b"order\n" + bytes(range(256)) * 1000, timeout=limit(50))
     assert (process.returncode, out) == (7, b"order\n" + bytes(range(256)) * 1000)
     assert err == b"problem\n"
     assert (tmp_path / "job.OU").read_text() == "mode 600\n"  # of the order, and nothing else
@@ -81,7 +82,7 @@ def test_a_signal_to_all_processes_of_the_task_does_not_reach_the_command(
     process = shell(f"{task}; touch {tmp_path}/up; cat; exit 5")
     wait_until((tmp_path / "up").exists)
     process.send_signal(signal.SIGUSR1)
-    out, _ = process.communicate(b"more", timeout=50)
+    out, _ = process.communicate(b"more", timeout=limit(50))
     assert (process.returncode, out) == (5, b"more")
 
 
@@ -92,7 +93,7 @@ def test_the_command_ends_with_the_shell(
     process = shell(f"echo $$ >{tmp_path}/pid.new; mv {tmp_path}/pid.new {tmp_path}/pid; sleep 600")
     wait_until((tmp_path / "pid").exists)
     process.send_signal(signum)
-    process.wait(30)
+    process.wait(limit(30))
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not is_running(pid))
     process.communicate()
@@ -103,7 +104,7 @@ def test_a_host_that_never_connects_is_named(
 ) -> None:
     (tmp_path / "bin" / "pbs_tmrsh").write_text("#!/bin/bash\nexit 254\n")
     process = shell("true")
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=limit(50))
     assert process.returncode == 255
     assert b"exit code 254 before 127.0.0.1 had connected" in err
     assert str(sys.executable).encode() in err

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from tests.all.processes.runner import Runner
+from tests.limits import limit
 
 pytestmark = pytest.mark.processes
 
@@ -50,7 +51,7 @@ def script_of(runner: Runner, rank: int) -> psutil.Process:
 
 
 def end_of(process: subprocess.Popen[str], runner: Runner) -> str:
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=limit(50))
     assert process.returncode, err
     runner.wait_until_nothing_is_left()
     return err

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.limits import limit
+
 ROOT = Path(__file__).parents[3]
 PLAIN = ROOT / "examples" / "plain" / "train.py"
 PORTED = ROOT / "examples" / "plain" / "train_multi_node.py"
@@ -53,7 +55,7 @@ def run(command: list[str | Path], *, cwd: Path) -> list[str]:
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=limit(170),
         check=False,
         cwd=cwd,
     )

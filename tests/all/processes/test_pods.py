@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from tests.all.processes.runner import PYTHON_PATH, Runner
+from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
 from torchmn.control.ports import find_free_port
 from torchmn.launch.submit import JobRequest, Settings, manifest
@@ -88,7 +89,7 @@ class Pods:
         """Exit status, output and errors of each pod."""
         found = []
         for pod in self.pods:
-            out, err = pod.communicate(timeout=60)
+            out, err = pod.communicate(timeout=limit(60))
             found.append((pod.returncode, out, err))
         return found
 
@@ -109,7 +110,7 @@ def test_a_waiting_pod_ends_at_once_by_sigterm(runner: Runner) -> None:
     assert pod.stderr is not None
     assert "waiting for pod 0" in pod.stderr.readline()
     pod.send_signal(signal.SIGTERM)
-    assert pod.wait(10) == 143
+    assert pod.wait(limit(10)) == 143
 
 
 @pytest.mark.parametrize(
@@ -180,8 +181,8 @@ class TestOnHosts:
         self, lab: Lab, tmp_path: Path, per_pod: int
     ) -> None:
         first, second = self.start(lab, tmp_path, TRAINS, per_pod=per_pod)
-        out, err = first.communicate(timeout=90)
-        other_out, other_err = second.communicate(timeout=90)
+        out, err = first.communicate(timeout=limit(90))
+        other_out, other_err = second.communicate(timeout=limit(90))
         assert (first.returncode, second.returncode) == (0, 0), err + other_err
         found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("trained*"))]
         assert len(found) == 2 * per_pod
@@ -197,11 +198,11 @@ class TestOnHosts:
         """It gets SIGTERM. Kubernetes replaces all pods that exit with 85."""
         pods = self.start(lab, tmp_path, SAVES, per_pod=1)
         logs = [tmp_path / "logs" / "latest" / f"rank{rank}.log" for rank in range(2)]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + limit(60)
         while not all(log.exists() and "ready" in log.read_text() for log in logs):
             assert time.monotonic() < deadline, "the ranks did not start"
             time.sleep(0.05)
         pods[index].send_signal(signal.SIGTERM)
-        texts = [pod.communicate(timeout=60) for pod in pods]
+        texts = [pod.communicate(timeout=limit(60)) for pod in pods]
         assert [pod.returncode for pod in pods] == [85, 85], texts
         assert {"[0] saved", "[1] saved"} <= set(texts[0][0].splitlines())

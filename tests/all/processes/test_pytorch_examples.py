@@ -24,6 +24,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.limits import limit
+
 from .ported_scripts import CONVERTED, IMAGENET, LANGUAGE_MODEL, MNIST, PORTS, VAE, Change, Port
 
 EXAMPLES = os.environ.get("TORCHMN_TEST_PYTORCH_EXAMPLES", "")
@@ -224,7 +226,7 @@ def _run(
         [sys.executable, *launcher, "main.py", *arguments],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=limit(600),
         check=False,
         cwd=place,
     )

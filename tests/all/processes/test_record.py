@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.all.processes.runner import Runner
+from tests.limits import limit
 from torchmn.control.codec import decode_union
 from torchmn.profiling.records import (
     ClockOffset,
@@ -177,7 +178,7 @@ def test_the_record_of_a_run_that_was_ended_is_readable(runner: Runner, signum: 
             if p.environ().get("RANK") == "0" and "bootstrap" in " ".join(p.cmdline())
         )
         rank.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=limit(30))
     lines = read(runner.logs, 0)
     assert len(steps_of(lines)) > 1
     assert isinstance(lines[-1], RunEnd) == (signum == signal.SIGINT)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
 from tests.unit.cli.test_main import run
 from tests.unit.recorded_runs import ImitatedRun
 
@@ -47,7 +48,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wait_until_drawn(window: Browser) -> list[tuple[str, int]]:
     """The description of each chart and how many marks it has."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + limit(PATIENCE_S)
     while True:
         count, charts = window.run(DRAWN)
         if count and count == len(charts):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.contracts.suites.resume_contracts import described
+from tests.limits import limit
 
 pytestmark = pytest.mark.processes
 
@@ -23,7 +24,7 @@ def run(folder: Path, schedule: str, codec: str, name: str, kill_at: int = -1, n
     return subprocess.run(
         [sys.executable, "-m", "torchmn", "run", "-n", str(n), str(SCRIPT), str(where), schedule,
          codec, str(folder / name), str(kill_at)],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=limit(100), check=False,
     )  # fmt: skip
 
 

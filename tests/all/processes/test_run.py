@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.all.processes.runner import Runner
+from tests.limits import limit
 
 pytestmark = pytest.mark.processes
 
@@ -53,7 +54,7 @@ def test_more_ranks_than_cores_are_mentioned_once(runner: Runner, backend: str) 
     one_core = {min(os.sched_getaffinity(0))}
     words = ("-n", "2", "--backend", backend, runner.script(""))
     process = runner.start(*words, preexec_fn=lambda: os.sched_setaffinity(0, one_core))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=limit(60))
     assert process.returncode == 0, err
     assert err.count("torchmn: warning: 2 ranks share 1 core, so that they slow") == 1
     assert "warning" not in runner.run("--hosts", "localhost:2", *words[2:]).stderr
@@ -100,7 +101,7 @@ def test_standard_input_goes_to_rank_0(runner: Runner, backend: str, source: str
             file.read(len("another line\n"))
         words = ("-n", "2", "--backend", backend, script)
         process = runner.start(*words, stdin=file if is_file else subprocess.PIPE)
-        out, err = process.communicate(None if is_file else text, timeout=60)
+        out, err = process.communicate(None if is_file else text, timeout=limit(60))
     assert process.returncode == 0, err
     assert lines_of(out, 0) == ["read 50000 {'yes\\n'}" if text else "read 0 set()"]
     assert lines_of(out, 1) == ["read 0 set()"]
@@ -110,7 +111,7 @@ def test_input_that_stays_open_holds_up_no_script(runner: Runner, backend: str) 
     read, write = os.pipe()
     try:
         process = runner.start("-n", "2", "--backend", backend, runner.script(""), stdin=read)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=limit(60))
         assert process.returncode == 0, err
     finally:
         os.close(read)
@@ -123,7 +124,7 @@ def test_a_terminal_is_not_given_to_ranks(runner: Runner, backend: str) -> None:
     try:
         script = runner.script(READS)
         process = runner.start("-n", "2", "--backend", backend, script, stdin=of_job)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=limit(60))
     finally:
         os.close(own)
         os.close(of_job)
@@ -163,7 +164,7 @@ def test_reader_who_leaves_ends_the_job(runner: Runner) -> None:
     assert process.stderr is not None
     process.stdout.readline()
     process.stdout.close()
-    assert process.wait(20) == 128 + signal.SIGPIPE
+    assert process.wait(limit(20)) == 128 + signal.SIGPIPE
     assert "Traceback" not in process.stderr.read()
     runner.wait_until_nothing_is_left()
 
@@ -257,7 +258,7 @@ def test_children_of_a_finished_script_are_ended(runner: Runner, backend: str) -
 
 def test_agents_say_nothing_of_their_own(runner: Runner) -> None:
     process = runner.start("-n", "2", "--backend", "gloo", runner.script(""))
-    assert process.communicate(timeout=50) is not None
+    assert process.communicate(timeout=limit(50)) is not None
     assert process.returncode == 0
     assert (runner.logs / "launcher.log").read_text() == ""
 
@@ -270,7 +271,7 @@ def test_signal_ends_everything(
 ) -> None:
     process = start_with_grandchildren(runner, backend)
     process.send_signal(signum)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=limit(20))
     assert process.returncode == code
     assert f"interrupted by {signum.name}" in err.splitlines()[-1]
     runner.wait_until_nothing_is_left()
@@ -289,7 +290,7 @@ def test_second_ctrl_c_does_not_wait(runner: Runner) -> None:
     time.sleep(0.3)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=10)
+    process.communicate(timeout=limit(10))
     assert process.returncode == 130
     runner.wait_until_nothing_is_left()
 
@@ -297,7 +298,7 @@ def test_second_ctrl_c_does_not_wait(runner: Runner) -> None:
 def test_killed_supervisor_leaves_nothing(runner: Runner, backend: str) -> None:
     process = start_with_grandchildren(runner, backend)
     process.kill()
-    process.communicate(timeout=10)
+    process.communicate(timeout=limit(10))
     runner.wait_until_nothing_is_left()
 
 
@@ -305,7 +306,7 @@ def test_killed_agent_leaves_nothing(runner: Runner, backend: str) -> None:
     process = start_with_grandchildren(runner, backend)
     agents = [p for p in runner.processes("torchmn.launch.agent_main") if "mpirun" not in p.name()]
     next(p for p in agents if "prterun" not in p.name()).kill()
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=limit(20))
     assert process.returncode == 137, err
     assert "was lost: its agent died" in err
     runner.wait_until_nothing_is_left()
@@ -344,7 +345,7 @@ def test_killed_mpirun_leaves_no_shared_memory(runner: Runner) -> None:
     assert paths
     assert all(path.exists() for path in paths)
     next(p for p in runner.processes("--bind-to") if p.ppid() == process.pid).kill()
-    process.communicate(timeout=20)
+    process.communicate(timeout=limit(20))
     assert not [path for path in paths if path.exists()]
     runner.wait_until_nothing_is_left()
 
@@ -353,7 +354,7 @@ def test_killed_mpirun_leaves_no_shared_memory(runner: Runner) -> None:
 def test_killed_mpirun_leaves_nothing(runner: Runner) -> None:
     process = start_with_grandchildren(runner, "mpi")
     next(p for p in runner.processes("--bind-to") if p.ppid() == process.pid).kill()
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=limit(20))
     assert process.returncode == 137, err
     assert "mpirun ended with SIGKILL while its ranks were running" in err
     runner.wait_until_nothing_is_left()
@@ -461,7 +462,7 @@ def test_bad_input_is_one_message(runner: Runner, case: str) -> None:
     (runner.folder / "folder").mkdir()
     started = time.monotonic()
     done = runner.run(*args, CUDA_VISIBLE_DEVICES="")
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < limit(10)
     assert done.returncode == 2
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -535,7 +536,7 @@ def test_a_low_limit_of_open_files_is_raised_for_the_launcher_and_not_for_script
         with suppress(OSError):  # it has just ended
             launcher = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
         time.sleep(0.01)
-    out, err = process.communicate(timeout=50)
+    out, err = process.communicate(timeout=limit(50))
     assert process.returncode == 0, err
     assert launcher == (4096, 4096)
     assert [lines_of(out, rank) for rank in range(4)] == [["67 4096"]] * 4
@@ -548,7 +549,7 @@ def test_a_hard_limit_of_open_files_that_is_too_low_is_refused(runner: Runner) -
     process = runner.start(
         "-n", "4", "--backend", "gloo", runner.script("open('ran', 'w')"), preexec_fn=few_files
     )
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=limit(50))
     assert process.returncode == 1
     assert err.startswith("torchmn: torchmn run with 4 ranks needs 68 open files"), err
     assert "the hard limit of open files is 67. Raise it" in err
@@ -562,7 +563,7 @@ def test_full_disk_costs_the_log_and_not_the_job(runner: Runner) -> None:
 
     script = runner.script("[print(i, flush=True) for i in range(2000)]")
     process = runner.start("--backend", "gloo", script, preexec_fn=small_files_only)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=limit(20))
     assert process.returncode == 0, err
     assert len(lines_of(out, 0)) == 2000
     assert err.count("stopped writing") == 1

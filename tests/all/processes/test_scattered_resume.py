@@ -12,6 +12,7 @@ import torch
 
 from tests.all.processes.runner import Runner
 from tests.all.processes.scattered_script import BATCH_SIZE, NUM_SAMPLES, NUM_STEPS, one_process
+from tests.limits import limit
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -34,7 +35,7 @@ def stop_in_a_pass(runner: Runner, num_ranks: int, num_workers: int, name: str) 
         if f"ended step {STOP_AFTER}" in line:
             break
     process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=limit(60))
     assert "Traceback" not in err or name == "SIGINT", err
     runner.wait_until_nothing_is_left()
     return process.returncode
@@ -54,7 +55,7 @@ def test_the_parameters_are_those_of_one_process_that_was_not_stopped(
 ) -> None:
     """SIGTERM: saved where it was; Ctrl-C: continues from the last save in the same pass."""
     assert stop_in_a_pass(runner, first, num_workers, name) == status
-    out, err = start(runner, second, num_workers, 0.0).communicate(timeout=90)
+    out, err = start(runner, second, num_workers, 0.0).communicate(timeout=limit(90))
     begins = {int(text) for text in re.findall(r"begins at (\d+)", out)}
     assert len(begins) == 1, out + err
     (begin,) = begins

@@ -26,6 +26,7 @@ from tests.all.processes.sharded_script import (
     State,
     loss_of,
 )
+from tests.limits import limit
 from torchmn.testing import run_ranks
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
@@ -40,7 +41,7 @@ def run(folder: Path, backend: str, *names: str) -> Results:
     done = subprocess.run(
         [sys.executable, "-m", "torchmn", "run", "-n", "4", "--backend", backend,
          "--log-dir", str(folder / "logs"), str(SCRIPT), str(folder), *names],
-        capture_output=True, text=True, timeout=200, check=False,
+        capture_output=True, text=True, timeout=limit(200), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return lambda name: [
@@ -184,7 +185,7 @@ def losses(folder: Path, num_ranks: int, between: str) -> dict[str, float]:
          "--log-dir", str(folder / "logs"), str(EXAMPLE), "--communicator", "flat",
          "--between", between, "--steps", "20",
          "--layers", "1", "--out", str(folder / between)],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=limit(100), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"(step \d+): loss ([0-9.]+)", done.stdout)

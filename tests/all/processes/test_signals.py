@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.all.processes.runner import Runner
+from tests.limits import limit
 
 pytestmark = pytest.mark.processes
 
@@ -50,7 +51,7 @@ def test_ranks_that_save_after_a_signal_make_the_job_85(
 ) -> None:
     process = start(runner, "--backend", backend, "0.2")
     process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=limit(30))
     assert process.returncode == 85, err
     assert "all ranks checkpointed and exited" in err.splitlines()[-1]
     assert received(runner.folder) == [name, name]
@@ -72,7 +73,7 @@ def test_a_signal_to_every_agent_and_to_the_launcher_reaches_the_script_once(
     process = start(runner, "--backend", "gloo", "1.0")
     signal_agents(runner, "SIGUSR1")
     process.send_signal(signal.SIGUSR1)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=limit(30))
     assert process.returncode == 85, err
     assert received(runner.folder) == ["SIGUSR1", "SIGUSR1"]
 
@@ -81,7 +82,7 @@ def test_a_signal_to_every_agent_and_to_the_launcher_reaches_the_script_once(
 def test_a_signal_to_the_agents_alone(runner: Runner, backend: str, name: str) -> None:
     process = start(runner, "--backend", backend, "0.2")
     signal_agents(runner, name)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=limit(30))
     assert process.returncode == 85, err
     assert received(runner.folder) == [name, name]
     runner.wait_until_nothing_is_left()
@@ -90,7 +91,7 @@ def test_a_signal_to_the_agents_alone(runner: Runner, backend: str, name: str) -
 def test_a_save_longer_than_the_grace_is_cut_with_a_message(runner: Runner) -> None:
     process = start(runner, "--backend", "gloo", "--grace", "0.5", "600")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=limit(30))
     assert process.returncode == 143
     assert "the ranks have as long as --grace, 0.5 s to save" in err
     assert err.count("it had not exited 0.5 s after SIGTERM and is killed. Raise --grace") == 2
@@ -113,7 +114,7 @@ raise SystemExit(run_job(job, os.environ))
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=limit(30))
     assert process.returncode == 85, err
     assert "as long as the scheduler gives" in err
 
@@ -121,7 +122,7 @@ raise SystemExit(run_job(job, os.environ))
 def test_the_ranks_of_an_elastic_job_save(runner: Runner) -> None:
     process = start(runner, "--backend", "gloo", "--elastic", "1:1", "0.5")
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=limit(60))
     assert process.returncode == 85, err
     assert received(runner.folder) == ["SIGTERM", "SIGTERM"]
     runner.wait_until_nothing_is_left()
@@ -148,5 +149,5 @@ def test_a_warning_before_the_script_handles_it_is_held(runner: Runner) -> None:
     process.send_signal(signal.SIGUSR1)
     time.sleep(0.3)
     (runner.folder / "sent").touch()
-    _, err = process.communicate(timeout=30)
+    _, err = process.communicate(timeout=limit(30))
     assert process.returncode == 85, err

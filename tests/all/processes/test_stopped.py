@@ -13,6 +13,7 @@ import pytest
 
 from tests.all.processes.conftest import skip_without_mpi
 from tests.all.processes.runner import Runner
+from tests.limits import limit
 from torchmn.launch.backend import find_mpirun
 
 pytestmark = pytest.mark.processes
@@ -41,7 +42,7 @@ def scripts(runner: Runner) -> dict[int, psutil.Process]:
 
 
 def end_of(process: subprocess.Popen[str], runner: Runner) -> str:
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=limit(50))
     assert process.returncode == 1, err
     runner.wait_until_nothing_is_left()
     return err.splitlines()[-1]
@@ -101,7 +102,7 @@ def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
         words = "localhost was lost: its process has not answered for"
         assert any(words in line for line in process.stderr)
         process.terminate()
-        process.communicate(timeout=50)
+        process.communicate(timeout=limit(50))
         runner.wait_until_nothing_is_left()
     else:
         summary = end_of(process, runner)
@@ -150,7 +151,7 @@ def test_under_another_launcher(runner: Runner, module: str) -> None:
         found = runner.processes(f"torchmn.monitor.{module}")
     stopped = sorted(found, key=lambda p: p.pid)[-1]
     stopped.suspend()
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=limit(50))
     assert process.returncode != 0
     words = {
         "server": "has lost the monitor server, which runs on the host of rank 0: it was killed or",
@@ -174,7 +175,7 @@ torchmn.create_communicator("naive", transport="mpi", timeout_s=60, first_timeou
 def test_under_another_launcher_before_the_ranks_have_joined(runner: Runner) -> None:
     """`MPI_Init` has no time limit of its own, and no thread of the script runs meanwhile."""
     process = start_under_mpirun(runner, STOPPED_BEFORE_MPI)
-    _, err = process.communicate(timeout=50)
+    _, err = process.communicate(timeout=limit(50))
     assert process.returncode != 0
     assert re.search(
         rf"rank 1 on {HOST}: MPI_Init.* within 3 s .*: rank 0 \(process \d+\) on this host is "

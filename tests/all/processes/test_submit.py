@@ -20,6 +20,7 @@ import pytest
 import torchmn
 from tests.all.processes import stand_in_scheduler
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 
 pytestmark = pytest.mark.processes
 
@@ -106,7 +107,7 @@ class Cluster:
     def submit(self, *args: str) -> subprocess.CompletedProcess[str]:
         process = self.start(*args)
         try:
-            out, err = process.communicate(timeout=40)
+            out, err = process.communicate(timeout=limit(40))
         finally:
             process.kill()
             process.wait()
@@ -125,7 +126,7 @@ class Cluster:
         return "".join(path.read_text() for path in found)
 
     def wait_for_the_end(self, number: str = "1") -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + limit(20)
         while (record := json.loads((self.state / f"{number}.json").read_text()))["state"] != "F":
             assert time.monotonic() < deadline, record
             time.sleep(0.05)
@@ -239,7 +240,7 @@ def test_who_interrupts_leaves_the_job_running(cluster: Cluster) -> None:
             if line == "up\n":
                 break
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=10)
+        _, err = process.communicate(timeout=limit(10))
     finally:
         process.kill()
         process.wait()

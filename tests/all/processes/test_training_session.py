@@ -18,6 +18,7 @@ import torch
 from tests.all.processes.runner import PYTHON_PATH
 from tests.all.processes.test_exit_status import AS_ROOT
 from tests.all.processes.test_launchers import launcher
+from tests.limits import limit
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
@@ -44,7 +45,7 @@ def launch(
          str(after)],
         env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMPI_MCA_btl": "^ofi",
              **(AS_ROOT if os.geteuid() == 0 else {})},
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=limit(120), check=False,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 
 SCRIPT = Path(__file__).parents[3] / "examples/seq2seq/train_seq2seq.py"
 
@@ -33,7 +34,7 @@ def test_two_workers_train_and_one_scores_what_they_saved(tmp_path: Path) -> Non
             [sys.executable, *launcher, SCRIPT, *options],
             capture_output=True,
             text=True,
-            timeout=170,
+            timeout=limit(170),
             check=False,
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": PYTHON_PATH},

@@ -20,6 +20,7 @@ import pytest
 
 from tests.all.processes.conftest import skip_without_mpi
 from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
+from tests.limits import limit
 
 DOCS = Path(__file__).parents[3] / "docs"
 ENGLISH, JAPANESE = DOCS / "tutorial", DOCS / "ja" / "tutorial"
@@ -110,7 +111,7 @@ def run(runner: Runner, commands: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=limit(280),
         check=False,
     )
     assert done.returncode == 0, f"{commands}\n{done.stdout}"

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
 from torchmn.control.messages.job import AgentHello
@@ -134,7 +135,7 @@ class Job:
 
     def finish(self) -> str:
         (self.folder / "go").touch()
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=limit(60))
         assert self.process.returncode == 0, err
         return out
 
@@ -150,7 +151,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     yield make
     for job in jobs:
         job.process.terminate()
-        job.process.communicate(timeout=30)
+        job.process.communicate(timeout=limit(30))
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def many_files() -> Iterator[None]:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + limit(60)
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -183,7 +184,7 @@ def test_ten_thousand_clients_keep_no_rank_out(start: Callable[..., Job], many_f
     most_open = 0
     with contextlib.ExitStack() as held:
         for number in range(NUM_CLIENTS):
-            held.enter_context(socket.create_connection(address, timeout=30))
+            held.enter_context(socket.create_connection(address, timeout=limit(30)))
             if number % 1000 == 999:
                 open_ones = psutil.Process(job.process.pid).net_connections("tcp")
                 most_open = max(most_open, len(open_ones))
@@ -203,7 +204,7 @@ def test_training_is_not_disrupted(start: Callable[..., Job]) -> None:
         for address in listeners:
             for words in (b"", os.urandom(5000), bytes(5000), b"GET / HTTP/1.1\r\n\r\n"):
                 for _ in range(5):
-                    client = socket.create_connection(address, timeout=20)
+                    client = socket.create_connection(address, timeout=limit(20))
                     held.enter_context(client)
                     with contextlib.suppress(OSError):
                         client.sendall(words)
@@ -230,14 +231,14 @@ def attack_supervisor(job: Job) -> None:
         thread.join()  # disconnected: rank 0 is connected already
         channel.close()
     own, theirs = takes
-    with socket.create_connection(address, timeout=20) as client:
+    with socket.create_connection(address, timeout=limit(20)) as client:
         client.sendall(own)
         proof = theirs.splitlines()[-1]
         assert len(proof) == 64
         received = read_all(client)
         assert len(received.splitlines()) <= 1
         assert proof not in received
-    with socket.create_connection(address, timeout=20) as slow:
+    with socket.create_connection(address, timeout=limit(20)) as slow:
         with contextlib.suppress(OSError):
             for _ in range(40):
                 slow.sendall(b"0")
@@ -283,7 +284,7 @@ def raise_if_disclosed(secret: str, folder: Path, *texts: str) -> None:
 
 def test_the_secret_is_in_no_command_line_and_no_file(start: Callable[..., Job]) -> None:
     job = start(LOOK, "-n", "2", "--backend", "gloo")
-    out, err = job.process.communicate(timeout=90)
+    out, err = job.process.communicate(timeout=limit(90))
     assert job.process.returncode == 0, err
     for secret, found, listening in looked(job.folder):
         assert len(secret) == 64
@@ -321,7 +322,7 @@ def test_between_hosts_ranks_listen_on_the_interface_that_connects_them(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=limit(100))
     assert process.returncode == 0, err
     for host, (secret, found, listening) in zip(lab.hosts, looked(tmp_path), strict=True):
         assert len(secret) == 64

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import torchmn
+from tests.limits import limit
 from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
 
 MARKS = [
@@ -193,11 +194,11 @@ class Cluster(ABC):
             daemon.terminate()
         for daemon in self._daemons.values():
             with suppress(subprocess.TimeoutExpired):
-                daemon.wait(10)
+                daemon.wait(limit(10))
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
         """Wait until a condition holds; the daemons' logs are in the error."""
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + limit(PATIENCE_S)
         while not condition():
             if time.monotonic() > deadline:
                 logs = {path.name: path.read_text()[-2000:] for path in self.folder.glob("*.log")}

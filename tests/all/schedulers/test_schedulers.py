@@ -19,6 +19,7 @@ from tests.all.schedulers.cluster import MARKS, Cluster, running
 from tests.all.schedulers.grid_engine import GridEngine
 from tests.all.schedulers.pbs import PBS
 from tests.all.schedulers.slurm import Slurm
+from tests.limits import limit
 
 pytestmark = MARKS
 
@@ -50,7 +51,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor
         [*run, "--log-dir", folder / "logs", train.__file__, folder, str(NUM_STEPS), "1"],
         check=True,
         capture_output=True,
-        timeout=120,
+        timeout=limit(120),
     )
     return torch.load(folder / "finished")
 
@@ -76,7 +77,7 @@ class Training:
         return [(int(row[0]), row[1]) for row in rows]
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + limit(PATIENCE_S)
         while not condition():
             assert time.monotonic() < deadline, self.output()
             assert self.process is None or self.process.poll() is None, self.output()
@@ -104,7 +105,7 @@ class Training:
         """Wait for its end: the exit status of ``--wait``, and all output."""
         assert self.process is not None
         try:
-            out, err = self.process.communicate(timeout=PATIENCE_S)
+            out, err = self.process.communicate(timeout=limit(PATIENCE_S))
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(self.output()) from None
@@ -115,7 +116,7 @@ class Training:
         out = err = ""
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
-            out, err = self.process.communicate(timeout=30)
+            out, err = self.process.communicate(timeout=limit(30))
             out = out.partition('\nend_job "$status"\n')[2]  # after the script
         found = [path for path in self.folder.glob("torchmn-logs/*.*") if path.is_file()]
         logs = [f"== {path.name}\n{path.read_text()}" for path in sorted(found)]

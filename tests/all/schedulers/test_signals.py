@@ -12,6 +12,7 @@ import pytest
 
 from tests.all.schedulers.cluster import MARKS, Cluster, running
 from tests.all.schedulers.slurm import Slurm
+from tests.limits import limit
 
 pytestmark = MARKS
 
@@ -46,7 +47,7 @@ def test_ranks_save_after_a_signal(
     process = cluster.login.popen(
         command, env=cluster.env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + limit(100)
     while len(ready := list(tmp_path.glob("ready*"))) < 2 or not all(p.read_text() for p in ready):
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
@@ -57,7 +58,7 @@ def test_ranks_save_after_a_signal(
     else:
         (launcher,) = launchers_in(tmp_path)
         subprocess.run(["kill", f"-{name[3:]}", str(launcher)], check=True)
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=limit(100))
     assert process.returncode == 85, (out, err)
     assert "all ranks checkpointed and exited" in err
     assert [path.read_text() for path in sorted(tmp_path.glob("seen*"))] == [name, name]

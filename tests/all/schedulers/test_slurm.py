@@ -13,6 +13,7 @@ import pytest
 from tests.all.schedulers import place
 from tests.all.schedulers.cluster import MARKS, Cluster, running
 from tests.all.schedulers.slurm import Slurm
+from tests.limits import limit
 
 pytestmark = MARKS
 
@@ -89,7 +90,7 @@ def test_all_end_with_the_rank_that_failed_though_srun_lets_them_wait(
         command = ["srun", "-K0", *TWO_ON_EACH, sys.executable, "crash.py", fault]
         began = time.monotonic()
         done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="torch", timeout_s=100)
-        assert time.monotonic() - began < 60  # alone the others would wait for their limit
+        assert time.monotonic() - began < limit(60)  # alone the others would wait for their limit
         assert done.returncode != 0
         notes = [line for line in done.stderr.splitlines() if line.startswith("torchmn:")]
         assert "rank 2 on n2" in notes[-1]
