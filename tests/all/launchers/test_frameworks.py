@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.all.processes.test_launchers import launcher
+from tests.smoke.test_launchers import launcher
 
 FOLDER = Path(__file__).parent / "frameworks"
 TORCHRUN = (

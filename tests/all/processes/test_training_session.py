@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.all.processes.exit_status import AS_ROOT
 from tests.all.processes.runner import PYTHON_PATH
-from tests.all.processes.test_exit_status import AS_ROOT
-from tests.all.processes.test_launchers import launcher
 from tests.limits import limit
+from tests.smoke.test_launchers import launcher
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 

@@ -14,7 +14,7 @@ import torch
 
 from tests.limits import limit
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PLAIN = ROOT / "examples" / "plain" / "train.py"
 PORTED = ROOT / "examples" / "plain" / "train_multi_node.py"
 NUMBER = re.compile(r"\d+\.\d+|\d+")
