@@ -98,45 +98,6 @@ def test_several_devices_from_one_script(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-def test_mnist_script_with_two_workers(tmp_path: Path) -> None:
-    launcher = ["-m", "torchmn", "run", "-n", "2", "--log-dir", tmp_path / "workers"]
-    script = EXAMPLES / "mnist/train_mnist.py"
-    options = [*TWO_STEPS, "--batchsize", "400", "--warmup", "0.5", "--out", tmp_path]
-    lines, _ = run([*launcher, script, *options])
-    assert lines[0] == "Num process (COMM_WORLD): 2"
-    check_reports(lines, tmp_path, num_epochs=1, num_iterations=2)
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(180)
-def test_make_train(tmp_path: Path) -> None:
-    lines, _ = run([EXAMPLES / "make_train.py", "--epoch", "1", "--out", tmp_path])
-    begins = [index for index, line in enumerate(lines) if line.startswith("----")]
-    for num_workers, folder, begin, end in (
-        (1, "one-worker", begins[0], begins[1]),
-        (2, "two-workers", begins[1], len(lines)),
-    ):
-        part = lines[begin + 1 : end]
-        assert part[:2] == ["Start a training script using multiple nodes.", "=" * 42]
-        assert part[2] == f"Num process (COMM_WORLD): {num_workers}"
-        assert re.fullmatch(r"Using [a-z_]+ communicator", part[4])
-        assert part[5:8] == ["Num Minibatch-size: 32", "Num epoch: 1", "=" * 42]
-        [last] = [index for index, line in enumerate(part) if THROUGHPUT.fullmatch(line)]
-        check_reports(
-            part[: last + 1],
-            tmp_path / folder,
-            num_epochs=1,
-            num_iterations=-(-NUM_IMAGES // (32 * num_workers)),
-        )
-    comparison = [line for line in lines if line.startswith(("Speed-up", "Parallel"))]
-    speed_up = float(comparison[0].removeprefix("Speed-up of two workers over one: "))
-    percent = comparison[1].removeprefix("Parallel efficiency: ").rstrip("%")
-    assert int(percent) == pytest.approx(50 * speed_up, abs=1)
-    assert lines[-1].endswith(str(tmp_path))
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -223,14 +184,6 @@ def launched(script: str, num_workers: int, *options: str) -> list[float]:
     losses = epoch_losses(lines)
     assert len(losses) == 2, lines
     return losses
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(180)
-def test_layers_divided_among_workers() -> None:
-    one, three = (launched("train_mnist_split.py", n) for n in (1, 3))
-    assert three == one
-    assert one[1] < one[0]
 
 
 @pytest.mark.processes

@@ -38,18 +38,6 @@ def lines_of(text: str, rank: int) -> list[str]:
 # ---- output -------------------------------------------------------------------------------------
 
 
-def test_output_is_prefixed_and_kept(runner: Runner, backend: str) -> None:
-    script = runner.script('import sys; print("out", rank); print("err", rank, file=sys.stderr)')
-    done = runner.run("-n", "3", "--backend", backend, script)
-    assert done.returncode == 0, done.stderr
-    for rank in range(3):
-        assert lines_of(done.stdout, rank) == [f"out {rank}"]
-        assert lines_of(done.stderr, rank) == [f"err {rank}"]
-        assert sorted(runner.log(rank).splitlines()) == [f"err {rank}", f"out {rank}"]
-        assert runner.exit_record(rank)["exit_code"] == 0
-    assert done.stderr.splitlines()[0].endswith(f"logs in logs/{runner.logs.readlink()}")
-
-
 def test_more_ranks_than_cores_are_mentioned_once(runner: Runner, backend: str) -> None:
     one_core = {min(os.sched_getaffinity(0))}
     words = ("-n", "2", "--backend", backend, runner.script(""))
@@ -189,14 +177,6 @@ def test_exit_code_of_the_first_rank_that_fails(runner: Runner, backend: str) ->
     assert runner.exit_record(0)["signal"] == "SIGTERM"
 
 
-def test_killed_rank(runner: Runner, backend: str) -> None:
-    script = runner.script("import os, time\nif rank == 0: os.kill(os.getpid(), 9)\ntime.sleep(60)")
-    done = runner.run("-n", "2", "--backend", backend, script)
-    assert done.returncode == 137
-    assert "rank 0 on " in done.stderr
-    assert "SIGKILL" in done.stderr
-
-
 def test_traceback_of_the_first_failure_comes_last(runner: Runner) -> None:
     script = runner.script(
         "import signal, sys, time\n"
@@ -212,19 +192,6 @@ def test_traceback_of_the_first_failure_comes_last(runner: Runner) -> None:
     lines = done.stderr.splitlines()
     assert "[0] bye" in lines
     assert lines[-2] == "ValueError: the cause"
-
-
-def test_rank_that_ignores_sigterm_is_killed(runner: Runner, backend: str) -> None:
-    script = runner.script(
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "time.sleep(0.4)\n"
-        "if rank == 1: sys.exit(5)\n"
-        "time.sleep(60)"
-    )
-    done = runner.run("-n", "2", "--grace", "0.5", "--backend", backend, script)
-    assert done.returncode == 5
-    runner.wait_until_nothing_is_left()
 
 
 @pytest.mark.usefixtures("needs_mpi")
