@@ -3,11 +3,12 @@
 
 VENV_PYTHON := .venv/bin/python
 
-.PHONY: help setup train test test-schedulers test-launchers check-gpu bench chaos golden pages docs lint dist test-wheel check-pythons clean
+.PHONY: help setup train test test-all test-schedulers test-launchers check-gpu bench chaos golden pages docs lint dist test-wheel check-pythons clean
 
 help:
 	@echo 'make train       train a network on real images with one worker, then two'
-	@echo 'make test        run the tests'
+	@echo 'make test        run the tests, in some 12 minutes on two cores'
+	@echo 'make test-all    run the tests that make test leaves out: most of those with processes'
 	@echo 'make test-schedulers  install Slurm, Grid Engine and OpenPBS (root) and run the tests under them'
 	@echo 'make test-launchers  install MPICH, Debian'"'"'s Open MPI and sshd and run one script under all launchers'
 	@echo 'make check-gpu   check everything that needs a GPU, in 20 minutes; make bench-gpu measures it'
@@ -31,19 +32,22 @@ train: setup
 
 # Tests run beside each other; ARGS='-n 0 -k NAME' for some in one process.
 test: setup
-	@bash scripts/test.sh $(ARGS)
+	@bash scripts/test.sh 'not slow' $(ARGS)
+
+test-all: setup
+	@bash scripts/test.sh slow $(ARGS)
 
 test-schedulers: setup
 	@bash scripts/setup_schedulers.sh
-	@TORCHMN_TEST_SCHEDULERS=1 $(VENV_PYTHON) -m pytest tests/schedulers $(ARGS)
+	@TORCHMN_TEST_SCHEDULERS=1 $(VENV_PYTHON) -m pytest tests/all/schedulers $(ARGS)
 
 test-launchers: setup
 	@bash scripts/setup_launchers.sh
-	@TORCHMN_TEST_LAUNCHERS=1 $(VENV_PYTHON) -m pytest tests/launchers tests/processes/test_exit_status.py $(ARGS)
+	@TORCHMN_TEST_LAUNCHERS=1 $(VENV_PYTHON) -m pytest tests/all/launchers tests/all/processes/test_exit_status.py tests/smoke/test_exit_status.py $(ARGS)
 
 # Says "not run" where there is no GPU, or where torch in .venv was built without CUDA.
 check-gpu: setup
-	@$(VENV_PYTHON) -m tests.gpu.check $(ARGS)
+	@$(VENV_PYTHON) -m tests.all.gpu.check $(ARGS)
 
 # One after another, for they measure time; all of them, even if one does not hold its limit.
 bench: setup

@@ -31,7 +31,7 @@ SIDES = ("alone", "ddp", "every_step")
 
 def main() -> int:
     sys.path.insert(0, str(ROOT))
-    from tests.gpu.check import find_facts, reason_not_to_run
+    from tests.all.gpu.check import find_facts, reason_not_to_run
 
     facts = find_facts()
     reason = facts.get("error") or reason_not_to_run(facts)

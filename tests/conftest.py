@@ -1,4 +1,4 @@
-"""What holds for every test: it leaves nothing. And where real samples are found."""
+"""What holds for every test: its tier and its limit, and that it leaves nothing."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import pytest_timeout
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.workermanage import WorkerController
 
-from tests.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit, slowness
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing import MpiPool
+from torchmn.testing import MpiPool, run_ranks
 from torchmn.topology import count_gpus
 
 ROOT = Path(__file__).parents[1]
@@ -47,6 +50,9 @@ LIBRARIES_START = (
 )
 """Processes that libraries keep until the end of the interpreter."""
 PATIENCE_S = 3.0
+SLOW_FOLDER = ROOT / "tests" / "all"
+"""Whatever is in it is in the tier of `make test-all`, like what is marked slow elsewhere."""
+IGNORED = pytest.StashKey[list[int]]()
 MAX_WORKERS = 8
 """Of ``-n auto``: many tests start several processes or threads each."""
 
@@ -56,8 +62,48 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" not in config.getoption("markexpr") and count_gpus(os.environ):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # A shell ignores Ctrl-C in what it starts in the background, and all children inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    config.stash[IGNORED] = _ignored_signals(config)
+    for signum in config.stash[IGNORED]:
+        signal.signal(signum, lambda *_: None)
+    slowness()  # measured once, before there are workers
+    for function in (run_ranks, MpiPool.run):
+        function.__kwdefaults__["timeout_s"] = limit(function.__kwdefaults__["timeout_s"])
+
+
+def _ignored_signals(config: pytest.Config) -> list[int]:
+    """Those that nohup, or a shell that starts it in the background, makes this run ignore.
+
+    Children inherit what is ignored, and tests send them signals. A handler that does nothing
+    ignores a signal, too, but is no longer there in what is started.
+    """
+    given = getattr(config, "workerinput", {}).get("ignored_signals", [])
+    own = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM)
+    return [*given, *(int(each) for each in own if signal.getsignal(each) is signal.SIG_IGN)]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: WorkerController) -> None:
+    """The workers of a run ignore what it ignores."""
+    node.workerinput["ignored_signals"] = node.config.stash[IGNORED]
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`make test` need not read the folder of which it runs nothing."""
+    return collection_path == SLOW_FOLDER and config.getoption("markexpr") == "not slow" or None
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests are slow by their folder, too."""
+    if item.path.is_relative_to(SLOW_FOLDER):
+        item.add_marker(pytest.mark.slow)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool | None:
+    """The limits of tests, in pyproject.toml and in marks, are for a quiet machine."""
+    longer = settings._replace(timeout=limit(settings.timeout))
+    return pytest_timeout.pytest_timeout_set_timer(item, longer)
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -87,7 +133,7 @@ def _leaves_no_thread() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     left = [t for t in threading.enumerate() if t not in before and not t.daemon]
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + limit(PATIENCE_S)
     for thread in left:
         thread.join(max(0.0, deadline - time.monotonic()))
     names = [thread.name for thread in left if thread.is_alive()]
@@ -114,7 +160,7 @@ def _leaves_no_process() -> Iterator[None]:
     """Fixtures of a wider scope may keep processes: they are started before this one looks."""
     before = _living_children()
     yield
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + limit(PATIENCE_S)
     while True:
         left = {pid: words for pid, words in _living_children().items() if pid not in before}
         if not left:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
 from torchmn.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ def _build(source: Path, out: Path, *options: str, umask: int = 0o022, **env: st
         umask=umask,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=limit(100),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return sorted(out.iterdir())

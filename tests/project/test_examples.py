@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
+from tests.limits import limit
 from tests.project import docstrings
 from torchmn.launch.backend import find_mpirun
 from torchmn.testing import run_ranks
@@ -102,7 +103,7 @@ def test_docstring_in_a_process(name: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": python_path, "TMPDIR": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=limit(180),
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

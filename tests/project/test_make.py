@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
+
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +66,7 @@ class Project:
             env={"PATH": str(self.tools), "HOME": str(self.folder), **env},
             capture_output=True,
             text=True,
-            timeout=50,
+            timeout=limit(50),
             check=False,
         )
 
@@ -234,22 +236,31 @@ def test_disk_that_is_full(project: Project) -> None:
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_continuous_integration_runs_the_tests_with_real_samples(tmp_path: Path) -> None:
-    """`.ci/run` calls make test, with a folder of samples if there is one next to the project."""
+def test_continuous_integration_runs_all_and_fails_with_any(tmp_path: Path) -> None:
+    """With real samples if there is a folder of them next to the project."""
     project = tmp_path / "a project"
     (project / ".ci").mkdir(parents=True)
     shutil.copy(ROOT / ".ci" / "run", project / ".ci" / "run")
-    (project / "Makefile").write_text('test:\n\t@echo "$@: $$TORCHMN_TEST_DATA"\n')
+    (project / "Makefile").write_text(
+        'lint:\ntest test-all:\n\t@echo "$$TORCHMN_TEST_DATA"; $($@)\n'
+    )
 
-    def printed() -> str:
+    def done(*, status: int = 0, **failing: str) -> list[str]:
         # These tests run under make themselves, and an inner make would print that.
         unwanted = {"TORCHMN_TEST_DATA", "MAKELEVEL", "MAKEFLAGS", "MFLAGS"}
         env = {name: text for name, text in os.environ.items() if name not in unwanted}
         command = ["bash", str(project / ".ci" / "run")]
-        return subprocess.run(
-            command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        found = subprocess.run(
+            command, cwd=tmp_path, env={**env, **failing}, capture_output=True, text=True
+        )
+        assert found.returncode == status, found.stderr
+        return [line for line in found.stdout.splitlines() if line.startswith(("ci: ", "/"))]
 
-    assert printed() == "test:"
+    words = [
+        f"ci: make {each} {does}" for each in ("test", "test-all") for does in ("begins", "passed")
+    ]
+    assert done()[2:] == words
+    words[1] = "ci: make test failed"
+    assert done(status=1, test="false")[2:] == [*words, "ci: failed: test"]
     (tmp_path / "shared" / "data").mkdir(parents=True)
-    assert printed() == f"test: {(tmp_path / 'shared' / 'data').resolve()}"
+    assert str((tmp_path / "shared" / "data").resolve()) in done()

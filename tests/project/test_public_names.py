@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchmn
+from tests.limits import limit
 
 from .names import PAGE, packages, page, without_example
 
@@ -119,7 +120,7 @@ def test_submodules_load_by_attribute_after_a_plain_import() -> None:
         "        vars(torchmn).pop(loaded.split('.')[1], None)\n"
         "    assert getattr(torchmn, name).__name__ == f'torchmn.{name}'\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=50)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=limit(50))
 
 
 def test_names_have_examples_that_run() -> None:

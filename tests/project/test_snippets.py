@@ -1,7 +1,7 @@
 """Code in README, how-tos and explanations runs; commands have options that exist.
 
 A page is one session: its blocks run in order, in an empty folder, with what its reader has. The
-tutorials are programs that processes run: tests/processes/test_tutorial*.py.
+tutorials are programs that processes run: tests/all/processes/test_tutorial*.py.
 """
 
 from __future__ import annotations

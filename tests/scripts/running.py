@@ -36,9 +36,7 @@ def alone(script: Script) -> Outcomes:
     return _outcomes(script.reference, Worker())
 
 
-def on_ranks(
-    script: Script, world_size: int, schedule: str, *, timeout_s: float = 20
-) -> list[Outcomes | TorchmnError]:
+def on_ranks(script: Script, world_size: int, schedule: str) -> list[Outcomes | TorchmnError]:
     """What each rank gets, each on a host of its own, or the error that ended it."""
 
     def rank_main(comm: Communicator) -> Outcomes | TorchmnError:
@@ -49,7 +47,7 @@ def on_ranks(
             return error
 
     hosts = Topology(tuple(f"host{rank}" for rank in range(world_size)))
-    return run_ranks(rank_main, world_size, topology=hosts, timeout_s=timeout_s)
+    return run_ranks(rank_main, world_size, topology=hosts)
 
 
 def on_isolated_ranks(script: Script, world_size: int) -> list[Outcomes]:

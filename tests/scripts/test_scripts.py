@@ -27,18 +27,33 @@ pytestmark = [
 ]
 
 
+FIRST, *OTHERS = SCHEDULES
+
+
 def _cases() -> Iterator[pytest.param]:
+    """All schedules and numbers of ranks, of which every change is tested by some.
+
+    Every script runs under the first schedule on several ranks, under one of the others, which take
+    turns, and alone on its rank under one.
+    """
     for number, script in enumerate(all_scripts()):
+        of_every_change = {
+            (FIRST, max(WORLD_SIZES)),
+            (OTHERS[number % len(OTHERS)], max(WORLD_SIZES)),
+            (SCHEDULES[number % len(SCHEDULES)], 1),
+        }
         for schedule in SCHEDULES:
-            # A slow one is alone on its rank under one schedule, and on more ranks under all.
-            is_alone = not script.is_slow or schedule == SCHEDULES[number % len(SCHEDULES)]
-            for world_size in WORLD_SIZES if is_alone else WORLD_SIZES[1:]:
+            for world_size in WORLD_SIZES:
+                is_slow = (schedule, world_size) not in of_every_change
+                if is_slow and script.is_slow and world_size == 1:
+                    continue
+                marks = [pytest.mark.slow] if is_slow else []
                 yield pytest.param(
                     script,
                     schedule,
                     world_size,
                     id=f"{script.name}-{schedule}-{world_size}",
-                    marks=[pytest.mark.slow] if script.is_slow else [],
+                    marks=marks,
                 )
 
 
@@ -54,13 +69,7 @@ def test_as_one_process(script: Script, schedule: str, world_size: int) -> None:
         check_exact(script, results)
 
 
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param(script, id=script.name, marks=[pytest.mark.slow] if script.is_slow else [])
-        for script in all_scripts()
-    ],
-)
+@pytest.mark.parametrize("script", all_scripts(), ids=lambda script: script.name)
 def test_a_script_detects_that_nothing_is_exchanged(script: Script) -> None:
     for found in on_isolated_ranks(script, 2):
         assert differences(script, found)

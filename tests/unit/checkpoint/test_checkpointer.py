@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import torchmn
+from tests.limits import limit
 from tests.unit.checkpoint.training import (
     Training,
     assert_same,
@@ -312,7 +313,9 @@ def test_what_training_changes_meanwhile_is_not_saved(tmp_path: Path) -> None:
         checkpointer = checkpointer_of(comm, tmp_path)
         may_write = threading.Event()
         original = checkpointer._writer.write
-        checkpointer._writer.write = lambda request: (may_write.wait(20), original(request))[1]
+        checkpointer._writer.write = lambda request: (may_write.wait(limit(9)), original(request))[
+            1
+        ]
         checkpointer.save(1, {"model": model})
         with torch.no_grad():
             model.weight.fill_(2.0)
@@ -330,7 +333,9 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
         checkpointer = checkpointer_of(comm, tmp_path)
         may_write = threading.Event()
         original = checkpointer._writer.write
-        checkpointer._writer.write = lambda request: (may_write.wait(20), original(request))[1]
+        checkpointer._writer.write = lambda request: (may_write.wait(limit(9)), original(request))[
+            1
+        ]
         checkpointer.save(1, {"it": holder})
         opener = threading.Timer(0.3, may_write.set)
         opener.start()
@@ -528,7 +533,7 @@ def test_lost_rank_ends_a_save_with_an_error(tmp_path: Path) -> None:
 def test_ranks_that_do_not_share_the_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For real with mount namespaces: tests/processes/test_checkpoint.py."""
+    """For real with mount namespaces: tests/smoke/test_checkpoint.py."""
     from torchmn.checkpoint import create
 
     monkeypatch.setattr(create, "_sees", lambda token, comm: comm.rank != 1)

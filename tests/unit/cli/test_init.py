@@ -15,7 +15,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from tests.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH
 from torchmn.cli.init import KINDS
 from torchmn.cli.main import app
 from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError

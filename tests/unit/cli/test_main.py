@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import torchmn
+from tests.limits import limit
 
 SOURCES = str(Path(torchmn.__file__).parents[1])
 
@@ -20,7 +21,7 @@ def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, *args],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=limit(30),
         check=False,
         env={"PYTHONPATH": SOURCES, "PATH": "/usr/bin:/bin", "COLUMNS": "100", **variables},
     )
@@ -130,7 +131,7 @@ def test_bash_itself_completes(tmp_path: Path) -> None:
         [bash, "--norc", "-c", script],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=limit(30),
         check=False,
         env={"PYTHONPATH": SOURCES, "PATH": f"{tmp_path}:/usr/bin:/bin"},
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
 from tests.unit.cli.test_main import SOURCES, run
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn.cli.main import main
@@ -119,15 +120,15 @@ def test_metrics_are_served_of_a_run_that_is_going(tmp_path: Path) -> None:
         assert server.stderr is not None
         match = re.search(r"http://\S+/metrics", server.stderr.readline())
         assert match
-        with urllib.request.urlopen(match[0], timeout=30) as answer:
+        with urllib.request.urlopen(match[0], timeout=limit(30)) as answer:
             first = answer.read().decode()
         check_openmetrics(first)
         assert 'torchmn_steps_total{rank="3",host="host3"} 20' in first
         ImitatedRun(num_ranks=4, num_steps=30, has_ended=False).write(tmp_path)
-        with urllib.request.urlopen(match[0], timeout=30) as answer:
+        with urllib.request.urlopen(match[0], timeout=limit(30)) as answer:
             assert 'torchmn_steps_total{rank="3",host="host3"} 30' in answer.read().decode()
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=30) == 130
+        assert server.wait(timeout=limit(30)) == 130
     finally:
         server.kill()
         server.communicate()

@@ -8,6 +8,8 @@ from importlib import import_module
 
 import pytest
 
+from tests.limits import limit
+
 IMPORTS = {
     "torchmn.cntk": (
         "Trainer UnitType classification_error cross_entropy_with_softmax learning_rate_schedule "
@@ -62,4 +64,4 @@ def test_modules_are_attributes_after_one_import() -> None:
         "from torchmn.cntk.train.training_session import *\n"
         "assert callable(training_session)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=limit(100))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.limits import limit
 from torchmn.communicators import Communicator
 from torchmn.errors import (
     CommunicationError,
@@ -338,7 +339,7 @@ def test_an_invalid_argument_is_named_if_the_other_ranks_do_not_arrive() -> None
 
     def rank_main(comm):
         if comm.rank == 1:
-            assert ended.wait(timeout=20)
+            assert ended.wait(timeout=limit(20))
             return
         try:
             with pytest.raises(TimeLimitError, match="rejected its own call: Unknown reduction"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from tests.limits import limit
 from torchmn import create_communicator
 from torchmn.communicators.create import gpus_in_use
 from torchmn.errors import (
@@ -139,7 +140,7 @@ def test_a_script_without_a_main_guard_raises_in_its_workers(tmp_path: Path) -> 
         "    print('worker ended with', worker.exitcode)\n"
     )
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=50, check=True
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=limit(50), check=True
     )
     assert "worker ended with 1" in done.stdout
     assert "UsageError: create_communicator() was called while a process" in done.stderr

@@ -14,6 +14,7 @@ from tests.contracts.suites.communicator_contracts import (
     step,
     training_data,
 )
+from tests.limits import limit
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators.engine import Engine, _tensors_in
 from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
@@ -51,7 +52,7 @@ def test_a_call_runs_on_the_calling_thread_when_nothing_is_in_flight(engine: Eng
 def test_submit_returns_before_the_job_is_done() -> None:
     engine = Engine(CPU)
     may_end = threading.Event()
-    work = engine.submit(lambda: may_end.wait(timeout=10))
+    work = engine.submit(lambda: may_end.wait(timeout=limit(10)))
     assert not work.done
     may_end.set()
     assert work.wait() is True
@@ -155,12 +156,12 @@ def test_may_spin_only_while_no_thread_computes() -> None:
     def job() -> None:
         seen.append(engine.is_eager())
         began.set()
-        may_end.wait(timeout=10)
+        may_end.wait(timeout=limit(10))
         while not engine.is_eager():  # until a caller waits
             pass
 
     work = engine.submit(job)
-    assert began.wait(timeout=10)
+    assert began.wait(timeout=limit(10))
     may_end.set()
     work.wait()
     assert seen == [False]

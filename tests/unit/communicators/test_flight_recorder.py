@@ -7,6 +7,7 @@ import threading
 import torch
 
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
+from tests.limits import limit
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators.flight_recorder import FlightRecorder
 from torchmn.testing import run_ranks
@@ -159,7 +160,7 @@ def test_a_collective_that_waits_for_others_shows_as_running() -> None:
 
     def rank_main(comm):
         if comm.rank == 1:
-            assert may_come.wait(timeout=10)
+            assert may_come.wait(timeout=limit(10))
             comm.sum_(torch.ones(5), bucket=4, step=9)
             return None
         work = comm.start_sum_(torch.ones(5), bucket=4, step=9)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from tests.limits import limit
 from torchmn.communicators import ANY_SOURCE, ANY_TAG, Status
 from torchmn.errors import RankMismatchError, TimeLimitError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
@@ -64,7 +65,7 @@ def test_the_time_limit_error_names_messages_that_were_not_requested() -> None:
     def rank_main(comm):
         if comm.rank == 1:
             comm.send_obj("hello", 0, tag=5)
-            assert has_ended.wait(timeout=20)
+            assert has_ended.wait(timeout=limit(20))
             return
         try:
             with pytest.raises(TimeLimitError, match=r"not requested: rank 1 tag 5\."):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
+from tests.limits import limit
 from torchmn import create_multi_node_optimizer, functions
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError, TimeLimitError
@@ -33,7 +34,7 @@ def one_stays_away(call: Callable[[Communicator], object], **options) -> None:
 
     def rank_main(comm):
         if comm.rank == 1:
-            assert knows.wait(timeout=20)
+            assert knows.wait(timeout=limit(20))
             return
         try:
             call(comm)
@@ -49,7 +50,7 @@ def test_the_error_names_collective_rank_and_host(what: str) -> None:
         started = time.monotonic()
         with pytest.raises(TimeLimitError) as caught:
             CALLS[what](comm)
-        assert time.monotonic() - started < 10
+        assert time.monotonic() - started < limit(10)
         text = str(caught.value)
         assert text.startswith("rank 0 of 2 on here (")
         assert "within 0.5 s" in text
@@ -74,7 +75,7 @@ def test_a_step_of_training(name: str) -> None:
         model = network(0)
         optimizer = create_multi_node_optimizer(sgd(model), comm, model)
         if comm.rank == 1:
-            assert away.wait(timeout=20)
+            assert away.wait(timeout=limit(20))
             return
         try:
             with pytest.raises(TimeLimitError, match=r"rank 0 of 2 on .*bucket 0, step 0"):

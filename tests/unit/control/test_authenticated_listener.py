@@ -13,6 +13,7 @@ from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 
+from tests.limits import limit
 from torchmn.control import authenticated_listener as module
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import (
@@ -55,7 +56,7 @@ class Server:
         )
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(self.address, timeout=20)
+        return socket.create_connection(self.address, timeout=limit(20))
 
     def close(self) -> None:
         self._is_done = True
@@ -110,7 +111,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + limit(20)
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -385,7 +386,7 @@ def test_the_host_with_most_pending_connections_makes_room(start_server: Open) -
 
         def come(host: str) -> socket.socket:
             connection = socket.create_connection(
-                ("127.0.0.1", port), timeout=20, source_address=(host, 0)
+                ("127.0.0.1", port), timeout=limit(20), source_address=(host, 0)
             )
             s.enter_context(connection)
             num_before = authenticated.num_pending
@@ -459,7 +460,7 @@ def test_a_listener_needs_a_secret() -> None:
 def test_close_drops_pending_connections(start_server: Open) -> None:
     listener = channels.listen()
     authenticated = AuthenticatedListener(listener, secret=SECRET, role="t")
-    with socket.create_connection(listener.getsockname(), timeout=20) as client:
+    with socket.create_connection(listener.getsockname(), timeout=limit(20)) as client:
         until(lambda: authenticated.admit() == [] and authenticated.num_pending == 1)
         authenticated.close()
         assert read_all(client).count(b"\n") <= 1

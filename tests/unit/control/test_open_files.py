@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.limits import limit
+
 SCRIPT = """
 import resource, subprocess, sys
 from torchmn.control.open_files import allow_connections, lower_in_child
@@ -51,7 +53,7 @@ def limits_of(soft: int, hard: int, num_connections: int) -> list[str]:
         [sys.executable, "-c", SCRIPT, str(soft), str(hard), str(num_connections)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=limit(50),
         check=True,
     )
     return done.stdout.splitlines()

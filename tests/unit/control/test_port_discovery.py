@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import torchmn
+from tests.limits import limit
 from torchmn.control import port_discovery
 from torchmn.errors import LaunchError
 from torchmn.topology import read_launcher_env
@@ -95,7 +96,7 @@ def test_unauthenticated_clients_receive_nothing(
 ) -> None:
     publish("job", 4444)
     for sent in (b"", b"short", b"x" * 32, b"x" * 100_000):
-        with socket.create_connection(listener_of("job", tmp_path), timeout=5) as client:
+        with socket.create_connection(listener_of("job", tmp_path), timeout=limit(5)) as client:
             client.sendall(sent)
             received = b""
             with contextlib.suppress(OSError):  # it may have hung up already
@@ -113,7 +114,7 @@ def test_slow_clients_do_not_delay_ranks(
     with contextlib.ExitStack() as stack:
         for _ in range(200):
             address = listener_of("job", tmp_path)
-            stack.enter_context(socket.create_connection(address, timeout=5))
+            stack.enter_context(socket.create_connection(address, timeout=limit(5)))
         assert lookup("job", 5, tmp_path) == ("127.0.0.1", 4444)
 
 
@@ -123,7 +124,7 @@ def test_it_listens_on_the_requested_interface_only(
     publish("job", 4444, host="127.0.0.2")
     _, port = listener_of("job", tmp_path)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
+        socket.create_connection(("127.0.0.1", port), timeout=limit(5))
     assert lookup("job", 5, tmp_path) == ("127.0.0.2", 4444)
 
 

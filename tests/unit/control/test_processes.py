@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from tests.limits import limit
 from torchmn.control.processes import (
     children,
     descendants,
@@ -39,14 +40,14 @@ def test_descendants_are_found_and_killed_except_spared_ones() -> None:
     assert {tree.pid, spared.pid, *grandchildren} <= set(descendants(os.getpid()))
     others = set(descendants(os.getpid())) - {tree.pid, *grandchildren}
     kill_descendants(os.getpid(), spare=others)
-    assert tree.wait(5) == -signal.SIGKILL
+    assert tree.wait(limit(5)) == -signal.SIGKILL
     for pid in grandchildren:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + limit(5)
         while pid in descendants(1):
             assert time.monotonic() < deadline
     assert spared.poll() is None
     spared.kill()
-    spared.wait(5)
+    spared.wait(limit(5))
     tree.stdout.close()
 
 
@@ -59,16 +60,16 @@ def test_children_that_another_thread_has_started() -> None:
     def start() -> None:
         started.append(subprocess.Popen(["sleep", "60"]))
         has_started.set()
-        must_end.wait(60)  # with the thread they would become those of another one
+        must_end.wait(limit(60))  # with the thread they would become those of another one
 
     thread = threading.Thread(target=start)
     thread.start()
-    assert has_started.wait(30)
+    assert has_started.wait(limit(30))
     found = children(os.getpid())
     must_end.set()
     thread.join()
     started[0].kill()
-    started[0].wait(5)
+    started[0].wait(limit(5))
     assert started[0].pid in found
 
 
@@ -91,4 +92,4 @@ assert has_children()
 process.wait()
 assert not has_children()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=limit(30))

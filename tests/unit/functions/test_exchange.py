@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.limits import limit
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError, TimeLimitError, UsageError
 from torchmn.functions import allgather, allreduce, gather, pseudo_connect, recv, send
@@ -122,7 +123,7 @@ def test_a_rank_without_backward_is_named_with_both_lines() -> None:
         x = torch.ones(2, requires_grad=True)
         if comm.rank == 0:
             send(x * 2, comm, 1)
-            has_raised.wait(20)
+            has_raised.wait(limit(20))
             return
         try:
             recv(comm, 0).sum().backward()
@@ -150,7 +151,7 @@ def test_a_rank_that_waits_says_what_it_has_not_reached() -> None:
         else:
             recv(comm, 0)
             recv(comm, 0)
-            has_raised.wait(20)
+            has_raised.wait(limit(20))
 
     has_raised = threading.Event()
     with pytest.raises(TimeLimitError, match="Backward of this rank has not reached: send") as got:
@@ -162,7 +163,7 @@ def test_tags_that_do_not_match() -> None:
     def rank_main(comm: Communicator) -> None:
         if comm.rank == 0:
             send(torch.ones(2), comm, 1, tag=4)
-            has_raised.wait(20)
+            has_raised.wait(limit(20))
             return
         try:
             recv(comm, 0, tag=5)

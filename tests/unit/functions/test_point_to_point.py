@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from tests.limits import limit
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError, UsageError
 from torchmn.functions import pseudo_connect, recv, send
@@ -91,7 +92,7 @@ def test_a_gradient_that_does_not_come_names_the_lines() -> None:
     def rank_main(comm: Communicator) -> None:
         if comm.rank == 1:
             recv(comm, 0)
-            has_raised.wait(20)
+            has_raised.wait(limit(20))
             return
         try:
             send(torch.ones(2, requires_grad=True), comm, 1).backward()

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.contracts.suites.communicator_contracts import seeded
+from tests.limits import limit
 from tests.unit.models import batch, equal, fill, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UnsupportedError
@@ -369,7 +370,7 @@ def test_hooks_never_block() -> None:
             for parameter in model.parameters():
                 parameter.register_post_accumulate_grad_hook(note)
         else:
-            assert rank_0_is_through.wait(timeout=10), "a hook of rank 0 waits for rank 1"
+            assert rank_0_is_through.wait(timeout=limit(10)), "a hook of rank 0 waits for rank 1"
         loss.backward()
         assert near(grads(model), mean_over_ranks(model, 2))
         buckets = {e.bucket for e in comm.flight_recorder.entries() if e.step == 0}

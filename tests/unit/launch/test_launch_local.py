@@ -1,6 +1,6 @@
 """Functions as ranks: results, exceptions and the end, from an ordinary process.
 
-`tests/processes/test_notebook.py` does the same from cells of a notebook.
+`tests/all/processes/test_notebook.py` does the same from cells of a notebook.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import torchmn
-from tests.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH
 from torchmn.errors import (
     CommunicationError,
     RankError,

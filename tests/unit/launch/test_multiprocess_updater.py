@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from tests.limits import limit
 from tests.unit.training.setups import Line, points, sgd
 from torchmn import (
     MultiprocessParallelUpdater,
@@ -174,7 +175,7 @@ class TestScript:
             [sys.executable, SCRIPT, "unguarded"],
             capture_output=True,
             text=True,
-            timeout=170,
+            timeout=limit(170),
             check=False,
         )
         assert done.returncode == 1
@@ -192,7 +193,7 @@ class TestScript:
             watchdog.cancel()
         processes = [int(pid) for pid in line.split()]
         assert len(processes) == 3  # launcher, agent, worker
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + limit(10)
         while any(map(psutil.pid_exists, processes)) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not [pid for pid in processes if psutil.pid_exists(pid)]

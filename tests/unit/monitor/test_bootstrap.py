@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchmn
+from tests.limits import limit
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.monitor import Failed, Leaving
@@ -58,7 +59,7 @@ def run(
         close_fds=False,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=limit(50),
     )
     other.close()
     channel = Channel(own)
@@ -102,7 +103,7 @@ def test_a_script_sees_what_plain_python_shows_it(
         env={**os.environ, "PYTHONPATH": SOURCES, "PYTHONSAFEPATH": safe_path},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=limit(50),
     )
     assert plain.returncode == 0, plain.stderr
     monitored, messages = run(with_bootstrap(command), folder, PYTHONSAFEPATH=safe_path)
@@ -129,7 +130,7 @@ def test_a_script_ends_as_under_plain_python(
 ) -> None:
     (tmp_path / "script.py").write_text(text)
     command = [sys.executable, "script.py"]
-    plain = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50)
+    plain = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=limit(50))
     monitored, messages = run(with_bootstrap(command), tmp_path)
     assert (monitored.stdout, monitored.stderr) == (plain.stdout, plain.stderr)
     assert monitored.returncode == plain.returncode

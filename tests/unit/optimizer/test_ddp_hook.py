@@ -1,4 +1,4 @@
-"""What the hook for DistributedDataParallel refuses; tests/processes has the rest."""
+"""What the hook for DistributedDataParallel refuses; tests/all/processes has the rest."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.limits import limit
 from torchmn import create_multi_node_optimizer
 from torchmn.testing import run_ranks
 
@@ -35,7 +36,7 @@ def run(folder: Path, seed: str, p: float = 0.1) -> tuple[str, str]:
     script.write_text(SCRIPT.format(seed=seed, p=p))
     done = subprocess.run(
         [sys.executable, "-m", "torchmn", "run", "-n", "2", str(script)],
-        capture_output=True, text=True, timeout=55, check=False,
+        capture_output=True, text=True, timeout=limit(55), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     masks = next(text for text in ("equal", "different") if text in done.stdout)

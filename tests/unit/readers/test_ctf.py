@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.limits import limit
 from torchmn.errors import DataError, UsageError
 from torchmn.readers import ctf_index, ctf_parse
 from torchmn.readers.assembly import gather
@@ -310,12 +311,13 @@ def test_a_fork_while_a_thread_holds_its_lock(tmp_path: Path) -> None:
     def hold() -> None:
         with deserializer._lock:
             held.set()
-            may_end.wait(60)
+            may_end.wait(limit(60))
 
     holder = threading.Thread(target=hold, daemon=True)
     holder.start()
-    assert held.wait(10)
-    loader = DataLoader(MinibatchDataset(source, 2), batch_size=None, num_workers=1, timeout=20)
+    assert held.wait(limit(10))
+    dataset = MinibatchDataset(source, 2)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, timeout=limit(20))
     assert sum(len(batch["x"]) for batch in loader) == 5
     may_end.set()
     holder.join()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.limits import limit
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.communicators import Communicator
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
@@ -320,7 +321,7 @@ class Held(UserDeserializer):
     def get_chunk(self, chunk_id: int) -> Any:
         if threading.current_thread().name == "holder":
             self.is_reading.set()
-            self.may_end.wait(30)
+            self.may_end.wait(limit(30))
         return {"x": np.full((4, 1), float(chunk_id))}
 
 
@@ -332,10 +333,10 @@ def test_a_fork_while_a_thread_reads() -> None:
     read = held_source._deserializer.get_chunk
     holder = threading.Thread(target=lambda: (read(3), read(3)), name="holder", daemon=True)
     holder.start()
-    assert held.is_reading.wait(10)
+    assert held.is_reading.wait(limit(10))
     dataset = MinibatchDataset(held_source, 8)
     dataset.set_epoch(1)
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, timeout=30)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, timeout=limit(30))
     assert sum(len(batch["x"]) for batch in loader) == 24
     held.may_end.set()
     holder.join()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.limits import limit
 from torchmn.errors import DataError, UnknownNameError, UsageError
 from torchmn.readers import (
     FULL_DATA_SWEEP,
@@ -267,7 +268,7 @@ class Slow(Numbers):
 
     def get_chunk(self, chunk_id: int) -> Any:
         self.begun.release()
-        self.may_read.wait(20)
+        self.may_read.wait(limit(20))
         return super().get_chunk(chunk_id)
 
 
@@ -354,7 +355,7 @@ def test_a_read_that_hangs_does_not_hold_the_end_of_a_script(end: str, status: i
     root = __file__.rsplit("/tests/", 1)[0]
     code = EXIT.replace("{end}", end).replace("@", root)
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=limit(60)
     )
     assert result.stdout == "4\n"
     assert result.returncode == status, result.stderr

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.limits import limit
 from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UnsupportedError, UsageError
@@ -87,7 +88,7 @@ def test_the_exchange_runs_on_after_the_step() -> None:
         model = mlp()
         optimizer = make(comm, model)
         if comm.rank == 1:
-            assert rank_0_has_stepped.wait(timeout=10), "step() of rank 0 waits for rank 1"
+            assert rank_0_has_stepped.wait(timeout=limit(10)), "step() of rank 0 waits for rank 1"
         train(model, optimizer, comm.rank, [0])
         rank_0_has_stepped.set()
         train(model, optimizer, comm.rank, [1, 2])

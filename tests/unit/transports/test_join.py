@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from torchmn.errors import TopologyError
 from torchmn.topology import read_launcher_env
 from torchmn.transports import join
@@ -83,7 +84,7 @@ def test_two_steps_of_one_job_find_their_own_ranks_without_a_port(tmp_path: Path
     for processes in worlds:
         found = []
         for process in processes:
-            out, err = process.communicate(timeout=50)
+            out, err = process.communicate(timeout=limit(50))
             assert process.returncode == 0, err
             found.append(json.loads(out))
         assert found == [[0, 2, 2.0], [1, 2, 2.0]]
@@ -107,7 +108,11 @@ def test_a_port_in_use(tmp_path: Path) -> None:
             "MASTER_PORT": port,
         }
         done = subprocess.run(
-            [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=50
+            [sys.executable, str(script)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=limit(50),
         )
     assert done.returncode != 0
     assert f"Rank 0 could not listen on 127.0.0.1:{port}" in done.stderr

@@ -14,6 +14,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.contracts.suites.communicator_contracts import seeded
+from tests.limits import limit
 from torchmn.communicators import create_communicator
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.testing.ranks import run_threads
@@ -172,7 +173,7 @@ def test_a_late_rank_is_named_when_the_time_limit_passes() -> None:
 
     def rank_main(transport):
         if transport.rank == 1:
-            assert is_over.wait(timeout=20)
+            assert is_over.wait(timeout=limit(20))
             return
         try:
             with pytest.raises(TimeLimitError, match=r"ranks \[1\].*within 0\.3 s"):
@@ -222,15 +223,17 @@ def test_where_ranks_cannot_connect_all_continue_without(monkeypatch) -> None:
 class DisturbedTransport(TorchDistributedTransport):
     """A transport during whose setup clients without the secret connect to rank 0's listener."""
 
-    def all_gather_stripes_(self, buffer, limit) -> None:
-        super().all_gather_stripes_(buffer, limit)
+    def all_gather_stripes_(self, buffer, time_limit) -> None:
+        super().all_gather_stripes_(buffer, time_limit)
         if buffer.numel() != self.size * tcp._ROW_BYTES or self.rank == 0:
             return
         row = buffer[: tcp._ROW_BYTES].numpy().tobytes()
         token, rest = row[: tcp._TOKEN_BYTES], row[tcp._TOKEN_BYTES :]
         port, _ = struct.unpack_from("<HB", rest)
         for number in range(100):
-            client = socket.create_connection((socket.inet_ntoa(rest[3:7]), port), timeout=10)
+            client = socket.create_connection(
+                (socket.inet_ntoa(rest[3:7]), port), timeout=limit(10)
+            )
             self.clients.append(client)
             if number % 3 == 1:
                 client.sendall(os.urandom(100))
@@ -343,7 +346,7 @@ def test_a_library_that_sends_in_calls_only_is_called_while_a_rank_waits() -> No
         inner = Lazy(store, rank, 2, timeout_s=20)
         with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
             if rank == 1:
-                assert released.wait(10)
+                assert released.wait(limit(10))
             buffer = torch.ones(LARGE)
             transport.all_reduce_(buffer, "sum", TimeLimit(10))
             return float(buffer.sum()) / LARGE

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 import time
 
+from tests.limits import limit
 from torchmn.testing import run_ranks
 from torchmn.transports.base import BackoffTimeLimit, TimeLimit, poll_until
 
@@ -25,11 +26,11 @@ def test_a_long_wait_polls_less_and_less() -> None:
 
 
 def test_it_can_be_ended_from_another_thread() -> None:
-    limit = BackoffTimeLimit(1000, longest_pause_s=0.01)
-    threading.Timer(0.05, limit.end).start()
+    waits = BackoffTimeLimit(1000, longest_pause_s=0.01)
+    threading.Timer(0.05, waits.end).start()
     began = time.monotonic()
-    assert not poll_until(lambda: False, limit, polls_before_yield=1)
-    assert time.monotonic() - began < 100
+    assert not poll_until(lambda: False, waits, polls_before_yield=1)
+    assert time.monotonic() - began < limit(100)
 
 
 def test_on_finalize_runs_before_the_communicator_ends() -> None:

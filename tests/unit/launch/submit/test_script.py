@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import limit
 from tests.unit.launch.submit.examples import BODY_OF_ROW_3_5, tutorial
 from torchmn.errors import UsageError
 from torchmn.launch.submit import SCHEDULERS, job_script
@@ -218,15 +219,15 @@ def test_a_scheduler_without_a_warning_has_the_script_send_it(scheduler: str) ->
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("limit", ["00:00:02", "01:00:00"])
+@pytest.mark.parametrize("walltime", ["00:00:02", "01:00:00"])
 def test_the_warning_of_the_script_comes_in_time_and_ends_with_it(
-    limit: str, tmp_path: Path
+    walltime: str, tmp_path: Path
 ) -> None:
-    text = script("pbs", signal=1, walltime=limit)
+    text = script("pbs", signal=1, walltime=walltime)
     command = f"""
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
-time.sleep({600 if limit == "00:00:02" else 0})
+time.sleep({600 if walltime == "00:00:02" else 0})
 """
     # "#!" followed by the path of an interpreter does not work for one with a blank
     words = shlex.join([sys.executable, "-c", command])
@@ -240,8 +241,8 @@ time.sleep({600 if limit == "00:00:02" else 0})
     process = subprocess.Popen(
         ["bash", "-c", text], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == (7 if limit == "00:00:02" else 0), (out, err)
+    out, err = process.communicate(timeout=limit(60))
+    assert process.returncode == (7 if walltime == "00:00:02" else 0), (out, err)
 
 
 def test_directives_precede_the_first_command() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.limits import limit
 from tests.unit.models import (
     OfList,
     batch,
@@ -257,7 +258,7 @@ def test_steps_continue_while_the_exchange_is_pending() -> None:
         model, optimizer = wrap(comm, PeriodicAverage(8, overlap_steps=3))
         for step in range(7):  # the first exchange also compares where the ranks started
             if comm.rank == 1 and step == 4:
-                assert late.wait(10)
+                assert late.wait(limit(10))
             train(model, optimizer, comm.rank, step, 4 if step == 0 else 1)
         if comm.rank == 0:
             late.set()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.limits import limit
 from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
 from torchmn.communicators import Communicator, create_communicator
 from torchmn.errors import (
@@ -588,7 +589,7 @@ class TestWaiting:
                     train(optimizer, model, comm.rank, range(2, 9))
                 over.set()
             else:
-                assert over.wait(30)
+                assert over.wait(limit(30))
 
         run_ranks(job, 3, timeout_s=2)
 
@@ -620,7 +621,7 @@ class TestWaiting:
             use = optimizer.flush if optimizer.is_server else steps
             with pytest.raises(CommunicationError) as caught:
                 use()
-            assert time.monotonic() - began < 15
+            assert time.monotonic() - began < limit(15)
             comm.barrier()  # no rank leaves before all have their error
             return str(caught.value)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.limits import limit
 from torchmn.errors import PeerLostError, TimeLimitError
 from torchmn.schedules.parameter_server.server import Push, Reply, Rules, ShardServer
 from torchmn.schedules.parameter_server.shards import ShardMemory
@@ -160,7 +161,7 @@ def test_a_worker_ahead_waits_for_the_slowest_live_worker() -> None:
     thread.join(0.1)
     assert thread.is_alive()  # worker 2 has made no step
     bench.server.leave(2, "the cable is cut")
-    thread.join(5)
+    thread.join(limit(5))
     [(_, reply)] = outcome  # type: ignore[misc]
     assert reply.num_steps_ahead == 1
     assert reply.lost == (2,)
@@ -179,7 +180,7 @@ def test_a_worker_that_is_done_does_not_delay_others() -> None:
         pulled, reply = bench.push(0, torch.ones(3))
     memory = ShardMemory(bench.named)
     last = bench.server.finish(0, 0, memory, {}, bench._stay)
-    thread.join(5)
+    thread.join(limit(5))
     assert torch.equal(memory.slots["w"], pulled)
     assert outcome[0].version == last.version == reply.version  # type: ignore[attr-defined]
 
@@ -204,7 +205,7 @@ def test_notify_of_others_prolong_the_wait() -> None:
         time.sleep(0.25)
         bench.push(1, torch.ones(3))
     bench.push(2, torch.ones(3))
-    thread.join(5)
+    thread.join(limit(5))
     assert isinstance(outcome[0], tuple), outcome
 
 
@@ -217,7 +218,7 @@ def test_it_begins_when_all_have_arrived_with_the_values_of_its_rank() -> None:
     with torch.no_grad():
         bench.parameter.fill_(7)
     bench.begin(1)
-    thread.join(5)
+    thread.join(limit(5))
     pulled, _ = outcome[0]  # type: ignore[misc]
     assert torch.equal(pulled, torch.full((3,), 7.0, dtype=torch.float64))
 
@@ -228,7 +229,7 @@ def test_a_closed_server_reports_it() -> None:
     thread, outcome = run_aside(lambda: bench.push(0, torch.ones(3)))
     time.sleep(0.02)
     bench.server.close("The end.")
-    thread.join(5)
+    thread.join(limit(5))
     assert isinstance(outcome[0], PeerLostError)
     with pytest.raises(PeerLostError, match=r"The end\. Its part"):
         bench.push(1, torch.ones(3))
@@ -254,6 +255,6 @@ def test_one_that_leaves_in_the_middle_is_lost_and_one_at_the_end_is_not() -> No
         lambda: bench.server.finish(2, 0, ShardMemory(bench.named), {}, bench._stay)
     )
     bench.server.finish(0, 0, ShardMemory(bench.named), {}, bench._stay)
-    thread.join(5)
+    thread.join(limit(5))
     bench.server.leave(2)
     assert list(bench.server.lost) == [1]

@@ -1,0 +1,270 @@
+"""`make check-gpu`: every test marked ``gpu`` in a process of its own, a table and a record.
+
+A check that crashes, hangs or leaves an error in its CUDA context ends by itself: the next one has
+a new process. Without a GPU, or with a torch without CUDA, nothing runs and the exit status is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import psutil
+from benchmarks.record import RECORDS, environment
+from rich.console import Console
+from rich.table import Table
+
+from torchmn.topology import count_gpus
+
+ROOT = Path(__file__).parents[3]
+RECORD = RECORDS / "gpu.jsonl"
+TESTS = ("tests/all/gpu/test_one_process.py", "tests/all/gpu/test_ranks.py",
+         "tests/unit/compression/kernels/test_cuda.py")  # fmt: skip
+CHECK_LIMIT_S = 240.0
+TOTAL_LIMIT_S = 1140.0
+"""A minute is left for the table."""
+ONE_GPU = "NCCL refuses two ranks on one GPU, and this machine has one"
+_FACTS_LIMIT_S = 120.0
+_NO_TESTS = 5
+"""The exit status of pytest that has found none."""
+_MESSAGE_CHARS = 3000
+_TAIL_CHARS = 2500
+_ROW_CHARS = 400
+
+FACTS = """
+import json, torch
+facts = {"torch": torch.__version__, "cuda": torch.version.cuda, "gpus": []}
+if torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        each = torch.cuda.get_device_properties(index)
+        facts["gpus"].append({"name": each.name, "memory_gib": round(each.total_memory / 2**30, 1),
+                              "capability": f"{each.major}.{each.minor}"})
+    torch.zeros(1, device="cuda") + 1
+    with __import__("contextlib").suppress(Exception):
+        facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+try:
+    import triton
+    facts["triton"] = triton.__version__
+except ImportError:
+    facts["triton"] = None
+print(json.dumps(facts))
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a check: passed, failed or not run, with a message or a reason."""
+
+    check: str
+    outcome: str
+    seconds: float = 0.0
+    message: str = ""
+
+
+def find_facts() -> dict[str, Any]:
+    """GPUs and versions, asked by a process of its own; ``error`` where it has failed."""
+    facts: dict[str, Any] = {"num_device_files": count_gpus(os.environ), "gpus": []}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", FACTS],
+            capture_output=True,
+            text=True,
+            timeout=_FACTS_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {**facts, "error": f"the first use of the GPU has not ended in {_FACTS_LIMIT_S:g} s"}
+    if done.returncode:
+        return {**facts, "error": _end_of(done.returncode, done.stderr)}
+    facts |= json.loads(done.stdout.splitlines()[-1])
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        found = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+        facts["driver"] = found.stdout.split("\n")[0].strip()
+    return facts
+
+
+def reason_not_to_run(facts: dict[str, Any]) -> str | None:
+    """Why nothing can be checked here; None if there is a GPU that torch can use."""
+    if facts["gpus"] or "error" in facts:
+        return None
+    if facts["num_device_files"]:
+        return (
+            f"this machine has {facts['num_device_files']} GPU(s), but torch {facts['torch']} "
+            "cannot use them: install a build of torch with CUDA into .venv, and a driver for it"
+        )
+    return "this machine has no GPU"
+
+
+def collect(tests: Sequence[str], marks: str = "gpu and not several_gpus") -> list[str]:
+    """The names of the tests with these marks."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", marks, *tests]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, _NO_TESTS):
+        raise SystemExit(f"check-gpu: the tests cannot be read:\n{done.stdout}{done.stderr}")
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def run_check(name: str, limit_s: float) -> Outcome:
+    """Run one test in a process of its own, and end it and what it has started at its limit."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="torchmn-check-") as folder:
+        report, output = Path(folder) / "report.xml", Path(folder) / "output"
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "gpu", name]
+        command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        try:
+            status = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            end_with_children(process)
+        seconds = round(time.monotonic() - began, 1)
+        text = output.read_text(errors="replace")
+        if status is None:
+            message = f"no end within {limit_s:.0f} s; it was killed. {text[-_TAIL_CHARS:]}"
+            return Outcome(name, "failed", seconds, message)
+        outcome, message = read_report(report)
+        if outcome == "" or (outcome == "passed" and status):
+            outcome, message = "failed", _end_of(status, text)
+        return Outcome(name, outcome, seconds, message[:_MESSAGE_CHARS])
+
+
+def end_with_children(process: subprocess.Popen[Any]) -> None:
+    """Kill a process and all that it has started, in whatever session."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
+        for each in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def read_report(report: Path) -> tuple[str, str]:
+    """Outcome and message of the one test in a report; empty if it was not written."""
+    try:
+        case = next(ElementTree.parse(report).getroot().iter("testcase"))
+    except (OSError, ElementTree.ParseError, StopIteration):
+        return "", ""
+    for kind, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "not run")):
+        found = case.find(kind)
+        if found is not None:
+            return outcome, found.get("message") or found.text or ""
+    return "passed", ""
+
+
+def _end_of(status: int, text: str) -> str:
+    how = f"exit status {status}"
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            how = f"ended by {signal.Signals(-status).name}"
+    return f"{how}: {text.strip()[-_TAIL_CHARS:]}"
+
+
+def run_all(
+    names: Sequence[str], *, check_limit_s: float, total_limit_s: float, console: Console
+) -> list[Outcome]:
+    """Run checks one after another; those for which no time is left are not run."""
+    deadline = time.monotonic() + total_limit_s
+    outcomes = []
+    for number, name in enumerate(names):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            outcomes.append(Outcome(name, "not run", 0.0, "the total time limit was over"))
+            continue
+        outcomes.append(run_check(name, min(check_limit_s, left_s)))
+        last = outcomes[-1]
+        console.print(
+            f"{number + 1}/{len(names)} {last.outcome} in {last.seconds:g} s: {name}",
+            highlight=False,
+            markup=False,
+        )
+    return outcomes
+
+
+def show(facts: dict[str, Any], outcomes: Sequence[Outcome], console: Console) -> None:
+    """The table."""
+    gpus = ", ".join(each["name"] for each in facts["gpus"]) or facts.get("error", "none")
+    title = f"check-gpu: {gpus}; torch {facts.get('torch')}, CUDA {facts.get('cuda')}"
+    table = Table(title=title)
+    for column in ("check", "outcome", "s", "message or reason"):
+        table.add_column(column, overflow="fold", justify="right" if column == "s" else "left")
+    for each in outcomes:
+        short = " ".join(each.message.split())
+        if len(short) > _ROW_CHARS:
+            half = _ROW_CHARS // 2
+            short = f"{short[:half]} ... {short[-half:]}"
+        table.add_row(each.check.split("/")[-1], each.outcome, f"{each.seconds:g}", short)
+    console.print(table, markup=False)
+    counts = Counter(each.outcome for each in outcomes)
+    console.print(", ".join(f"{counts[kind]} {kind}" for kind in ("passed", "failed", "not run")))
+
+
+def write(facts: dict[str, Any], outcomes: Sequence[Outcome], record: Path) -> None:
+    """Append a line to the record."""
+    entry = {
+        "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "kind": "check",
+        "environment": environment(),
+        "gpu": facts,
+        "checks": [asdict(each) for each in outcomes],
+    }
+    record.parent.mkdir(exist_ok=True)
+    with record.open("a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 1 if a check has failed."""
+    parser = argparse.ArgumentParser(prog="check-gpu", description=__doc__)
+    parser.add_argument("tests", nargs="*", default=TESTS, help="files or names of tests")
+    parser.add_argument("--limit", type=float, default=CHECK_LIMIT_S, help="seconds of one check")
+    parser.add_argument("--total", type=float, default=TOTAL_LIMIT_S, help="seconds of all")
+    parser.add_argument("--record", type=Path, default=RECORD, help="file to append to")
+    chosen = parser.parse_args(arguments)
+    console = Console(width=150)
+    facts = find_facts()
+    reason = reason_not_to_run(facts)
+    if reason is not None:
+        print(f"check-gpu: not run: {reason}.")
+        return 0
+    if "error" in facts:
+        outcomes = [Outcome("the GPU itself", "failed", 0.0, facts["error"])]
+    else:
+        names, of_several = collect(chosen.tests), collect(chosen.tests, "several_gpus")
+        has_several = len(facts["gpus"]) > 1
+        outcomes = run_all(
+            [*names, *of_several] if has_several else names,
+            check_limit_s=chosen.limit,
+            total_limit_s=chosen.total,
+            console=console,
+        )
+        if not has_several:
+            outcomes += [Outcome(name, "not run", 0.0, ONE_GPU) for name in of_several]
+    show(facts, outcomes, console)
+    write(facts, outcomes, chosen.record)
+    print(f"written: {chosen.record}")
+    return int(any(each.outcome == "failed" for each in outcomes))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

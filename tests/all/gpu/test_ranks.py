@@ -1,0 +1,153 @@
+"""Rank processes on GPUs: each function of `work`, over each library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.all.gpu import work
+from tests.all.gpu.ranks import Over, needed, run_work
+from tests.all.processes.runner import Runner
+from tests.limits import limit
+from torchmn.communicators import ROUTES
+from torchmn.testing import run_ranks
+
+
+def on_gpu(function: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of rank processes on a GPU."""
+    is_missing = not torch.cuda.is_available()
+    for mark in (
+        pytest.mark.gpu,
+        pytest.mark.processes,
+        pytest.mark.timeout(200),
+        pytest.mark.skipif(is_missing, reason="no CUDA device"),
+    ):
+        function = mark(function)
+    return function
+
+
+NCCL = pytest.param("nccl", marks=pytest.mark.several_gpus)
+COLLECTIVES = ("collectives", "order_of_streams", "other_streams")
+TRAINING = (
+    *("every_step", "as_bucket_view", "grad_scaler", "bf16_autocast", "compiled", "resume"),
+    *("codec_int8", "codec_int4", "codec_int2", "codec_1bit"),
+    *("codec_float16", "codec_bfloat16", "codec_power_sgd"),
+    *("double_buffering", "eager_double_buffering"),
+    *("diloco", "block_momentum", "periodic_average"),
+    *("batch_norm", "functions", "chain"),
+)
+
+
+@on_gpu
+@pytest.mark.parametrize("function", COLLECTIVES)
+@pytest.mark.parametrize("over", ["gloo", "mpi", NCCL])
+def test_collectives(function: str, over: Over) -> None:
+    run_work(function, over)
+
+
+@on_gpu
+@pytest.mark.parametrize("route", [name for name in ROUTES if name != "pure_nccl"])
+@pytest.mark.parametrize("over", ["gloo", NCCL])
+def test_sums_of_every_route(route: str, over: Over) -> None:
+    run_work("sums", over, route=route)
+
+
+@on_gpu
+@pytest.mark.several_gpus
+def test_sums_by_pure_nccl() -> None:
+    run_work("sums", "nccl", route="pure_nccl")
+
+
+@on_gpu
+@pytest.mark.parametrize("function", TRAINING)
+@pytest.mark.parametrize("over", ["gloo", NCCL])
+def test_training(function: str, over: Over) -> None:
+    run_work(function, over)
+
+
+@on_gpu
+@pytest.mark.parametrize("function", ["every_step", "codec_int8", "grad_scaler"])
+def test_training_over_mpi(function: str) -> None:
+    run_work(function, "mpi")
+
+
+@on_gpu
+@pytest.mark.parametrize("over", ["gloo", NCCL])
+def test_ddp_hook(over: Over) -> None:
+    run_work("ddp_hook", over)
+
+
+@on_gpu
+@pytest.mark.parametrize("over", ["gloo", "mpi"])
+def test_parameter_server(over: Over) -> None:
+    run_work("parameter_server", over, route="flat")
+
+
+@on_gpu
+@pytest.mark.parametrize("function", ["stuck_stream", "missing_rank"])
+@pytest.mark.parametrize("over", ["gloo", "mpi", NCCL])
+def test_what_hangs_is_an_error_in_time(function: str, over: Over) -> None:
+    run_work(function, over, timeout_s=5)
+
+
+@on_gpu
+@pytest.mark.parametrize("over", ["gloo", "mpi"])
+def test_nccl_is_not_used_by_ranks_that_share_a_gpu(over: Over) -> None:
+    run_work("refuses_nccl", over)
+
+
+STUCK = """
+import torch, torchmn
+comm = torchmn.create_communicator(timeout_s=5, first_timeout_s=5)
+x = torch.ones(1000, device=comm.device)
+comm.allreduce(x)
+if comm.rank == 1:
+    torch.cuda._sleep(60_000_000_000)
+comm.allreduce(x)
+"""
+
+
+@on_gpu
+def test_the_job_ends_and_names_the_rank_whose_stream_is_stuck(tmp_path: Path) -> None:
+    runner = Runner(tmp_path)
+    try:
+        missing = needed("mpi", 2)
+        if missing is not None:
+            pytest.skip(reason=missing)
+        env = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+        script = runner.script(STUCK)
+        process = runner.start("-n", "2", "--backend", "mpi", "--grace", "1", script, **env)
+        _, err = process.communicate(timeout=limit(150))
+        assert process.returncode
+        assert "rank 1" in err
+        assert "did not finish its own work within 5 s" in err
+    finally:
+        runner.close()
+
+
+# ---- the same functions on CPUs, in the ordinary tests: the checks themselves are right ----
+
+IN_PROCESSES = ("resume", "ddp_hook", "missing_rank")  # of which threads would share the world
+OF_COMPILERS = ("compiled",)  # a minute, and tests/scripts has it
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        name
+        for name in (*COLLECTIVES, "sums", *TRAINING, "parameter_server")
+        if name not in (*IN_PROCESSES, *OF_COMPILERS)
+    ],
+)
+def test_on_cpus(function: str) -> None:
+    run_ranks(getattr(work, function), 2)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("function", IN_PROCESSES)
+def test_on_cpus_in_processes(function: str) -> None:
+    run_work(function, "gloo", timeout_s=3 if function == "missing_rank" else 60)

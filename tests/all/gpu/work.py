@@ -1,0 +1,448 @@
+"""What ranks do in the checks on a GPU. Each function is called on every rank and asserts.
+
+All of them work on any `comm.device`, so that the ordinary tests run them on CPUs: there they show
+that the checks ask for the right thing.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchmn
+from tests.limits import limit
+from torchmn.communicators import Communicator
+from torchmn.errors import CommunicationError, TimeLimitError, UnsupportedError
+from torchmn.schedules import BlockMomentum, DiLoCo, DoubleBuffering, PeriodicAverage
+
+NUM_STEPS = 6
+SHARED = {"folder": Path()}
+"""A folder that all ranks see, for those that save."""
+
+
+def drawn(*shape: int, seed: int, like: Tensor) -> Tensor:
+    """Random numbers that every rank can draw for every other, on any device the same."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(like)
+
+
+def network(comm: Communicator, dtype: torch.dtype = torch.float64, dropout: float = 0.0):
+    model = nn.Sequential(
+        nn.Linear(8, 64), nn.Tanh(), nn.Dropout(dropout), nn.Linear(64, 64), nn.Tanh()
+    )
+    model.append(nn.Linear(64, 4))
+    model.to(comm.device, dtype)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(drawn(*parameter.shape, seed=number, like=parameter) / 4)
+    return model
+
+
+def batch(step: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    x = drawn(12, 8, seed=1000 + step, like=like)
+    return x, x[:, :4].sin()
+
+
+def train(
+    comm: Communicator | None, model: nn.Module, optimizer, steps=range(NUM_STEPS)
+) -> list[float]:
+    losses = []
+    weight = next(model.parameters())
+    for step in steps:
+        x, y = batch(step, weight)
+        if comm is not None:
+            x, y = x.chunk(comm.size)[comm.rank], y.chunk(comm.size)[comm.rank]
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def assert_replicas(comm: Communicator, model: nn.Module) -> None:
+    own = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert torch.isfinite(own).all()
+    for rank, other in enumerate(comm.allgather(own)):
+        assert torch.equal(own, other), f"rank {rank} has other bits than rank {comm.rank}"
+
+
+def assert_close(model: nn.Module, expected: nn.Module, tolerance: float = 1e-12) -> None:
+    for (name, ours), theirs in zip(model.named_parameters(), expected.parameters(), strict=True):
+        error = float((ours - theirs).detach().abs().max())
+        assert error <= tolerance, f"{name} is off by {error}"
+
+
+# ---- collectives and streams ----
+
+
+def collectives(comm: Communicator) -> None:
+    """Every collective, and messages, for several dtypes, on tensors of the device."""
+    device, size, own = comm.device, comm.size, comm.rank
+    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64):
+        x = torch.arange(5, device=device).to(dtype) + own
+        total = sum(torch.arange(5, device=device).to(dtype) + r for r in range(size))
+        assert torch.equal(comm.allreduce(x), total), dtype
+        assert torch.equal(comm.bcast(x, size - 1), x - own + size - 1), dtype
+        assert [int(t[0]) for t in comm.allgather(x)] == list(range(size)), dtype
+        parts = comm.alltoall([x + 10 * peer for peer in range(size)])
+        assert [int(part[0]) for part in parts] == [r + 10 * own for r in range(size)], dtype
+        gathered = comm.gather(x, 0)
+        assert (gathered is not None) == (own == 0)
+        scattered = comm.scatter([x + peer for peer in range(size)] if own == 0 else None, 0)
+        assert int(scattered[0]) == own
+    nested = {"all": [torch.full((3,), float(own), device=device), (own, "text")]}
+    for rank, other in enumerate(comm.allgather_obj(nested)):
+        assert other["all"][0].device == device
+        assert other["all"][0].tolist() == [rank] * 3
+    if size > 1 and own < 2:
+        x = torch.full((1000,), own + 1.0, device=device)
+        if own == 0:
+            comm.send(x, 1, tag=5)
+            assert comm.recv(1, tag=6).tolist() == [2.0] * 1000
+        else:
+            assert comm.recv(0, tag=5).tolist() == [1.0] * 1000
+            comm.send(x, 0, tag=6)
+
+
+def sums(comm: Communicator) -> None:
+    """The route's sum of small and large buffers: right, and the same bits on all ranks."""
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        for numel in (1, 7, 1000, 1_000_003):
+            parts = [
+                drawn(numel, seed=rank, like=torch.empty(0, dtype=dtype, device=comm.device))
+                for rank in range(comm.size)
+            ]
+            buffer = parts[comm.rank].clone()
+            comm.sum_(buffer)
+            error = float((buffer - torch.stack(parts).sum(0)).abs().max())
+            assert error < tolerance * 10 * comm.size, (dtype, numel, error)
+            for other in comm.allgather(buffer):
+                assert torch.equal(other, buffer), (dtype, numel)
+
+
+def order_of_streams(comm: Communicator) -> None:
+    """Sums see what was launched before them, and what comes after sees the sums.
+
+    Long products run before and after; memory is given back and taken again meanwhile; blocking
+    calls come between sums that are under way, which share scratch memory with them.
+    """
+    device = comm.device
+    factor = torch.eye(700, device=device)
+    for turn in range(20):
+        buffers = []
+        for number in range(4):
+            slow = torch.full((700, 700), float(comm.rank + number + turn), device=device)
+            for _ in range(4):
+                slow = slow @ factor
+            buffers.append(slow.view(-1))
+        works = [comm.start_sum_(buffer) for buffer in buffers]
+        token = comm.allreduce(torch.full((50_000,), 1.0, device=device))
+        arrived = comm.allgather_obj([torch.full((20_000,), float(turn), device=device)])
+        junk = [torch.full((700 * 700,), -1.0, device=device) for _ in range(4)]
+        for number, (work, buffer) in enumerate(zip(works, buffers, strict=True)):
+            work.wait()
+            expected = sum(rank + number + turn for rank in range(comm.size))
+            assert (buffer == expected).all(), (turn, number)
+        assert (token == comm.size).all()
+        assert all((one[0] == turn).all() for one in arrived)
+        del junk, arrived
+
+
+def other_streams(comm: Communicator) -> None:
+    """A script with a stream of its own: sums are ordered with that one."""
+    if comm.device.type != "cuda":
+        return
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        order_of_streams(comm)
+    stream.synchronize()
+
+
+# ---- training ----
+
+
+def every_step(comm: Communicator) -> None:
+    """As one process with the whole batch."""
+    model = network(comm)
+    expected = copy.deepcopy(model)
+    optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model)
+    train(comm, model, optimizer)
+    train(None, expected, sgd(expected))
+    assert_replicas(comm, model)
+    assert_close(model, expected)
+
+
+def as_bucket_view(comm: Communicator) -> None:
+    model = network(comm)
+    expected = copy.deepcopy(model)
+    optimizer = torchmn.create_multi_node_optimizer(
+        sgd(model), comm, model, gradient_as_bucket_view=True
+    )
+    train(comm, model, optimizer)
+    train(None, expected, sgd(expected))
+    assert_close(model, expected)
+
+
+def _codec(name: str) -> Callable[[Communicator], None]:
+    def work(comm: Communicator) -> None:
+        model = network(comm, torch.float32)
+        optimizer = torchmn.create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.05), comm, model, codec=name, allow_lossy=True
+        )
+        losses = train(comm, model, optimizer, steps=[0] * 30)
+        assert_replicas(comm, model)
+        assert losses[-1] < losses[0], losses
+
+    return work
+
+
+def _schedule(make: Callable[[], object]) -> Callable[[Communicator], None]:
+    def work(comm: Communicator) -> None:
+        model = network(comm)
+        optimizer = torchmn.create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.02),
+            comm,
+            model,
+            schedule=make(),
+            allow_stale=True,
+        )
+        losses = train(comm, model, optimizer, steps=[0] * 24)
+        optimizer.flush()
+        assert_replicas(comm, model)
+        assert losses[-1] < losses[0], losses
+
+    return work
+
+
+codec_int8 = _codec("int8")
+codec_int4 = _codec("int4")
+codec_int2 = _codec("int2")
+codec_1bit = _codec("1bit")
+codec_float16 = _codec("float16")
+codec_bfloat16 = _codec("bfloat16")
+codec_power_sgd = _codec("power_sgd")
+double_buffering = _schedule(DoubleBuffering)
+eager_double_buffering = _schedule(lambda: DoubleBuffering(eager=True))
+diloco = _schedule(lambda: DiLoCo(48, overlap_steps=2, num_fragments=2, eager=True))
+block_momentum = _schedule(lambda: BlockMomentum(48))
+periodic_average = _schedule(lambda: PeriodicAverage(48, overlap_steps=1))
+
+
+def grad_scaler(comm: Communicator) -> None:
+    """float16 autocast with GradScaler: infinite gradients of one rank skip the step of all."""
+    kind = comm.device.type
+    model = network(comm, torch.float32)
+    optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model, on_nonfinite="ignore")
+    scaler = torch.amp.GradScaler(kind, init_scale=1024.0)
+    weight = next(model.parameters())
+    for step in range(NUM_STEPS):
+        x, y = (each.chunk(comm.size)[comm.rank] for each in batch(step, weight))
+        before = weight.detach().clone()
+        optimizer.zero_grad()
+        with torch.autocast(kind, torch.float16 if kind == "cuda" else torch.bfloat16):
+            loss = (model(x).float() - y).square().mean()
+        if step == 2 and comm.rank == comm.size - 1:
+            loss = loss * math.inf
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, weight) == (step == 2), f"step {step}"
+        assert_replicas(comm, model)
+    assert scaler.get_scale() == 512.0
+
+
+def bf16_autocast(comm: Communicator) -> None:
+    model = network(comm, torch.float32)
+    optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model, codec="bfloat16")
+    weight = next(model.parameters())
+    for step in range(NUM_STEPS):
+        x, y = (each.chunk(comm.size)[comm.rank] for each in batch(step, weight))
+        optimizer.zero_grad()
+        with torch.autocast(comm.device.type, torch.bfloat16):
+            loss = (model(x).float() - y).square().mean()
+        loss.backward()
+        optimizer.step()
+    assert_replicas(comm, model)
+
+
+def compiled(comm: Communicator) -> None:
+    """A model under torch.compile trains as without."""
+    model = network(comm)
+    expected = copy.deepcopy(model)
+    optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model)
+    fast = torch.compile(model)
+    for step in range(NUM_STEPS):
+        x, y = (e.chunk(comm.size)[comm.rank] for e in batch(step, next(model.parameters())))
+        optimizer.zero_grad()
+        (fast(x) - y).square().mean().backward()
+        optimizer.step()
+    train(None, expected, sgd(expected))
+    assert_replicas(comm, model)
+    assert_close(model, expected, 1e-9)
+
+
+def resume(comm: Communicator) -> None:
+    """A run with dropout that is saved and resumed has the bits of one that is not."""
+
+    def begin() -> tuple[nn.Module, torch.optim.Optimizer, dict]:
+        model = network(comm, dropout=0.3)
+        optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model)
+        return model, optimizer, {"model": model, "optimizer": optimizer}
+
+    torchmn.seed_ranks(3, comm)
+    model, optimizer, state = begin()
+    checkpointer = torchmn.create_multi_node_checkpointer(comm, SHARED["folder"], "run")
+    train(comm, model, optimizer, range(3))
+    checkpointer.save(3, state)
+    checkpointer.finish()
+    train(comm, model, optimizer, range(3, NUM_STEPS))
+    optimizer.close()
+    again, optimizer, state = begin()
+    torch.rand(7, device=comm.device)  # generators have moved on
+    assert checkpointer.resume(state) == 3
+    train(comm, again, optimizer, range(3, NUM_STEPS))
+    assert_close(again, model, 0.0)
+    checkpointer.close()
+
+
+def batch_norm(comm: Communicator) -> None:
+    """Statistics of all ranks: outputs and gradients of the whole batch."""
+    x = drawn(12, 5, seed=1, like=torch.empty(0, dtype=torch.float64, device=comm.device))
+    target = drawn(12, 5, seed=2, like=x)
+    whole = nn.BatchNorm1d(5).to(x)
+    theirs = x.clone().requires_grad_()
+    (whole(theirs) * target).sum().backward()
+    layer = torchmn.links.MultiNodeBatchNorm1d(5, comm).to(x)
+    ours = x.chunk(comm.size)[comm.rank].clone().requires_grad_()
+    (layer(ours) * target.chunk(comm.size)[comm.rank]).sum().backward()
+    expected = theirs.grad.chunk(comm.size)[comm.rank]
+    assert torch.allclose(ours.grad, expected, rtol=0, atol=1e-10)
+    assert torch.allclose(layer.running_var, whole.running_var, rtol=0, atol=1e-12)
+
+
+def functions(comm: Communicator) -> None:
+    """Differentiable communication: gradients return to where their values came from."""
+    x = torch.full((3,), comm.rank + 1.0, device=comm.device, requires_grad=True)
+    parts = torchmn.functions.allgather(comm, x)
+    sum(part.sum() * (rank + 1) for rank, part in enumerate(parts)).backward()
+    assert x.grad.tolist() == [float(comm.size * (comm.rank + 1))] * 3
+    if comm.size == 2:
+        y = torch.full((3,), 2.0, device=comm.device, requires_grad=True)
+        if comm.rank == 0:
+            torchmn.functions.send(y * 3, comm, 1).backward()
+            assert y.grad.tolist() == [15.0] * 3
+        else:
+            # a scalar that requires a gradient makes the received tensor part of the graph
+            (torchmn.functions.recv(comm, 0) * 5).sum().backward()
+
+
+def ddp_hook(comm: Communicator) -> None:
+    """Our codec under DistributedDataParallel: replicas stay the same."""
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(SHARED["folder"] / "store"), comm.size)
+    own_gpu = comm.name == "pure_nccl" and comm.size > 1
+    dist.init_process_group(
+        "nccl" if own_gpu else "gloo", store=store, rank=comm.rank, world_size=comm.size
+    )
+    model = network(comm, torch.float32)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    hook = torchmn.optimizer.ddp_hook("int8").register(ddp)
+    losses = train(comm, ddp, torch.optim.SGD(ddp.parameters(), 0.05), [0] * 20)
+    assert_replicas(comm, model)
+    assert losses[-1] < losses[0]
+    hook.close()
+    dist.destroy_process_group()
+
+
+def parameter_server(comm: Communicator) -> None:
+    model = network(comm)
+    optimizer = torchmn.create_multi_node_optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.02),
+        comm,
+        model,
+        schedule="parameter_server",
+        allow_stale=True,
+    )
+    losses = train(comm, model, optimizer, steps=[0] * 12)
+    optimizer.flush()
+    assert losses[-1] < losses[0]
+
+
+def chain(comm: Communicator) -> None:
+    """A pipeline over all ranks computes what one process computes."""
+    layers = [nn.Linear(6, 6).to(comm.device, torch.float64) for _ in range(comm.size)]
+    with torch.no_grad():
+        for number, parameter in enumerate(p for layer in layers for p in layer.parameters()):
+            parameter.copy_(drawn(*parameter.shape, seed=number, like=parameter))
+    x = drawn(8, 6, seed=77, like=layers[0].weight)
+    y = x
+    for layer in layers:
+        y = layer(y)
+    y.square().mean().backward()
+    expected = layers[comm.rank].weight.grad.clone()
+    layers[comm.rank].zero_grad()
+    first, last = comm.rank == 0, comm.rank == comm.size - 1
+    model = torchmn.links.MultiNodeChainList(comm, num_microbatches=4)
+    model.add_link(
+        layers[comm.rank],
+        rank_in=None if first else comm.rank - 1,
+        rank_out=None if last else comm.rank + 1,
+    )
+    model.forward_backward(
+        x if first else None, x if last else None, lambda out, _: out.square().mean()
+    )
+    assert torch.allclose(layers[comm.rank].weight.grad, expected, rtol=0, atol=1e-10)
+
+
+# ---- what goes wrong ----
+
+
+def stuck_stream(comm: Communicator) -> None:
+    """A rank whose stream waits for a kernel that does not end: all ranks get an error in time."""
+    if comm.device.type != "cuda":
+        return
+    x = torch.ones(1000, device=comm.device)
+    comm.allreduce(x)
+    torch.cuda.synchronize()
+    if comm.rank == 0:
+        torch.cuda._sleep(60_000_000_000)  # about half a minute
+    began = time.monotonic()
+    expected = TimeLimitError if comm.rank == 0 else CommunicationError
+    with pytest.raises(expected):
+        comm.sum_(x)  # without a comparison of calls before
+    assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
+
+
+def missing_rank(comm: Communicator) -> None:
+    """A rank that does not come: the others get an error in time, and can use their GPU then."""
+    x = torch.ones(1000, device=comm.device)
+    comm.allreduce(x)
+    if comm.rank == 0:
+        time.sleep(2 * comm.timeout_s)
+        return
+    began = time.monotonic()
+    with pytest.raises(CommunicationError):
+        comm.sum_(x)
+    assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
+    assert float((torch.ones(10, device=comm.device) * 2).sum()) == 20.0
+
+
+def refuses_nccl(comm: Communicator) -> None:
+    """Two ranks on one GPU: the route is not pure_nccl, and asking for it is an error."""
+    assert comm.name != "pure_nccl"
+    with pytest.raises(UnsupportedError, match="NCCL"):
+        torchmn.create_communicator("pure_nccl")

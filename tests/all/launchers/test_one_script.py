@@ -1,0 +1,185 @@
+"""One script under every launcher, on 1, 2 and 4 test hosts, trains to the same losses.
+
+To the bit where the route is the same: the same ranks on the same hosts with the same transport.
+Then it trains with a DataLoader, whose last batch has one sample for all ranks: those without a
+sample leave ``backward()`` out. Losses are scaled by a GradScaler, gradients are clipped, and the
+parameters averaged over the steps.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from tests.all.launchers.ways import NUM_RANKS, WAYS, Site
+from tests.marks import ON_TEST_HOSTS
+from torchmn.testing.netlab import Lab, netlab
+
+pytestmark = [
+    *ON_TEST_HOSTS,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not os.environ.get("TORCHMN_TEST_LAUNCHERS"), reason="'make test-launchers' runs these"
+    ),
+]
+
+NUM_STEPS = 6
+PROBLEM = f"""
+import torch
+NUM_STEPS = {NUM_STEPS}
+
+def problem():
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+    return model, torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+
+def batch(step, rank):
+    random = torch.Generator().manual_seed(100 * step + rank)
+    inputs = torch.randn(3, 7, generator=random)
+    return inputs, inputs.sum(1, keepdim=True).sin()
+
+def loader():
+    inputs = torch.randn(19, 7, generator=torch.Generator().manual_seed(3))
+    data = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).cos())
+    order = torch.Generator().manual_seed(4)
+    return torch.utils.data.DataLoader(data, 6, shuffle=True, generator=order)
+
+def averaged(model, optimizer, batches):
+    average = torch.optim.swa_utils.AveragedModel(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    for epoch in range(3):
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            if len(inputs):
+                scaler.scale(torch.nn.functional.mse_loss(model(inputs), targets)).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            scaler.step(optimizer)
+            scaler.update()
+            average.update_parameters(model)
+    return torch.nn.utils.parameters_to_vector(average.parameters()).tolist()
+"""
+SCRIPT = (
+    PROBLEM
+    + """
+import warnings
+import torchmn
+warnings.filterwarnings("error", "(.|\\n)*(parameters of the ranks differ|not in proportion)")
+comm = torchmn.create_communicator("hierarchical")
+model, optimizer = problem()
+optimizer = torchmn.create_multi_node_optimizer(optimizer, comm, model)
+losses = []
+for step in range(NUM_STEPS):
+    inputs, targets = batch(step, comm.rank)
+    loss = torch.nn.functional.mse_loss(model(inputs), targets)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(float(comm.allreduce(loss.detach())) / comm.size)
+model, optimizer = problem()
+optimizer = torchmn.create_multi_node_optimizer(optimizer, comm, model)
+weights = averaged(model, optimizer, torchmn.scatter_loader(loader(), comm))
+assert comm.allgather_obj(weights) == [weights] * comm.size
+if comm.rank == 0:
+    transport = comm.world.transport
+    print("transport", getattr(transport, "inner", transport).name, "on", comm.inter_size)
+    print("losses", *(loss.hex() for loss in losses))
+    print("weights", *(weight.hex() for weight in weights), flush=True)
+comm.finalize()
+"""
+)
+_found: dict[tuple[int, str], tuple[str, list[list[str]]]] = {}
+"""What a number of hosts and a transport found first: losses and weights, and in which way."""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with netlab(4, None) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def expected() -> tuple[list[float], list[float]]:
+    """The losses, and the averaged weights, of one process with the batches of all ranks."""
+    names: dict[str, object] = {}
+    exec(PROBLEM, names)
+    problem, batch, loader, averaged = (
+        cast(Callable[..., Any], names[name]) for name in ("problem", "batch", "loader", "averaged")
+    )
+    model, optimizer = problem()
+    losses = []
+    for step in range(NUM_STEPS):
+        batches = [batch(step, rank) for rank in range(NUM_RANKS)]
+        inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        loss = torch.nn.functional.mse_loss(model(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, averaged(*problem(), loader())
+
+
+def raise_if_different(
+    way: str,
+    num_hosts: int,
+    transport: str,
+    output: str,
+    expected: tuple[list[float], list[float]],
+) -> None:
+    """Compare what rank 0 printed with one process, and with the other ways of the same route."""
+    assert re.findall(r"transport (\S+) on (\d+)", output) == [(transport, str(num_hosts))]
+    found = []
+    for name, numbers in zip(("losses", "weights"), expected, strict=True):
+        (line,) = re.findall(rf"{name} (.*)", output)
+        found.append(line.split())
+        assert [float.fromhex(each) for each in found[-1]] == pytest.approx(
+            numbers, rel=1e-5, abs=1e-6 if name == "weights" else None
+        )
+    first, same = _found.setdefault((num_hosts, transport), (way, found))
+    assert found == same, f"{way} and {first} differ"
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+@pytest.mark.parametrize("name", WAYS)
+def test_the_same_losses(
+    lab: Lab, expected: tuple[list[float], list[float]], tmp_path: Path, name: str, num_hosts: int
+) -> None:
+    way = WAYS[name]
+    if reason := way.why_not():
+        pytest.skip(reason=reason)
+    if num_hosts < way.min_hosts:
+        pytest.skip(reason="needs another host")
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    output = way.start(Site(lab, num_hosts, tmp_path, script))
+    raise_if_different(name, num_hosts, way.transport, output, expected)
+
+
+SAVES_LAST = """
+import pathlib, time
+import torchmn
+comm = torchmn.create_communicator("hierarchical", timeout_s=20)
+comm.barrier()
+if comm.rank == 0:
+    time.sleep(65)
+    pathlib.Path(__file__).with_name("saved").touch()
+"""
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_rank_0_saves_for_a_minute_after_the_others_have_ended(
+    lab: Lab, tmp_path: Path, name: str
+) -> None:
+    way = WAYS[name]
+    if reason := way.why_not():
+        pytest.skip(reason=reason)
+    script = tmp_path / "save.py"
+    script.write_text(SAVES_LAST)
+    way.start(Site(lab, 2, tmp_path, script))
+    assert (tmp_path / "saved").exists()

@@ -1,0 +1,293 @@
+"""The table of docs/reference/exit-status.md: what happens to a job, and its exit status.
+
+`tests/smoke` and `tests/all` have a test of each entry: `cases` divides them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, get_args
+
+import psutil
+import pytest
+
+from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
+from tests.all.schedulers.cluster import running
+from tests.all.schedulers.slurm import Slurm
+from tests.limits import limit
+from torchmn.launch.backend import find_mpirun, this_machine
+from torchmn.testing.netlab import missing_requirement, netlab
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "exit-status.md"
+Launcher = Literal["local", "ssh", "mpirun", "torchrun", "srun", "plain mpirun", "plain torchrun"]
+LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+"""The columns of the page."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One thing that happens. ``script`` is the mode of the script of the test.
+
+    ``signum`` is sent to ``target``; ``statuses`` are those of the launchers that are tested.
+    """
+
+    what: str
+    sees: str
+    script: Literal["ends", "exits", "raises", "waits", "saves"]
+    signum: str = ""
+    target: Literal["launcher", "agents", "one script"] = "launcher"
+    statuses: Mapping[Launcher, int]
+
+
+def same(status: int, **others: int) -> dict[Launcher, int]:
+    """The same status under all launchers but these; 0 or more where it differs."""
+    named = {name.replace("_", " "): code for name, code in others.items()}
+    return {name: named.get(name, status) for name in LAUNCHERS if named.get(name, 0) >= 0}
+
+
+ROWS = (
+    Row(what="All ranks end", sees="-", script="ends", statuses=same(0)),
+    Row(
+        what="A rank exits with status 3",
+        sees="the others: SIGTERM",
+        script="exits",
+        statuses=same(3, plain_torchrun=1),
+    ),
+    Row(
+        what="A rank raises an exception",
+        sees="the others: SIGTERM",
+        script="raises",
+        statuses=same(1),
+    ),
+    Row(
+        what="A rank is ended by SIGKILL",
+        sees="the others: SIGTERM",
+        script="waits",
+        signum="SIGKILL",
+        target="one script",
+        statuses=same(137, plain_torchrun=1),
+    ),
+    Row(
+        what="SIGTERM to the launcher",
+        sees="SIGTERM, once",
+        script="waits",
+        signum="SIGTERM",
+        statuses=same(143, plain_mpirun=1, plain_torchrun=1),
+    ),
+    Row(
+        what="SIGTERM to the launcher, the ranks save",
+        sees="SIGTERM, once",
+        script="saves",
+        signum="SIGTERM",
+        statuses=same(85, plain_mpirun=1, plain_torchrun=1),
+    ),
+    Row(
+        what="SIGUSR1 to the launcher, the ranks save",
+        sees="SIGUSR1, once",
+        script="saves",
+        signum="SIGUSR1",
+        statuses=same(85, plain_torchrun=-1),
+    ),
+    Row(
+        what="SIGTERM to the agents, as from a scheduler's step, the ranks save",
+        sees="SIGTERM, once",
+        script="saves",
+        signum="SIGTERM",
+        target="agents",
+        statuses=same(85, plain_mpirun=-1, plain_torchrun=-1),
+    ),
+    Row(
+        what="SIGUSR2 to the agents, as from a scheduler's step, the ranks save",
+        sees="SIGUSR2, once",
+        script="saves",
+        signum="SIGUSR2",
+        target="agents",
+        statuses=same(85, plain_mpirun=-1, plain_torchrun=-1),
+    ),
+    Row(
+        what="SIGINT to the launcher (Ctrl-C)",
+        sees="SIGINT",
+        script="waits",
+        signum="SIGINT",
+        statuses=same(130, plain_mpirun=1, plain_torchrun=1),
+    ),
+    Row(
+        what="SIGHUP to the launcher",
+        sees="SIGTERM",
+        script="waits",
+        signum="SIGHUP",
+        statuses=same(129, plain_mpirun=-1, plain_torchrun=1),
+    ),
+    Row(
+        what="SIGKILL to the launcher",
+        sees="SIGTERM",
+        script="saves",
+        signum="SIGKILL",
+        statuses=same(137, plain_mpirun=-1, plain_torchrun=-1),
+    ),
+)
+
+
+def table() -> str:
+    """The table of the page."""
+    lines = [f"| what happens | the script sees | {' | '.join(LAUNCHERS)} |"]
+    lines.append("|---" * (len(LAUNCHERS) + 2) + "|")
+    for row in ROWS:
+        codes = [str(row.statuses.get(name, "")) for name in LAUNCHERS]
+        lines.append(f"| {row.what} | {row.sees} | {' | '.join(codes)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())
+
+IN_SMOKE = ("All ranks end", "A rank raises an exception", "SIGTERM to the launcher")
+"""What happens under the launchers that need no hosts in `tests/smoke`."""
+
+
+def cases(*, in_smoke: bool) -> list[object]:
+    """The entries of the table that one of the two folders tests: launchers and rows."""
+    return [
+        pytest.param(launcher, row, id=f"{launcher}-{row.what}")
+        for launcher in LAUNCHERS
+        for row in ROWS
+        if launcher in row.statuses
+        if (row.what in IN_SMOKE and launcher not in ("ssh", "srun")) == in_smoke
+    ]
+
+
+SCRIPT = """
+import os, pathlib, signal, sys, time
+mode, seen = sys.argv[1], []
+
+def note(signum, frame):
+    seen.append(signal.Signals(signum).name)
+    pathlib.Path(f"seen{rank}").write_text(" ".join(seen))
+    if mode != "saves":
+        signal.signal(signum, signal.SIG_DFL)
+        signal.raise_signal(signum)
+
+for name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"):
+    signal.signal(getattr(signal, name), note)
+pathlib.Path(f"ready{rank}").write_text(str(os.getpid()))
+while not all(pathlib.Path(f"ready{each}").exists() for each in range(2)):
+    time.sleep(0.01)
+if mode == "exits" and rank == 1:
+    sys.exit(3)
+if mode == "raises" and rank == 1:
+    raise ValueError("the cause")
+while mode != "ends" and not seen:
+    time.sleep(0.01)
+if seen:
+    time.sleep(0.3)
+    sys.exit(85)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Where jobs of one launcher start: ``command`` before the script, and its variables."""
+
+    launcher: Launcher
+    command: Sequence[str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    popen: Callable[..., subprocess.Popen[str]] = partial(subprocess.Popen, text=True)
+
+    def start(self, runner: Runner, mode: str) -> subprocess.Popen[str]:
+        env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1", **self.env}
+        return self.popen(
+            [*self.command, runner.script(SCRIPT), mode],
+            env={**env, MARK: runner.mark},
+            cwd=runner.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+def torchmn_run(launcher: str, *options: str) -> Sequence[str]:
+    run = (sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", "--grace", "20")
+    return (*run, "--launcher", launcher, *options)
+
+
+@contextmanager
+def site_of(launcher: Launcher, folder: Path) -> Iterator[Site]:
+    """Starts the hosts that a launcher needs. Skips where it is not here."""
+    here, gloo = ("-n", "2"), ("--backend", "gloo")
+    if launcher in ("mpirun", "plain mpirun"):
+        mpirun = find_mpirun(os.environ)
+        if mpirun is None or this_machine(os.environ).missing_for_mpi:
+            pytest.skip(reason="no MPI: install it with 'make setup'")
+        command = torchmn_run("mpirun", "--backend", "mpi", *here)
+        if launcher == "plain mpirun":
+            command = (mpirun, "--oversubscribe", *here, sys.executable)
+        yield Site(launcher=launcher, command=command, env=AS_ROOT)
+    elif launcher == "plain torchrun":
+        yield Site(launcher=launcher, command=TORCHRUN)
+    elif launcher == "ssh":
+        if missing := missing_requirement():
+            pytest.skip(reason=f"no test hosts: {missing}")
+        with netlab(2, None) as lab:
+            yield Site(
+                launcher=launcher,
+                command=torchmn_run("ssh", *gloo, "--hosts", "n0:1,n1:1", "-x", MARK),
+                env={"TORCHMN_RSH": str(lab.rsh_agent)},
+                popen=lab.hosts[0].popen,
+            )
+    elif launcher == "srun":
+        if missing := Slurm.why_not():
+            pytest.skip(reason=missing)
+        with running(Slurm, folder) as cluster:
+            hosts = ",".join(f"{node.name}:1" for node in cluster.nodes)
+            yield Site(
+                launcher=launcher,
+                command=torchmn_run("srun", *gloo, "--hosts", hosts, "-x", MARK),
+                env={**cluster.env, "PYTHONPATH": PYTHON_PATH},
+                popen=cluster.login.popen,
+            )
+    else:
+        yield Site(launcher=launcher, command=torchmn_run(launcher, *gloo, *here))
+
+
+def act(row: Row, process: subprocess.Popen[str], runner: Runner) -> None:
+    """Send the signal of a row once all ranks are ready."""
+    ready = [runner.folder / f"ready{rank}" for rank in range(2)]
+    runner.wait_until(
+        lambda: all(path.exists() and path.read_text() for path in ready),
+        "the scripts did not start",
+        limit_s=60,
+    )
+    scripts = [psutil.Process(int(path.read_text())) for path in ready]
+    if row.target == "launcher":
+        targets = [process.pid]
+    elif row.target == "one script":
+        targets = [scripts[1].pid]
+    else:
+        targets = [script.ppid() for script in scripts]
+    for pid in targets:
+        os.kill(pid, getattr(signal, row.signum))
+
+
+def check(row: Row, site: Site, runner: Runner) -> None:
+    """Start a job, do what the row says, and compare the exit status and what ranks have seen."""
+    process = site.start(runner, row.script)
+    if row.signum:
+        act(row, process, runner)
+    _, err = process.communicate(timeout=limit(90))
+    code = process.returncode
+    assert (128 - code if code < 0 else code) == row.statuses[site.launcher], err
+    seen = {path.name: path.read_text() for path in runner.folder.glob("seen*")}
+    if row.sees.endswith(", once"):
+        assert seen == dict.fromkeys(("seen0", "seen1"), row.sees.removesuffix(", once"))
+    runner.wait_until_nothing_is_left()

@@ -1,0 +1,194 @@
+"""Every script of the examples trains on real digits for a few steps and leaves what it says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.limits import limit
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES = ROOT / "examples"
+HEADER = [
+    "epoch",
+    "main/loss",
+    "validation/main/loss",
+    "main/accuracy",
+    "validation/main/accuracy",
+    "images/s",
+    "elapsed_time",
+]
+THROUGHPUT = re.compile(r"Throughput: ([0-9.]+) \[images/sec\.\] \(([0-9]+) / ([0-9.]+)\)")
+TWO_STEPS = ["--dataset", "digits", "--model", "small", "--batchsize", "800", "--epoch", "1"]
+NUM_IMAGES = 1437
+
+
+def run(command: list[str | Path], *, exit_code: int = 0) -> tuple[list[str], str]:
+    """Lines of its output without the launcher's prefix, and its stderr."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=limit(170),
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONWARNINGS": "default"},
+    )
+    assert done.returncode == exit_code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return [re.sub(r"^\[\d\] ?", "", line) for line in done.stdout.splitlines()], done.stderr
+
+
+def check_reports(lines: list[str], out: Path, *, num_epochs: int, num_iterations: int) -> None:
+    """Table, throughput line and files."""
+    [header] = [index for index, line in enumerate(lines) if line.split() == HEADER]
+    rows = [line.split() for line in lines[header + 1 :] if re.match(r"\d", line)]
+    assert [row[0] for row in rows] == [str(1 + epoch) for epoch in range(num_epochs)]
+    assert all(len(row) == len(HEADER) for row in rows)
+    found = THROUGHPUT.fullmatch(lines[-1])
+    assert found is not None
+    speed, images, seconds = map(float, found.groups())
+    assert images == num_epochs * NUM_IMAGES
+    assert speed == pytest.approx(images / seconds)
+    log = json.loads((out / "log").read_text())
+    assert log[-1]["iteration"] == num_iterations
+    assert f"{log[-1]['validation/main/accuracy']:g}" == rows[-1][4]
+    assert 0 < log[-1]["validation/main/accuracy"] <= 1
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    snapshot = torch.load(out / f"snapshot_iter_{num_iterations}", weights_only=True)
+    assert snapshot["_start_iteration"] == num_iterations
+    assert "predictor.classifier.0.weight" in snapshot["models"]["main"]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_one_worker(tmp_path: Path) -> None:
+    lines, _ = run([EXAMPLES / "cifar/train_cifar.py", *TWO_STEPS, "--out", tmp_path])
+    assert lines[:4] == [
+        "Start a training script using single CPU."
+        if not torch.cuda.is_available()
+        else "Start a training script using single GPU.",
+        "# Minibatch-size: 800",
+        "# epoch: 1",
+        "Using digits dataset: scikit-learn",
+    ]
+    check_reports(lines, tmp_path, num_epochs=1, num_iterations=2)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_several_devices_from_one_script(tmp_path: Path) -> None:
+    options = [*TWO_STEPS, "--batchsize", "400", "--out", tmp_path]
+    lines, _ = run([EXAMPLES / "cifar/train_cifar_multi_gpu.py", *options])
+    if not torch.cuda.is_available():
+        assert lines[1] == "# CPU devices: 2"
+        assert "{'main': 'cpu', 'gpu1': 'cpu'}" in lines
+        check_reports(lines, tmp_path, num_epochs=1, num_iterations=2)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data-root", "/no/such/folder"], "/no/such/folder, which does not exist"),
+        (["--dataset", "digits", "--batchsize", "0"], "--batchsize is 0"),
+        (["--dataset", "digits", "--communicator", "ring"], "Unknown communicator 'ring'"),
+        (["--dataset", "digits", "--batchsize", "359"], "a single image"),
+    ],
+)
+def test_bad_options_are_one_message(tmp_path: Path, options: list[str], words: str) -> None:
+    script = EXAMPLES / "cifar/train_cifar_multi_node.py"
+    _, stderr = run([script, *options, "--out", tmp_path], exit_code=1)
+    assert words in stderr
+    assert len(stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The module that the CIFAR scripts share."""
+    monkeypatch.syspath_prepend(EXAMPLES / "cifar")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield importlib.import_module("options")
+    for name in [
+        name for name in sys.modules if name.split(".")[0] in ("options", "models", "datasets")
+    ]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("network", ["vgg", "small"])
+def test_networks_fit_the_images(
+    options: ModuleType, monkeypatch: pytest.MonkeyPatch, network: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train", "--dataset", "digits", "--model", network])
+    chosen = options.parse_options("")
+    images = options.load(chosen)
+    assert images.shape == ((3, 32, 32) if network == "vgg" else (1, 32, 32))
+    model = options.build(chosen, images)
+    twin = options.build(chosen, images)
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    loss = model(*images.train[:4])
+    loss.backward()
+    optimizer = options.build_optimizer(chosen, model)
+    assert optimizer.defaults["weight_decay"] == 5e-4
+    assert optimizer.defaults["lr"] == 0.05
+
+
+def test_scripts_are_short() -> None:
+    """Those that people copy. Two train whole workloads: with evaluation, search and recipes."""
+    long = {"train_imagenet.py": 200, "seq2seq/train_seq2seq.py": 215}
+    for script in [*EXAMPLES.glob("*/train_*.py"), *EXAMPLES.glob("cntk/*.py")]:
+        limit = next((n for name, n in long.items() if script.match(name)), 120)
+        assert len(script.read_text().splitlines()) < limit, script
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_seq2seq_on_two_ranks_equals_one_process(schedule: str) -> None:
+    """On four ranks as two pairs as well; the loss falls."""
+    script = EXAMPLES / "model_parallel" / "train_seq2seq.py"
+    losses = {}
+    for num_ranks in (1, 2, 4):
+        command = ["-m", "torchmn", "run", "-n", str(num_ranks), "--backend", "gloo", script]
+        lines, _ = run([*command, "--steps", "20", "--schedule", schedule, "--microbatches", "3"])
+        found = [re.fullmatch(r"step (\d+): loss ([0-9.]+)", line) for line in lines]
+        losses[num_ranks] = {int(m[1]): float(m[2]) for m in found if m}
+    assert list(losses[1]) == [10, 20]
+    assert losses[1][20] < losses[1][10] < 2.4
+    for num_ranks in (2, 4):
+        assert losses[num_ranks] == pytest.approx(losses[1], abs=1e-5)
+
+
+def epoch_losses(lines: list[str]) -> list[float]:
+    found = [re.match(r"epoch \d+: loss ([0-9.]+)", line) for line in lines]
+    return [float(match.group(1)) for match in found if match]
+
+
+DIGITS = ["--dataset", "digits", "--epoch", "2", "--units", "40"]
+
+
+def launched(script: str, num_workers: int, *options: str) -> list[float]:
+    command = ["-m", "torchmn", "run", "-n", str(num_workers), EXAMPLES / "model_parallel" / script]
+    lines, _ = run([*command, *DIGITS, *options])
+    losses = epoch_losses(lines)
+    assert len(losses) == 2, lines
+    return losses
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_data_and_model_parallelism_at_once() -> None:
+    one = launched("train_mnist_dual.py", 1, "--model-workers", "1")
+    assert launched("train_mnist_dual.py", 4) == pytest.approx(one, abs=5e-5)
+    assert one[1] < one[0]

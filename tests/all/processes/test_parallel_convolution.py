@@ -1,0 +1,77 @@
+"""The example of parallel convolution trains as one process does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.all.processes.runner import Runner
+from tests.limits import limit
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "examples" / "model_parallel" / "train_mnist_parallel_convolution.py"
+OPTIONS = ["--dataset", "digits", "--batchsize", "128", "--steps", "8", "--epoch", "1"]
+
+pytestmark = pytest.mark.processes
+
+
+def run(num_workers: int, out: Path) -> list[tuple[str, float]]:
+    """What it prints: losses and the accuracy."""
+    command = [sys.executable, "-m", "torchmn", "run", "-n", str(num_workers), str(SCRIPT)]
+    done = subprocess.run(
+        [*command, *OPTIONS, "--out", str(out)],
+        capture_output=True,
+        text=True,
+        timeout=limit(120),
+        check=False,
+        cwd=out.parent,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.removeprefix("[0] ").rsplit(" ", 1) for line in done.stdout.splitlines()]
+    return [(name, float(value)) for name, value in lines if name.startswith(("step", "epoch"))]
+
+
+def test_two_workers_train_as_one_does(tmp_path: Path) -> None:
+    alone, together = run(1, tmp_path / "alone.pt"), run(2, tmp_path / "together.pt")
+    assert [name for name, _ in together] == [name for name, _ in alone]
+    assert len(together) == 9
+    assert together[-2][1] < together[0][1]
+    for (name, wanted), (_, found) in zip(alone, together, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-3), name
+    states = [torch.load(tmp_path / name) for name in ("alone.pt", "together.pt")]
+    assert list(states[0]) == list(states[1])
+    for name, value in states[0].items():
+        torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-4)
+    first = nn.Conv2d(1, 17, 3)
+    first.load_state_dict({"weight": states[1]["0.weight"], "bias": states[1]["0.bias"]})
+
+
+def test_distributed_data_parallel_needs_the_ranks_of_the_data_axis(runner: Runner) -> None:
+    """It would give all ranks rank 0's part, and average what belongs to different ones."""
+    script = runner.script("""
+import pytest
+import torch
+import torchmn
+from torch.nn.parallel import DistributedDataParallel
+
+comm = torchmn.create_communicator(timeout_s=20)
+grid = torchmn.Grid(comm, data=1, model=2)
+data, every = grid.data.process_group, comm.process_group
+layer = torchmn.links.ParallelLinear(4, 6, grid.model)
+part = layer.weight.detach().clone()
+x = torch.ones(2, 4)
+y = layer(x)
+assert torch.equal(DistributedDataParallel(layer, process_group=data)(x), y)
+assert torch.equal(layer.weight, part)
+wrong = DistributedDataParallel(layer, process_group=every)
+with pytest.raises(torchmn.errors.UnsupportedError, match="process_group=grid.data.process_group"):
+    wrong(x)
+comm.finalize()
+""")
+    done = runner.run("-n", "2", "--backend", "gloo", script, limit_s=60)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,125 @@
+"""A session whose job is ended by a signal continues from its checkpoint, bit-equal."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.all.processes.exit_status import AS_ROOT
+from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
+from tests.smoke.test_launchers import launcher
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
+
+SCRIPT = Path(__file__).with_name("session_script.py")
+NUM_MINIBATCHES = 229  # 1600 samples, 7 in each
+Whole = tuple[list[Any], list[str]]
+"""What each rank has in the end, and what rank 0 has printed."""
+
+
+def run(
+    folder: Path, learner: str, name: str, strike: str = "", after: int = 0, n: int = 2
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchmn", "run", "-n", str(n)]
+    return launch(
+        [*command, "--log-dir", str(folder / "logs")], folder, learner, name, strike, after
+    )
+
+
+def launch(
+    command: list[str], folder: Path, learner: str, name: str, strike: str = "", after: int = 0
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*command, str(SCRIPT), str(folder / name), learner, str(folder / name), strike,
+         str(after)],
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMPI_MCA_btl": "^ofi",
+             **(AS_ROOT if os.geteuid() == 0 else {})},
+        capture_output=True, text=True, timeout=limit(120), check=False,
+    )  # fmt: skip
+
+
+def results(folder: Path, name: str, num_ranks: int = 2) -> list[Any]:
+    return [torch.load(folder / f"{name}.rank{r}", weights_only=True) for r in range(num_ranks)]
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Of rank 0, without what depends on the clock."""
+    found = [line[4:] for line in done.stdout.splitlines() if line.startswith("[0] ")]
+    return [re.sub(r" [\d.]+s \(.*", "", line) for line in found]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
+    """The same training without an end before its time, by learner."""
+
+    @functools.cache
+    def make(learner: str) -> Whole:
+        folder = tmp_path_factory.mktemp("whole")
+        done = run(folder, learner, "whole")
+        assert done.returncode == 0, done.stderr
+        return results(folder, "whole"), lines(done)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("learner", "strike", "status"),
+    [("1bit", "SIGKILL", 137), ("block", "SIGKILL", 137), ("block", "SIGTERM", 85),
+     ("1bit", "SIGINT", 1)],
+)  # fmt: skip
+def test_a_session_that_is_ended_continues_with_the_same_bits(
+    whole: Callable[[str], Whole], tmp_path: Path, learner: str, strike: str, status: int
+) -> None:
+    """By a lost process, by the scheduler, which saves where it ends, and by Ctrl-C."""
+    expected, printed = whole(learner)
+    after = random.Random(strike).randrange(60, NUM_MINIBATCHES - 70)
+    ended = run(tmp_path, learner, "again", strike, after)
+    assert ended.returncode == status, ended.stderr
+    assert not list(tmp_path.glob("again.rank*"))
+    assert ("saved and exited: received SIGTERM" in ended.stderr) == (strike == "SIGTERM")
+    saved = sorted((tmp_path / "again" / "model").glob("step-*"))
+    if strike == "SIGTERM":  # no minibatch is repeated
+        assert int(saved[-1].name.removeprefix("step-")) >= after
+    done = run(tmp_path, learner, "again")
+    assert done.returncode == 0, done.stderr
+
+    for one, other in zip(expected, results(tmp_path, "again"), strict=True):
+        assert torch.equal(one[0], other[0])
+        assert one[1:] == other[1:] == (one[1], NUM_MINIBATCHES)
+    restored, *continued = lines(done)
+    assert restored.startswith("Restoring training session from the checkpoint")
+    assert continued
+    assert continued == printed[-len(continued) :]  # also the numbers of epochs
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one process has in the end."""
+    folder = tmp_path_factory.mktemp("alone")
+    done = run(folder, "plain", "alone", n=1)
+    assert done.returncode == 0, done.stderr
+    return results(folder, "alone", 1)[0]
+
+
+@pytest.mark.parametrize("name", ["torchrun", pytest.param("mpirun", marks=pytest.mark.mpi)])
+def test_under_other_launchers_ranks_have_the_results_of_one(
+    alone: Any, tmp_path: Path, name: str
+) -> None:
+    done = launch(launcher(name), tmp_path, "plain", "two")
+    assert done.returncode == 0, done.stderr
+    first, second = results(tmp_path, "two")
+    assert torch.equal(first[0], second[0])
+    assert first[1:] == second[1:]
+    torch.testing.assert_close(first[0], alone[0])
+    assert first[1:] == (pytest.approx(alone[1]), NUM_MINIBATCHES)

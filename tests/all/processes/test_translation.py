@@ -1,0 +1,56 @@
+"""The translation example under `torchmn run`, on a few segments."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
+
+SCRIPT = Path(__file__).parents[3] / "examples/seq2seq/train_seq2seq.py"
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_two_workers_train_and_one_scores_what_they_saved(tmp_path: Path) -> None:
+    for package in ("tokenizers", "sacrebleu"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    for name in ("train", "val", "test_2016_flickr"):
+        for language, verb in (("en", "runs"), ("de", "läuft")):
+            lines = [f"{k} dog {verb} {'very ' * (k % 5)}fast .\n" for k in range(20)]
+            (tmp_path / f"{name}.{language}").write_text("".join(lines), encoding="utf-8")
+    launcher = ["-m", "torchmn", "run", "-n", "2", "--log-dir", "logs"]
+    options = ["--data", ".", "--vocabulary", "280", "--width", "16", "--batchsize", "8"]
+    options += ["--epoch", "2", "--checkpoint", "saved"]
+
+    def run(*launcher: str) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, *launcher, SCRIPT, *options],
+            capture_output=True,
+            text=True,
+            timeout=limit(170),
+            check=False,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [re.sub(r"^\[\d\] ?", "", line) for line in done.stdout.splitlines()]
+
+    first, second = run(*launcher), run()
+    assert first[0] == "2 worker(s), 20 pairs, 280 tokens"
+    assert [line.split(":")[0] for line in first[2:]] == [
+        "epoch 1.00, step 3",
+        "validation",
+        "epoch 2.00, step 6",
+        "validation",
+        "test_2016_flickr",
+    ]
+    assert re.search(r"BLEU \d+\.\d\d, beam 5 \(nrefs:1\|.*\|version:[\d.]+\)$", first[-1])
+    assert second[0] == "1 worker(s), 20 pairs, 280 tokens"
+    assert second[1:] == [first[1], first[-1]]  # nothing was left to train; BLEU is the same

@@ -1,0 +1,331 @@
+"""Unauthenticated clients on the host and network of a job receive nothing and disrupt nothing.
+
+What the listeners of torch and MPI allow them is in docs/security.md. Here they send bytes that
+follow no protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
+from torchmn.control import connection as channels
+from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
+from torchmn.control.messages.job import AgentHello
+from torchmn.errors import LaunchError
+from torchmn.launch.backend import this_machine
+from torchmn.testing.netlab import Lab, missing_requirement, netlab
+
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+
+NUM_CLIENTS = 10_000
+TRAIN = """
+import sys, time
+from pathlib import Path
+import torch, torchmn
+folder = Path(sys.argv[1])
+comm = torchmn.create_communicator("flat")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
+sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+generator = torch.Generator().manual_seed(comm.rank)
+is_free = False
+for step in range(40):
+    if step == 20:
+        (folder / f"ready{comm.rank}").touch()
+    while step >= 20 and not is_free:  # small collectives continue meanwhile
+        is_free = comm.bcast_obj((folder / "go").exists())
+        time.sleep(0.01)
+    x = torch.randn(8, 20, generator=generator)
+    optimizer.zero_grad()
+    torch.nn.functional.cross_entropy(model(x), torch.arange(8) % 3).backward()
+    optimizer.step()
+if comm.rank == 0:
+    print(sum(p.detach().double().sum().item() for p in model.parameters()))
+"""
+WAIT = """
+import os, sys, time
+while not os.path.exists(sys.argv[1] + "/go"):
+    time.sleep(0.01)
+print("done", flush=True)
+"""
+LOOK = """
+import json, os, sys, psutil, torch, torchmn
+from pathlib import Path
+comm = torchmn.create_communicator("flat")
+comm.allreduce(torch.ones(100_000))
+secret = os.environ["TORCHMN_SECRET"].encode()
+found = []
+for path in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        words = path.read_bytes()
+    except OSError:
+        continue
+    if secret in words:
+        found.append(words.decode(errors="replace"))
+listening = [c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+Path(f"{sys.argv[1]}/{comm.rank}.json").write_text(json.dumps([secret.decode(), found, listening]))
+comm.barrier()
+"""
+
+
+class Job:
+    """`torchmn run` in its own folder, and a view of the ports that it opens."""
+
+    def __init__(self, folder: Path, script: str, *options: str) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        (folder / "script.py").write_text(script)
+        words = ["run", "--log-dir", "logs", *options, "script.py", str(folder)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "torchmn", *words],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def listeners(self) -> list[tuple[int, tuple[str, int]]]:
+        """The listeners of all processes of the job: (process, address)."""
+        own = psutil.Process(self.process.pid)
+        return [
+            (process.pid, (connection.laddr.ip, connection.laddr.port))
+            for process in (own, *own.children(recursive=True))
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+
+    def supervisor(self) -> tuple[str, int]:
+        """The address of the supervisor, once it listens."""
+        found: list[tuple[str, int]] = []
+
+        def look() -> bool:
+            found[:] = [address for pid, address in self.listeners() if pid == self.process.pid]
+            return bool(found)
+
+        until(look)
+        return found[0]
+
+    def secret(self) -> str:
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if secret := process.environ().get("TORCHMN_SECRET"):
+                    return secret
+        raise AssertionError("the job has no secret")
+
+    def is_ready(self) -> bool:
+        assert self.process.poll() is None, self.process.communicate()
+        return all((self.folder / f"ready{rank}").exists() for rank in range(2))
+
+    def finish(self) -> str:
+        (self.folder / "go").touch()
+        out, err = self.process.communicate(timeout=limit(60))
+        assert self.process.returncode == 0, err
+        return out
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(script: str, *options: str) -> Job:
+        jobs.append(Job(tmp_path / f"job{len(jobs)}", script, *options))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.process.terminate()
+        job.process.communicate(timeout=limit(30))
+
+
+@pytest.fixture
+def many_files() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + limit(60)
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while chunk := connection.recv(1 << 16):
+            received += chunk
+    return received
+
+
+def test_ten_thousand_clients_keep_no_rank_out(start: Callable[..., Job], many_files: None) -> None:
+    """They connect to the supervisor before the agents do, and stay connected."""
+    job = start(WAIT, "-n", "2", "--backend", "gloo")
+    address = job.supervisor()
+    most_open = 0
+    with contextlib.ExitStack() as held:
+        for number in range(NUM_CLIENTS):
+            held.enter_context(socket.create_connection(address, timeout=limit(30)))
+            if number % 1000 == 999:
+                open_ones = psutil.Process(job.process.pid).net_connections("tcp")
+                most_open = max(most_open, len(open_ones))
+        assert sorted(job.finish().splitlines()) == ["[0] done", "[1] done"]
+    # and the listener, two agents, and a connection that is being accepted
+    assert most_open <= MAX_PENDING + 4
+
+
+def test_training_is_not_disrupted(start: Callable[..., Job]) -> None:
+    undisturbed, job = [start(TRAIN, "-n", "2", "--backend", "gloo") for _ in range(2)]
+    until(lambda: undisturbed.is_ready() and job.is_ready())
+    expected = undisturbed.finish()
+    listeners = [address for _, address in job.listeners()]
+    assert len(listeners) > 3  # the supervisor, torch's store, gloo
+    assert {host for host, _ in listeners} == {"127.0.0.1"}
+    with contextlib.ExitStack() as held:
+        for address in listeners:
+            for words in (b"", os.urandom(5000), bytes(5000), b"GET / HTTP/1.1\r\n\r\n"):
+                for _ in range(5):
+                    client = socket.create_connection(address, timeout=limit(20))
+                    held.enter_context(client)
+                    with contextlib.suppress(OSError):
+                        client.sendall(words)
+        attack_supervisor(job)
+        assert job.finish() == expected
+
+
+def attack_supervisor(job: Job) -> None:
+    """A wrong secret, a second rank 0, a replayed handshake, and a client that sends slowly."""
+    address = job.supervisor()
+    name = "{}:{}".format(*address)
+    who = AgentHello(rank=0, host="x", pid=1, address="127.0.0.1", port=1, versions={})
+    role = channels.SUPERVISOR
+    with pytest.raises(LaunchError, match="does not answer"):
+        connect_authenticated(name, secret="a guess", role=role, identity=who, limit_s=0.3)
+    takes = [b"", b""]
+    with socket.create_server(("127.0.0.1", 0)) as between:
+        thread = threading.Thread(target=record, args=(between, address, takes))
+        thread.start()
+        way = channels.address_of(between)
+        channel = connect_authenticated(
+            way, secret=job.secret(), role=role, identity=who, limit_s=20
+        )
+        thread.join()  # disconnected: rank 0 is connected already
+        channel.close()
+    own, theirs = takes
+    with socket.create_connection(address, timeout=limit(20)) as client:
+        client.sendall(own)
+        proof = theirs.splitlines()[-1]
+        assert len(proof) == 64
+        received = read_all(client)
+        assert len(received.splitlines()) <= 1
+        assert proof not in received
+    with socket.create_connection(address, timeout=limit(20)) as slow:
+        with contextlib.suppress(OSError):
+            for _ in range(40):
+                slow.sendall(b"0")
+                time.sleep(0.2)
+            raise AssertionError("a client that sends slowly is never dropped")
+        assert read_all(slow).startswith(b"torchmn listener")
+
+
+def record(listener: socket.socket, target: tuple[str, int], takes: list[bytes]) -> None:
+    """Forward one connection to the target until that closes it, and record both directions."""
+    one = listener.accept()[0]
+    other = socket.create_connection(target)
+
+    def there() -> None:
+        with contextlib.suppress(OSError):
+            while chunk := one.recv(1 << 16):
+                takes[0] += chunk
+                other.sendall(chunk)
+
+    thread = threading.Thread(target=there)
+    thread.start()
+    with contextlib.suppress(OSError):
+        while chunk := other.recv(1 << 16):
+            takes[1] += chunk
+            one.sendall(chunk)
+    one.shutdown(socket.SHUT_RDWR)
+    thread.join()
+    one.close()
+    other.close()
+
+
+def looked(folder: Path) -> list[tuple[str, list[str], list[str]]]:
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def raise_if_disclosed(secret: str, folder: Path, *texts: str) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file() and path.parent.parent.name == "logs":
+            assert secret not in path.read_text(errors="replace"), path
+    for text in texts:
+        assert secret not in text
+
+
+def test_the_secret_is_in_no_command_line_and_no_file(start: Callable[..., Job]) -> None:
+    job = start(LOOK, "-n", "2", "--backend", "gloo")
+    out, err = job.process.communicate(timeout=limit(90))
+    assert job.process.returncode == 0, err
+    for secret, found, listening in looked(job.folder):
+        assert len(secret) == 64
+        assert found == []
+        assert set(listening) == {"127.0.0.1"}
+        raise_if_disclosed(secret, job.folder, out, err)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if missing_requirement():
+        pytest.skip(reason=f"no test hosts: {missing_requirement()}")
+    with netlab(2, None) as made:
+        yield made
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("launcher", ["ssh", "torchrun", "mpirun"])
+def test_between_hosts_ranks_listen_on_the_interface_that_connects_them(
+    lab: Lab, tmp_path: Path, launcher: str
+) -> None:
+    """And the secret is in no command line of any host: they share one process table."""
+    if launcher == "mpirun" and (missing := this_machine(os.environ).missing_for_mpi):
+        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
+    if launcher == "mpirun" and " " in sys.prefix:
+        pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
+    (tmp_path / "script.py").write_text(LOOK)
+    words = ["run", "--log-dir", "logs", "--hosts", "n0:1,n1:1", "--launcher", launcher]
+    words += ["--backend", "gloo", "script.py", str(tmp_path)]
+    env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "TORCHMN_RSH": str(lab.rsh_agent)}
+    process = lab.hosts[0].popen(
+        [sys.executable, "-m", "torchmn", *words],
+        env=env,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    out, err = process.communicate(timeout=limit(100))
+    assert process.returncode == 0, err
+    for host, (secret, found, listening) in zip(lab.hosts, looked(tmp_path), strict=True):
+        assert len(secret) == 64
+        assert found == []
+        assert set(listening) == {host.address}
+        raise_if_disclosed(secret, tmp_path, str(out), str(err))

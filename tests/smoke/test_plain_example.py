@@ -1,0 +1,137 @@
+"""An ordinary script and its seven changed lines: counted, and compared on 1, 2 and 3 ranks."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.limits import limit
+
+ROOT = Path(__file__).parents[2]
+PLAIN = ROOT / "examples" / "plain" / "train.py"
+PORTED = ROOT / "examples" / "plain" / "train_multi_node.py"
+NUMBER = re.compile(r"\d+\.\d+|\d+")
+
+
+def code_of(path: Path) -> list[str]:
+    """The lines of a script that are not empty and not its docstring."""
+    text = path.read_text()
+    docstring = ast.parse(text).body[0]
+    return [line for line in text.splitlines()[docstring.end_lineno :] if line.strip()]
+
+
+def changed_lines() -> list[str]:
+    """The lines of the ported script that the plain one has not; where one went, another came."""
+    changes = [*difflib.ndiff(code_of(PLAIN), code_of(PORTED))]
+    added = [line[2:].strip() for line in changes if line.startswith("+ ")]
+    removed = [line[2:].strip() for line in changes if line.startswith("- ")]
+    assert removed == ["torch.manual_seed(0)", "if options.save:"]
+    return added
+
+
+def test_seven_lines_differ_and_the_readme_shows_them() -> None:
+    added = changed_lines()
+    assert len(added) == 7, "\n".join(added)
+    readme = (ROOT / "README.md").read_text()
+    block = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
+    assert [int(number) for number in re.findall(r"# (\d)", block)] == [*range(1, 8)]
+    shown = re.findall(r"(\w+)\(", block) + ["import torchmn", "comm.rank == 0"]
+    for line in added:
+        assert any(name in line for name in shown), line
+    for name in re.findall(r"(?:torchmn|comm)\.(\w+)", block):
+        assert any(name in line for line in added), name
+
+
+def run(command: list[str | Path], *, cwd: Path) -> list[str]:
+    """The lines it prints, without the launcher's prefix."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=limit(170),
+        check=False,
+        cwd=cwd,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_the_losses_and_parameters_of_one_process(tmp_path: Path) -> None:
+    options = ["--epochs", "3", "--batch-size", "60", "--save"]
+    wanted = run([PLAIN, *options, "plain.pt"], cwd=tmp_path)
+    assert len(wanted) == 3
+    parameters = torch.load(tmp_path / "plain.pt")
+    for num_ranks in (1, 2, 3):  # the last batch has 20 samples: 7, 7 and 6 on three ranks
+        launcher = ["-m", "torchmn", "run", "-n", str(num_ranks)]
+        lines = run([*launcher, PORTED, *options, f"{num_ranks}.pt"], cwd=tmp_path)
+        assert len(lines) == 3, "only rank 0 prints"
+        for line, plain in zip(lines, wanted, strict=True):
+            assert line.startswith("[0] ")
+            found, expected = (
+                [float(x) for x in NUMBER.findall(text)] for text in (line[4:], plain)
+            )
+            assert found == pytest.approx(expected, abs=2e-5)
+        for name, value in torch.load(tmp_path / f"{num_ranks}.pt").items():
+            torch.testing.assert_close(value, parameters[name], rtol=1e-3, atol=1e-4)
+
+
+WHOLE_MODEL = """
+import sys
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4, 2, dropout=0.2)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0])
+
+
+if __name__ == "__main__" and len(sys.argv) == 2:
+    import torchmn
+    comm = torchmn.create_communicator("auto", quiet=True)
+    torchmn.seed_ranks(0, comm)
+    model = Net()
+    optimizer = torchmn.create_multi_node_optimizer(
+        torch.optim.Adam(model.parameters()), comm, model, weight="samples"
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 2, 3)).square().mean().backward()
+        optimizer.step()
+    if comm.rank == 0:
+        torch.save(model, sys.argv[1])
+        torch.save(model.state_dict(), sys.argv[1] + ".state")
+elif __name__ == "__main__":
+    sys.modules["torchmn"] = None  # not installed here
+    with torch.serialization.safe_globals([Net, nn.LSTM, nn.Linear]):
+        model = torch.load(sys.argv[2])
+    model.eval()
+    twin = Net().eval()
+    twin.load_state_dict(torch.load(sys.argv[2] + ".state"))
+    x = torch.ones(5, 2, 3)
+    assert torch.equal(model(x), twin(x))
+    print("loaded")
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_whole_model_that_rank_0_has_saved_loads_without_torchmn(tmp_path: Path) -> None:
+    script = tmp_path / "whole.py"
+    script.write_text(WHOLE_MODEL)
+    run(["-m", "torchmn", "run", "-n", "2", script, "model.pt"], cwd=tmp_path)
+    assert run([script, "load", "model.pt"], cwd=tmp_path) == ["loaded"]
