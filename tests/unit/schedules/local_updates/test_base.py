@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from tests.unit.models import (
-    OfList,
+    OfObject,
     batch,
     closure_of,
     equal,
@@ -176,11 +177,11 @@ def test_samples_can_be_set() -> None:
 
 def test_missing_sample_counts_raise_an_error_with_the_cure() -> None:
     def rank_main(comm):
-        model = OfList()
+        model = OfObject()
         optimizer = create_multi_node_optimizer(
             sgd(model), comm, model, schedule=PeriodicAverage(8)
         )
-        model([batch(comm.rank, 0)]).sum().backward()
+        model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
         with pytest.raises(UsageError, match=r"counts samples.*set_weight\(number_of_samples\)"):
             optimizer.step()
         optimizer.set_weight(4)
