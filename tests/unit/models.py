@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -23,22 +24,22 @@ def mlp(seed: int = 0, dtype: torch.dtype = torch.float64) -> nn.Sequential:
     return fill(model, seed)  # type: ignore[return-value]
 
 
-class OfList(nn.Module):
-    """Takes a list, whose number of samples cannot be seen from outside."""
+class OfObject(nn.Module):
+    """Takes an object whose number of samples cannot be seen from outside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = mlp()
 
-    def forward(self, xs: list[Tensor]) -> Tensor:
-        return self.layer(xs[0])
+    def forward(self, inputs: SimpleNamespace) -> Tensor:
+        return self.layer(inputs.x)
 
 
 def batch(rank: int, step: int, size: int = 4, dtype: torch.dtype = torch.float64) -> Tensor:
     return (seeded(rank, size, 5, salt=100 + step) / 10).to(dtype)
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+def loss_of(model: nn.Module, x: Tensor | SimpleNamespace) -> Tensor:
     """The mean over samples, not linear in the parameters."""
     return model(x).pow(2).mean()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torchmn.cntk.communicator import default_communicator
 from torchmn.cntk.distributed_learners import optimizers_of
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.minibatch_sums import MinibatchSums, mean_and_sum, start_sum
+from torchmn.data.batch_size import num_samples
 from torchmn.errors import DataError, UnsupportedError, UsageError
 from torchmn.evaluation import evaluation_mode
 from torchmn.links.layer_communicator import has_collective_layers
@@ -486,7 +487,10 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 
 def _num_samples(value: Argument) -> int:
-    return value.num_samples if isinstance(value, MinibatchData) else len(value)
+    if isinstance(value, MinibatchData):  # the samples in its sequences
+        return value.num_samples
+    found = num_samples(value if isinstance(value, Tensor) else np.asarray(value))
+    return cast(int, found)  # an argument has rows
 
 
 def _num_sequences(value: Argument) -> int:

@@ -1,5 +1,6 @@
 """Data on many ranks: shards, global batches and iterators."""
 
+from torchmn.data.batch_size import num_samples
 from torchmn.data.empty_dataset import EmptyDataset, create_empty_dataset
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.multi_node_iterator import (
@@ -25,6 +26,7 @@ __all__ = [
     "create_empty_dataset",
     "create_multi_node_iterator",
     "create_synchronized_iterator",
+    "num_samples",
     "scatter_dataset",
     "scatter_index",
     "scatter_loader",

@@ -1,7 +1,7 @@
 """Distributed evaluation over the shards of all ranks."""
 
 from torchmn.communicators.heartbeat import HeartbeatGather
-from torchmn.evaluation.batches import batch_to, call_with_batch, num_samples
+from torchmn.evaluation.batches import batch_to, call_with_batch
 from torchmn.evaluation.buffers import BufferRule, sync_buffers_
 from torchmn.evaluation.create import create_multi_node_evaluator
 from torchmn.evaluation.generic import GenericMultiNodeEvaluator
@@ -22,7 +22,6 @@ __all__ = [
     "evaluation_mode",
     "means_of",
     "merge_sums",
-    "num_samples",
     "scalars_of",
     "sync_buffers_",
 ]

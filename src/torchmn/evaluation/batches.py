@@ -1,29 +1,15 @@
-"""Batches of loaders: their number of samples, their device, and calling a function with one."""
+"""Batches of loaders: their device, and calling a function with one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 Result = TypeVar("Result")
-
-
-def num_samples(batch: Any) -> int | None:
-    """The first dimension of the first tensor in a batch; None if there is none. Local.
-
-    A batch is a tensor or array ``(samples, ...)``, or a tuple, named tuple, list or dict that
-    contains one at any depth. Without any tensor, the length of a list of strings is used.
-
-    >>> num_samples([np.zeros((32, 3)), np.zeros(32)])
-    32
-    """
-    found = _first_dimension(batch)
-    return found if found is not None else _num_texts(batch)
 
 
 def batch_to(batch: Any, device: torch.device | str | None) -> Any:
@@ -61,33 +47,3 @@ def call_with_batch(function: Callable[..., Result], batch: Any) -> Result:
     if isinstance(batch, dict):
         return function(**batch)
     return function(batch)
-
-
-def _first_dimension(batch: Any) -> int | None:
-    if isinstance(batch, (Tensor, np.ndarray)):
-        return int(batch.shape[0]) if batch.ndim else None
-    if isinstance(batch, PackedSequence):  # its data has the time steps of all samples
-        return int(batch.batch_sizes[0])
-    for part in _parts(batch):
-        found = _first_dimension(part)
-        if found is not None:
-            return found
-    return None
-
-
-def _num_texts(batch: Any) -> int | None:
-    if isinstance(batch, (list, tuple)) and batch and isinstance(batch[0], (str, bytes)):
-        return len(batch)
-    for part in _parts(batch):
-        found = _num_texts(part)
-        if found is not None:
-            return found
-    return None
-
-
-def _parts(batch: Any) -> Sequence[Any]:
-    if isinstance(batch, Mapping):
-        return list(batch.values())
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return batch
-    return ()

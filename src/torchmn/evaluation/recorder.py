@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from pytorch_pfn_extras import reporting
 
+from torchmn.data.batch_size import num_samples
 from torchmn.errors import UsageError
-from torchmn.evaluation.batches import num_samples
 from torchmn.evaluation.sums import Sums, WeightedSums, raise_if_no_mean
 
 

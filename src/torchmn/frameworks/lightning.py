@@ -17,9 +17,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
+from torchmn.data.batch_size import num_samples
 from torchmn.errors import UsageError
 from torchmn.frameworks.exchange import Exchange, ExchangeOptions
 from torchmn.frameworks.optimizer import FrameworkOptimizer
@@ -172,7 +172,7 @@ class TrainerStrategy(_Collectives):
             for optimizer, number in zip(counting, before, strict=True):
                 own = optimizer.reducer.contribution
                 if own.num_samples == number:  # training_step called layers and not self(...)
-                    own.add(_num_samples(args[0] if args else None))
+                    own.add(num_samples(args[0] if args else None) or 0)
         return output
 
     @contextmanager
@@ -344,13 +344,6 @@ def _leave_out_repeated(loader: DataLoader[Any], limit: float) -> bool:
     sampler.total_size = num_samples
     sampler.num_samples = len(range(sampler.rank, num_samples, sampler.num_replicas))
     return fewest < most
-
-
-def _num_samples(batch: object) -> int:
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return 0
 
 
 @cache

@@ -16,14 +16,15 @@ backward pass is there and overlapped with the rest of the pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchmn.communicators import Communicator
+from torchmn.data.batch_size import num_samples
 from torchmn.gradients.batch_shares import BatchShares, Shares
 from torchmn.gradients.replica_watch import Replica
 
@@ -168,10 +169,7 @@ class Contribution:
         self._last_counted = 0.0
 
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward pass: the number of samples is the first size of its first tensor.
-
-        Dicts are looked into.
-        """
+        """Before a forward pass: its arguments are the fields of a batch, see `num_samples`."""
         if not (module.training and torch.is_grad_enabled()) or self.is_set:
             return
         # Compiled code cannot ask; compiled whole, a checkpointed part is not called again.
@@ -179,9 +177,9 @@ class Contribution:
             torch._C._current_graph_task_id() != -1 or torch._C._is_tracing()
         ):
             return
-        num_samples = first_size((*args, *kwargs.values()))
-        if num_samples is not None:
-            self.add(num_samples)
+        found = num_samples((*args, *kwargs.values()))
+        if found is not None:
+            self.add(found)
 
     def add(self, num_samples: int) -> None:
         """Count samples, unless the weight was set."""
@@ -189,18 +187,6 @@ class Contribution:
             self._counted += num_samples
             self._num_forwards += 1
             self.was_ever_known = self._has_counted = True
-
-
-def first_size(values: Iterable[object]) -> int | None:
-    """The first size of the first tensor that has one, or None."""
-    for value in values:
-        if isinstance(value, Tensor) and value.dim():
-            return value.shape[0]
-        if isinstance(value, Mapping):
-            size = first_size(value.values())
-            if size is not None:
-                return size
-    return None
 
 
 _COUNT_RULE = (

@@ -35,7 +35,7 @@ from torchmn.links.batch_norm import (
     MultiNodeBatchNorm2d,
     MultiNodeBatchNorm3d,
 )
-from torchmn.links.micro_batches import num_samples, split
+from torchmn.links.micro_batches import samples_to_cut, split
 from torchmn.optimizer.multi_node_optimizer import MultiNodeOptimizer
 from torchmn.profiling import recording
 from torchmn.units import counted, listed
@@ -350,7 +350,7 @@ class GlobalBatch:
             self._raise_if_training()
         if self.growth is not None:
             self._note_settings()
-        num_own = num_samples(samples, "the batch")
+        num_own = samples_to_cut(samples, "the batch")
         ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
         is_sum = ours is not None and ours.reducer.buffers.reduction == "sum"
         if ours is not None and not is_sum:

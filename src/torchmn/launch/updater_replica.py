@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from torchmn.communicators import ROUTES, Communicator
 from torchmn.communicators.object_codec import Trust
-from torchmn.evaluation import Sums, WeightedSums, batch_to, merge_sums, num_samples, scalars_of
+from torchmn.data.batch_size import num_samples
+from torchmn.evaluation import Sums, WeightedSums, batch_to, merge_sums, scalars_of
 from torchmn.topology import Topology
 from torchmn.training.batch_source import BatchSource
 from torchmn.training.standard_updater import compute_gradients

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchmn.data.batch_size import num_samples
 from torchmn.errors import UsageError
 
 _NUM_SAMPLES: ContextVar[int | None] = ContextVar("_NUM_SAMPLES", default=None)
@@ -54,18 +55,21 @@ def with_tensors(obj: Any, tensors: Iterator[Tensor]) -> Any:
     return obj
 
 
-def num_samples(batch: Any, name: str) -> int:
-    """The size of dim 0, the same of all tensors with dims; 1 without any.
+def samples_to_cut(batch: Any, name: str) -> int:
+    """The samples of a batch, which are in dim 0 of all tensors with dims; 1 without any.
 
-    Raises UsageError: the sizes differ.
+    Raises UsageError: they are not, so that `split` cannot cut the batch.
     """
-    sizes = {len(tensor) for tensor in tensors_of(batch) if tensor.dim()}
-    if len(sizes) > 1:
+    sizes = {tensor.size(0) for tensor in tensors_of(batch) if tensor.dim()}
+    if not sizes:
+        return 1
+    found = num_samples(batch)
+    if found is None or sizes != {found}:
         raise UsageError(
-            f"The tensors of {name} have {sorted(sizes)} samples in dim 0, which must be the same "
-            "to cut them into micro-batches."
+            f"{name} has {found} samples, and its tensors have {sorted(sizes)} in dim 0, which "
+            "must be the same to cut them into micro-batches."
         )
-    return sizes.pop() if sizes else 1
+    return found
 
 
 def split(batch: Any, num_parts: int) -> list[Any]:

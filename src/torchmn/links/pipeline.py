@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchmn.communicators import Communicator
+from torchmn.data.batch_size import num_samples
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.links.chain_graph import BACKWARD, FORWARD, Action, ChainGraph, Edge, Link
 from torchmn.links.messages import Messages, Place, Samples
-from torchmn.links.micro_batches import num_samples, part_of, split, tensors_of, with_tensors
+from torchmn.links.micro_batches import part_of, samples_to_cut, split, tensors_of, with_tensors
 
 LossFunction = Callable[..., Tensor]
 NoSync = Callable[[], AbstractContextManager[None]]
@@ -166,10 +167,11 @@ class _Step:
 
     def _cut(self, batch: Any, name: str) -> tuple[list[Any], list[int]]:
         if self._num_parts == 1:
-            total = max((len(t) for t in tensors_of(batch) if t.dim()), default=1)
+            found = num_samples(batch)
+            total = 1 if found is None else found
             parts = [batch]
         else:
-            total = num_samples(batch, f"{name} on rank {self._comm.rank}")
+            total = samples_to_cut(batch, f"{name} on rank {self._comm.rank}")
             parts = split(batch, self._num_parts)
         if total == 0:
             raise UsageError(

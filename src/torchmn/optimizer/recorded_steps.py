@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.compression.layout import is_small
+from torchmn.data.batch_size import num_samples
 from torchmn.gradients.local_shards import whole_of
 from torchmn.gradients.model_hooks import ModelHooks
 from torchmn.gradients.parameter_hook import watch_gradient
 from torchmn.gradients.reducer import GradientReducer
-from torchmn.gradients.weights import first_size
 from torchmn.profiling import recording
 from torchmn.profiling.records import Phase
 from torchmn.profiling.step_recorder import GradientFacts, StepRecorder
@@ -97,8 +97,8 @@ class RecordedSteps:
         recorder = self._recorder
         if recorder is None or torch._C._current_graph_task_id() != -1:  # run again in backward
             return
-        num_samples = first_size((*args, *kwargs.values()))
-        recorder.forward_begins(num_samples, is_training=torch.is_grad_enabled())
+        found = num_samples((*args, *kwargs.values()))
+        recorder.forward_begins(found, is_training=torch.is_grad_enabled())
 
     def _note_settings(self, recorder: StepRecorder) -> None:
         optimizer = self._optimizer

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.batch_settings import BatchSettings, batch_settings_of
+from torchmn.data.batch_size import num_samples
 from torchmn.errors import UsageError
-from torchmn.evaluation import batch_to, call_with_batch, num_samples
+from torchmn.evaluation import batch_to, call_with_batch
 from torchmn.links.layer_communicator import has_collective_layers
 from torchmn.profiling import recording
 from torchmn.resharding import reshard_object, warnings_of

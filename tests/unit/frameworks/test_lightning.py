@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from torchmn.frameworks import fabric_strategy, lightning_strategy
-from torchmn.frameworks.lightning import _leave_out_repeated, _num_samples
+from torchmn.frameworks.lightning import _leave_out_repeated
 
 
 @pytest.mark.parametrize(("number", "size"), [(13, 2), (12, 2), (7, 3), (3, 3)])
@@ -39,20 +39,6 @@ def test_other_samplers_are_left_alone() -> None:
     sampler: Any = DistributedSampler(data, 2, 1, drop_last=True)
     assert not _leave_out_repeated(DataLoader(data, sampler=sampler), 1.0)
     assert len(sampler) == 6
-
-
-@pytest.mark.parametrize(
-    ("batch", "number"),
-    [
-        (torch.zeros(4, 2), 4),
-        ([torch.zeros(3, 2), torch.zeros(3)], 3),
-        ({"a": torch.tensor(1.0), "b": [torch.zeros(5)]}, 5),
-        ("text", 0),
-        (None, 0),
-    ],
-)
-def test_number_of_samples(batch: object, number: int) -> None:
-    assert _num_samples(batch) == number
 
 
 @pytest.mark.parametrize("make", [lightning_strategy, fabric_strategy])

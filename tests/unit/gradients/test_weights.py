@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.unit.models import (
-    OfList,
+    OfObject,
     batch,
     equal,
     fill,
@@ -183,10 +185,10 @@ def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
 
 def test_inputs_without_a_batch_dimension_raise() -> None:
     def rank_main(comm):
-        model = OfList()
+        model = OfObject()
         create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
         with pytest.raises(UsageError, match="must see a tensor with a batch dimension"):
-            model([batch(comm.rank, 0)]).sum().backward()
+            model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
 
     run_ranks(rank_main, 2)
 

@@ -111,7 +111,7 @@ def test_structures_are_cut_and_different_lengths_are_refused() -> None:
     parts = [part for part, _ in batch.micro_batches(data)]
     assert [len(part["x"]) for part in parts] == [2, 2, 1]
     assert torch.cat([part["y"][0] for part in parts]).tolist() == [0, 1, 2, 3, 4]
-    with pytest.raises(UsageError, match=r"\[4, 5\] samples"):
+    with pytest.raises(UsageError, match=r"\[4, 5\] in dim 0"):
         list(batch.micro_batches((torch.zeros(5), torch.zeros(4))))
 
 

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from html import escape
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.unit.models import OfList, batch, equal, fill, local_grads, loss_of, mlp, near, values
+from tests.unit.models import OfObject, batch, equal, fill, local_grads, loss_of, mlp, near, values
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn import create_multi_node_optimizer
 from torchmn.communicators import Communicator
@@ -525,14 +526,14 @@ def test_arguments_and_a_second_one_are_refused() -> None:
 
 def test_samples_that_no_forward_shows_must_be_given() -> None:
     def rank_main(comm: Communicator) -> int:
-        model = OfList()
+        model = OfObject()
         optimizer = optimizer_of(model, comm)
         noise = GradientNoiseScale(optimizer, every=1)
         with pytest.raises(UsageError, match=r"Call optimizer.set_weight\(number_of_samples\)"):
-            loss_of(model, [batch(comm.rank, 0)]).backward()
+            loss_of(model, SimpleNamespace(x=batch(comm.rank, 0))).backward()
         optimizer.zero_grad()
         optimizer.set_weight(4)
-        loss_of(model, [batch(comm.rank, 0)]).backward()
+        loss_of(model, SimpleNamespace(x=batch(comm.rank, 0))).backward()
         return noise.num_measurements
 
     assert run_ranks(rank_main, 2) == [1, 1]

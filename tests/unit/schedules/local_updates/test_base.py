@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 from tests.limits import limit
 from tests.unit.models import (
-    OfList,
+    OfObject,
     batch,
     closure_of,
     equal,
@@ -177,11 +178,11 @@ def test_samples_can_be_set() -> None:
 
 def test_missing_sample_counts_raise_an_error_with_the_cure() -> None:
     def rank_main(comm):
-        model = OfList()
+        model = OfObject()
         optimizer = create_multi_node_optimizer(
             sgd(model), comm, model, schedule=PeriodicAverage(8)
         )
-        model([batch(comm.rank, 0)]).sum().backward()
+        model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
         with pytest.raises(UsageError, match=r"counts samples.*set_weight\(number_of_samples\)"):
             optimizer.step()
         optimizer.set_weight(4)
