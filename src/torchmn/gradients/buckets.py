@@ -138,8 +138,7 @@ def plan_buckets(
             for kind in _by_kind(list(reversed(parameters)))
             for part in _in_parts(kind, bucket_bytes)
         ]
-    has_own_footer = False
-    footer_dtype = torch.float32
+    has_own_footer, footer_dtype = not groups, torch.float32
     if groups:
         last = groups[-1][0][1]
         footer_device = last.device
@@ -149,8 +148,6 @@ def plan_buckets(
             footer_dtype = last.dtype.to_real() if last.dtype.is_complex else last.dtype
     elif footer_device is None:
         return []
-    else:
-        has_own_footer = True
     buckets = [
         _lay_out(group, 0 if has_own_footer or group is not groups[-1] else num_footer, allocate)
         for group in groups
