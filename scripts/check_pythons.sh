@@ -129,7 +129,7 @@ PYTHON
         '[mpi]') check 'trains under mpirun' "${run[@]}" run --launcher mpirun -n 2 "$work/train.py" ;;
         '[all]')
           check 'imports' "$venv/bin/python" -c \
-            'import cv2, mpi4py.MPI, numba, PIL, plotly, sacrebleu, simplejpeg, tokenizers'
+            'import mpi4py.MPI, numba, PIL, plotly, sacrebleu, simplejpeg, tokenizers'
           check 'report' "${run[@]}" report
           check 'plan' "${run[@]}" plan --hosts 1,2 "$PWD/examples/imagenet/240_gpus.toml"
           ;;

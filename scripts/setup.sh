@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.." || exit 1
 
 readonly MARK=.venv/made-by-setup
 readonly LOG=.venv-setup.log
-readonly EXTRAS='compression,images,opencv,mpi,examples,report,translation,test,docs,dev,dist'
+readonly EXTRAS='compression,images,mpi,examples,report,translation,test,docs,dev,dist'
 
 fail() {
   echo "setup: $1" >&2

@@ -151,11 +151,6 @@ def _orientation(content: bytes) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
-def is_turned(content: bytes) -> bool:
-    """Whether its EXIF orientation makes `decode` turn or mirror an image."""
-    return _orientation(content) != 1
-
-
 def _turned(image: Image, orientation: int) -> Image:
     """The image as its EXIF orientation says."""
     if orientation in (2, 4, 5, 7):
