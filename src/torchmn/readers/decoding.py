@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchmn.errors import DataError, UnsupportedError
+from torchmn.errors import DataError, require
 
 Image = np.ndarray[Any, Any]
 Reduction = Literal[1, 2, 4, 8]
@@ -167,10 +167,4 @@ def _simplejpeg() -> ModuleType | None:
 
 def pillow() -> ModuleType:
     """Pillow's module ``Image``. Raises UnsupportedError: it is not installed."""
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise UnsupportedError(
-            "Reading images needs Pillow, and JPEG is twice as fast with simplejpeg. Install both: "
-            "pip install 'torchmn[images]'."
-        ) from error
+    return require("PIL.Image", "Reading images", "torchmn[images]")
