@@ -22,6 +22,7 @@ which rank on which host speaks.
 from __future__ import annotations
 
 import importlib
+import shlex
 from collections.abc import Iterable
 from types import ModuleType
 
@@ -133,6 +134,6 @@ def require(module: str, purpose: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise UnsupportedError(
-            f"{purpose} needs {module.partition('.')[0]}, which cannot be imported ({error}). "
-            f"Install it: pip install '{package}'."
+            f"{purpose} needs {module}, which cannot be imported ({error}). Install it: "
+            f"pip install {shlex.quote(package)}."
         ) from error

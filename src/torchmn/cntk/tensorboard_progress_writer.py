@@ -110,7 +110,5 @@ class TensorBoardProgressWriter(ProgressWriter):
 
 
 def _summary_writer(log_dir: str | Path) -> Any:
-    require("tensorboard", "TensorBoardProgressWriter", "tensorboard")
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(log_dir))
+    module = require("torch.utils.tensorboard", "TensorBoardProgressWriter", "tensorboard")
+    return module.SummaryWriter(str(log_dir))
