@@ -24,8 +24,9 @@ help:
 	@echo 'make setup       make .venv with everything the others need (they do it themselves)'
 	@echo 'make clean       remove .venv'
 
+# Each target installs what it needs; `make setup` everything.
 setup:
-	@bash scripts/setup.sh
+	@bash scripts/setup.sh $(MAKECMDGOALS)
 
 train: setup
 	@$(VENV_PYTHON) examples/make_train.py

@@ -96,10 +96,12 @@ def cpu_seconds_of_children() -> float:
 
 
 def environment() -> dict[str, str]:
-    """Ours; where workers cannot be bound to cores, one thread each is as near as it gets."""
-    if hasattr(os, "sched_setaffinity"):
-        return dict(os.environ)
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
+    """Ours, with bytecode kept: setup leaves it to the first process that imports a module.
+
+    Where workers cannot be bound to cores, one thread each is as near as it gets.
+    """
+    kept = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    return kept if hasattr(os, "sched_setaffinity") else {**kept, "OMP_NUM_THREADS": "1"}
 
 
 def separate_cores() -> list[int]:

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# Make .venv with everything that `make train`, `make test` and `make bench` need.
+# Make .venv with what some targets of the Makefile need: setup.sh train test. Other words, and none,
+# install everything.
 #
-# Does nothing when .venv is up to date: .venv/made-by-setup holds a checksum of what it depends on
-# and the folder, for scripts in .venv hold absolute paths and break when it is moved. It says
+# Does nothing when .venv is up to date. The first line of .venv/made-by-setup is a checksum of what
+# it depends on and the folder, for scripts in .venv hold absolute paths and break when it is moved;
+# the second one names the extras that are installed, to which further targets add theirs. It says
 # "unfinished" while this script works; if it still does at the next run, that one starts afresh.
 # Every failure is one sentence and a non-zero exit; pip's own words are in .venv-setup.log.
 set -u
@@ -10,7 +12,9 @@ cd "$(dirname "$0")/.." || exit 1
 
 readonly MARK=.venv/made-by-setup
 readonly LOG=.venv-setup.log
-readonly EXTRAS='compression,images,opencv,mpi,examples,report,translation,test,docs,dev,dist'
+readonly TRAIN='trainer examples'
+readonly TEST="$TRAIN compression images mpi notebook report translation test dist"
+readonly ALL="$TEST docs dev"
 
 fail() {
   echo "setup: $1" >&2
@@ -21,8 +25,55 @@ mark() {
   echo "$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum) $PWD"
 }
 
+first_line_of_mark() {
+  [ -r "$MARK" ] && { read -r line <"$MARK"; echo "$line"; }
+}
+
+# The extras that are installed, from the second line of the mark.
+installed() {
+  local extras=''
+  [ -r "$MARK" ] && { read -r _ && read -r extras; } <"$MARK"
+  echo "$extras"
+}
+
+# The extras that targets of the Makefile need.
+extras_of() {
+  local target extras=''
+  for target in "${@:-setup}"; do
+    case "$target" in
+      train) extras="$extras $TRAIN" ;;
+      test | test-schedulers | test-launchers | check-gpu | pages | chaos | bench | bench-*)
+        extras="$extras $TEST"
+        ;;
+      docs) extras="$extras docs" ;;
+      lint) extras="$extras dev" ;;
+      dist | check-pythons) extras="$extras dist" ;;
+      *) extras="$extras $ALL" ;;
+    esac
+  done
+  echo "$extras"
+}
+
+# Words, each of them once.
+once() {
+  local word all=''
+  for word in "$@"; do
+    case " $all " in *" $word "*) ;; *) all="$all $word" ;; esac
+  done
+  echo "${all# }"
+}
+
+has_all_wanted() {
+  local extra present
+  present=" $(installed) "
+  for extra in $wanted; do
+    case "$present" in *" $extra "*) ;; *) return 1 ;; esac
+  done
+}
+
 is_up_to_date() {
-  [ -x .venv/bin/python ] && is_python_wanted && [ "$(cat "$MARK" 2>/dev/null)" = "$(mark)" ]
+  [ -x .venv/bin/python ] && is_python_wanted && [ "$(first_line_of_mark)" = "$(mark)" ] &&
+    has_all_wanted
 }
 
 # Whether .venv has the version of the Python that the user named, if he named one.
@@ -32,7 +83,7 @@ is_python_wanted() {
 
 # Whether what is there can be brought up to date and need not be made anew.
 is_reusable() {
-  case "$(cat "$MARK" 2>/dev/null)" in
+  case "$(first_line_of_mark)" in
     *" $PWD") .venv/bin/python -c '' 2>/dev/null && is_python_wanted ;;
     *) return 1 ;;
   esac
@@ -110,6 +161,8 @@ has_room() {
 }
 
 main() {
+  local wanted
+  wanted="$(once $(extras_of "$@"))"
   trap 'echo "setup: interrupted; the next run starts afresh." >&2; exit 130' INT TERM
   is_up_to_date && exit 0
   choose_python
@@ -124,19 +177,24 @@ main() {
   if [ -e .venv ] && [ ! -e "$MARK" ]; then
     fail ".venv is here but setup did not make it: move it away and try again."
   fi
-  is_reusable || rm -rf .venv || fail ".venv cannot be removed: remove it by hand and try again."
-
-  echo "setup: making .venv with $("$python" --version 2>&1), which takes a few minutes once ..." >&2
+  if is_reusable; then
+    wanted="$(once $(installed) $wanted)"
+    echo "setup: adding to .venv what is missing ..." >&2
+  else
+    rm -rf .venv || fail ".venv cannot be removed: remove it by hand and try again."
+    echo "setup: making .venv with $("$python" --version 2>&1), which takes a minute or more once ..." >&2
+  fi
   { : >"$LOG" && mkdir -p .venv && echo unfinished >"$MARK"; } 2>/dev/null || explain 'making .venv'
   if [ ! -x .venv/bin/python ]; then
     "$python" -m venv .venv >>"$LOG" 2>&1 || explain 'making .venv'
   fi
-  .venv/bin/python -m pip install --disable-pip-version-check \
-    --constraint constraints.txt --editable ".[$EXTRAS]" >>"$LOG" 2>&1 || explain 'pip install'
-  { mark >"$MARK"; } 2>/dev/null || explain 'finishing .venv'
+  # Without --no-compile half of the time goes into modules that nobody imports.
+  .venv/bin/python -m pip install --disable-pip-version-check --no-compile \
+    --constraint constraints.txt --editable ".[${wanted// /,}]" >>"$LOG" 2>&1 || explain 'pip install'
+  { mark && echo "$wanted"; } 2>/dev/null >"$MARK" || explain 'finishing .venv'
   is_up_to_date || explain 'finishing .venv'
   echo 'setup: done.' >&2
 }
 
 # Bash reads a script as it goes: within a function the whole file has been read before pip starts.
-main
+main "$@"

@@ -21,7 +21,10 @@ which rank on which host speaks.
 
 from __future__ import annotations
 
+import importlib
+import shlex
 from collections.abc import Iterable
+from types import ModuleType
 
 __all__ = [
     "CommunicationError",
@@ -38,6 +41,7 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedError",
     "UsageError",
+    "require",
 ]
 
 
@@ -114,3 +118,22 @@ class PeerLostError(CommunicationError):
 
 class RankMismatchError(CommunicationError):
     """Ranks came to the same collective with different intentions."""
+
+
+def require(module: str, purpose: str, package: str) -> ModuleType:
+    """Import what torchmn does not depend on.
+
+    Args:
+        module: its name.
+        purpose: what needs it, the beginning of a sentence.
+        package: what pip installs, such as ``torchmn[images]``.
+
+    Raises UnsupportedError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnsupportedError(
+            f"{purpose} needs {module}, which cannot be imported ({error}). Install it: "
+            f"pip install {shlex.quote(package)}."
+        ) from error

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 LEFT_OUT = (".ci/", ".github/", ".pre-commit-config.yaml", ".gitattributes")
 """What hosts of repositories and continuous integration read, and no one else."""
 FOR_DEVELOPERS = {"test", "dev", "dist", "docs"}
-FOR_A_CHECKOUT = {"examples"}
+FOR_A_CHECKOUT = {"examples", "translation"}
 """Extras of programs that are in no wheel."""
 FOR_FRAMEWORKS = {"lightning", "accelerate", "transformers", "ignite"}
 """Extras that bring a framework, for those who have chosen it."""

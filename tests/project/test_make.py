@@ -31,7 +31,8 @@ case "$1" in
   -c) echo "{check}" ;;
   -m) case "$2" in
     venv) echo "venv" >>calls; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-    pip) echo "pip" >>calls; {pip} ;;
+    pip) echo "pip" >>calls; for word; do case "$word" in .*) echo "$word" >>asked ;; esac; done
+      {pip} ;;
   esac ;;
 esac
 """
@@ -76,6 +77,12 @@ class Project:
         return log.read_text().split() if log.exists() else []
 
     @property
+    def asked(self) -> list[set[str]]:
+        """The extras of each call of pip."""
+        words = (self.folder / "asked").read_text().split()
+        return [set(word.removeprefix(".[").removesuffix("]").split(",")) for word in words]
+
+    @property
     def mark(self) -> Path:
         return self.folder / ".venv" / "made-by-setup"
 
@@ -102,6 +109,34 @@ def test_second_time_does_nothing(project: Project) -> None:
     again = project.make("setup")
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
     assert project.calls == ["venv", "pip"]
+
+
+def test_targets_install_what_they_need_and_add_to_it(project: Project) -> None:
+    (project.folder / "Makefile").write_text(
+        (ROOT / "Makefile").read_text().replace("\t@$(VENV_PYTHON)", "\t@: $(VENV_PYTHON)")
+    )
+    (project.folder / "scripts" / "test.sh").write_text("true\n")
+    project.python()
+    for goals in (
+        ("train",),
+        ("train",),
+        ("lint",),
+        ("test",),
+        ("train", "lint", "test"),
+        ("docs",),
+    ):
+        assert project.make(*goals).returncode == 0
+    assert project.calls == ["venv", *["pip"] * 4]
+    train, lint, test, docs = project.asked
+    assert train == {"trainer", "examples"}
+    assert lint == train | {"dev"}
+    assert test >= lint | {"test", "translation", "compression", "mpi"}
+    assert docs == test | {"docs"}
+    assert project.make("setup").stderr == ""
+    with (project.folder / "constraints.txt").open("a") as file:
+        file.write("\n# changed\n")
+    project.make("train")
+    assert project.asked[-1] == docs  # what other targets have added stays
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "scripts/setup.sh"])

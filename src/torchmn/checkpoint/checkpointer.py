@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pytorch_pfn_extras.training.extension import Extension
-
 from torchmn import rng_state
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.dcp import export_dcp
@@ -60,7 +58,7 @@ class SaveRecord:
     problem: str | None = None
 
 
-class MultiNodeCheckpointer(Extension):
+class MultiNodeCheckpointer:
     """Made by `create_multi_node_checkpointer`. A trainer's extension, or called from a loop.
 
     It saves everything that has a ``state_dict``, and the random generators of every rank.
@@ -77,7 +75,6 @@ class MultiNodeCheckpointer(Extension):
     trigger = (1, "epoch")
     priority = -100  # after extensions that change what is saved, as snapshots
     default_name = "checkpointer"
-    needs_model_state = True
 
     def __init__(
         self,

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pytorch_pfn_extras.training.extension import Extension
 
 from torchmn.checkpoint import MultiNodeCheckpointer
 from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
@@ -117,7 +116,7 @@ class SessionUpdater:
                 writer.skip_test_summary()
 
 
-class Action(Extension):
+class Action:
     """What a session does each time that the training passes a multiple of a frequency."""
 
     def __init__(
@@ -128,7 +127,7 @@ class Action(Extension):
         updater: SessionUpdater,
         run: Callable[[int], object],
     ) -> None:
-        self.name = name
+        self.default_name = name
         self.priority = priority
         self.period, self.unit = checked_frequency(frequency)
         self.trigger: Any = lambda _: self.is_due()
@@ -155,11 +154,11 @@ class Action(Extension):
         self._run(self.index)
 
 
-class WaitForWrites(Extension):
+class WaitForWrites:
     """Waits at the end of training, also after an error, for what is being written."""
 
     trigger: Any = staticmethod(lambda _: False)
-    name = "checkpointer"
+    default_name = "checkpointer"
 
     def __init__(self, checkpointer: MultiNodeCheckpointer) -> None:
         self._checkpointer = checkpointer

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from torchmn.cntk.progress_writer import Pair, ProgressWriter, Sums, mean
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.errors import UsageError, require
 
 
 class TensorBoardProgressWriter(ProgressWriter):
@@ -111,11 +110,5 @@ class TensorBoardProgressWriter(ProgressWriter):
 
 
 def _summary_writer(log_dir: str | Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UnsupportedError(
-            "TensorBoardProgressWriter needs the package tensorboard, which is not installed for "
-            f"{sys.executable} ({error}). Install it with: pip install tensorboard"
-        ) from error
-    return SummaryWriter(str(log_dir))
+    module = require("torch.utils.tensorboard", "TensorBoardProgressWriter", "tensorboard")
+    return module.SummaryWriter(str(log_dir))

@@ -50,7 +50,6 @@ from torchmn.readers import (
 from torchmn.readers.streams import wanted_streams
 from torchmn.readers.user import UserSourceMinibatches
 from torchmn.resilience import Preemption
-from torchmn.training import Trainer as Loop
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,11 @@ class TrainingSession:
             UsageError: the checkpoint is of another kind of training, or several ranks train
                 without a distributed learner.
             DataError: a checkpoint cannot be read or written.
+            UnsupportedError: pytorch-pfn-extras, whose loop it is, is not installed.
             SystemExit: the job is about to end and was saved, with status 85: see `Preemption`.
         """
+        from torchmn.training import Trainer as Loop  # needs the extra `trainer`, as no other part
+
         updater = SessionUpdater(self, device)
         loop = Loop(updater, lambda _: updater.has_ended, None, comm=self.comm)
         checkpoints = None

@@ -1,13 +1,24 @@
-"""Distributed evaluation over the shards of all ranks."""
+"""Distributed evaluation over the shards of all ranks.
+
+What extends the evaluators of pytorch-pfn-extras loads on first use, and needs them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from torchmn.communicators.heartbeat import HeartbeatGather
+from torchmn.errors import require
 from torchmn.evaluation.batches import batch_to, call_with_batch
 from torchmn.evaluation.buffers import BufferRule, sync_buffers_
-from torchmn.evaluation.create import create_multi_node_evaluator
-from torchmn.evaluation.generic import GenericMultiNodeEvaluator
 from torchmn.evaluation.modes import evaluation_mode
 from torchmn.evaluation.ratio import Ratio
 from torchmn.evaluation.sums import Sums, WeightedSums, means_of, merge_sums, scalars_of
+
+if TYPE_CHECKING:
+    from torchmn.evaluation.create import create_multi_node_evaluator
+    from torchmn.evaluation.generic import GenericMultiNodeEvaluator
 
 __all__ = [
     "BufferRule",
@@ -25,3 +36,11 @@ __all__ = [
     "scalars_of",
     "sync_buffers_",
 ]
+_HOME = {"GenericMultiNodeEvaluator": "generic", "create_multi_node_evaluator": "create"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'torchmn.evaluation' has no attribute {name!r}")
+    require("pytorch_pfn_extras", name, "torchmn[trainer]")
+    return getattr(import_module(f"torchmn.evaluation.{_HOME[name]}"), name)

@@ -9,6 +9,7 @@ which a rank could import it.
 from __future__ import annotations
 
 import codecs
+import functools
 import inspect
 import io
 import linecache
@@ -29,9 +30,14 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal, TextIO, TypeVar, overload
 
-import cloudpickle
-
-from torchmn.errors import LaunchError, RankError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.errors import (
+    LaunchError,
+    RankError,
+    UnknownNameError,
+    UnsupportedError,
+    UsageError,
+    require,
+)
 from torchmn.launch.backend import choose_backend, this_machine
 from torchmn.launch.job import FAILURE_GRACE_S
 from torchmn.launch.local_ranks import AttachedOutput, LocalRanks, start_local_ranks
@@ -131,10 +137,11 @@ def launch_local(
     those that this process has imported before.
 
     Raises UsageError: a number or an argument does not fit, the log folder cannot be used, or
-    something cannot be pickled; UnsupportedError: the backend cannot be used here;
-    RankError: a rank raised an exception, which is the ``__cause__``, or was ended; LaunchError:
-    the ranks could not be started.
+    something cannot be pickled; UnsupportedError: the backend cannot be used here, or cloudpickle
+    is not installed (``pip install 'torchmn[notebook]'``); RankError: a rank raised an exception,
+    which is the ``__cause__``, or was ended; LaunchError: the ranks could not be started.
     """
+    _pickler()  # or an error that names the extra
     _check_call(function, args)
     chosen = _checked(num_ranks, backend)
     logs = _log_folder(log_dir)
@@ -262,28 +269,30 @@ def _pickle_problem(parts: Mapping[str, object], error: Exception) -> str:
 def _dumps(value: object) -> bytes:
     """By value where pickle would write the name of something that is defined in a notebook."""
     stream = io.BytesIO()
-    _Pickler(stream).dump(value)
+    _pickler()(stream).dump(value)
     return stream.getvalue()
 
 
-def _reduce_code(code: CodeType) -> tuple[Callable[..., CodeType], tuple[object, ...]]:
-    make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return _restore_code, (make, arguments, code.co_filename)
+@functools.cache
+def _pickler() -> Any:
+    """cloudpickle's class, but code keeps its file name, by which tracebacks find their lines.
+
+    cloudpickle 3.1.3 writes "<dynamic-code>" in its place. Raises UnsupportedError: there is none.
+    """
+    theirs = require("cloudpickle", "launch_local", "torchmn[notebook]").Pickler
+
+    def reduce_code(code: CodeType) -> tuple[object, ...]:
+        make, arguments = theirs.dispatch_table[CodeType](code)
+        return _restore_code, (make, arguments, code.co_filename)
+
+    table = ChainMap({CodeType: reduce_code}, theirs.dispatch_table)
+    return type("Pickler", (theirs,), {"dispatch_table": table})
 
 
 def _restore_code(
     make: Callable[..., CodeType], arguments: tuple[object, ...], filename: str
 ) -> CodeType:
     return make(*arguments).replace(co_filename=filename)
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, but code keeps its file name, by which tracebacks find their lines.
-
-    cloudpickle 3.1.3 writes "<dynamic-code>" in its place.
-    """
-
-    dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
 def _sources() -> dict[str, list[str]]:

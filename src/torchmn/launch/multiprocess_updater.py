@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from pytorch_pfn_extras import reporting
 from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.optim import Optimizer
@@ -143,7 +142,9 @@ class MultiprocessParallelUpdater(StandardUpdater):
             name: total / weight if weight == num_ranks else Ratio(total, weight)
             for name, (total, weight) in sums.items()
         }
-        reporting.report(means)
+        from pytorch_pfn_extras.reporting import report
+
+        report(means)
         self.iteration += 1
 
     def setup_workers(self) -> None:

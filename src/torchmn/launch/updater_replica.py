@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pytorch_pfn_extras import reporting
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.optim import Optimizer
@@ -62,7 +61,9 @@ class Replica:
         self._loss_func = loss_func
         self._source = source
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._reporter = reporting.Reporter()
+        from pytorch_pfn_extras.reporting import Reporter
+
+        self._reporter = Reporter()
         self._reporter.add_observer("main", model)
         self._reporter.add_observers("main", list(model.named_modules()))
         self._comm = self._join(PrefixStore("gradients", store), order.timeout_s)

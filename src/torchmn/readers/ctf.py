@@ -31,8 +31,7 @@ class CTFDeserializer:
     each line is one. ``|# text`` is a comment, up to the next ``|`` or the end of the line.
 
     The first use reads the file once for an index of its chunks. Text is parsed when a minibatch
-    needs it, by numba (``pip install 'torchmn[compression]'``) or else, 30 to 100 times slower, by
-    Python.
+    needs it, by code that numba compiles (``pip install 'torchmn[compression]'``).
 
     Args:
         filename: of the text, UTF-8 without further marks.
@@ -46,6 +45,7 @@ class CTFDeserializer:
 
     Raises:
         DataError: the file cannot be read, or a line is wrong; names file, line and column.
+        UnsupportedError: numba is not installed; when the file is first read.
         UsageError: a stream has no shape, or what text cannot have.
 
     Example:

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """The loops over CTF text, compiled by numba. They hold no lock: threads run them side by side.
 
-`ctf_plain` has the same functions in Python. Both report the first wrong token of a sequence as
-its kind (`ctf_errors`), the offset of the token and one number more.
+They report the first wrong token of a sequence as its kind (`ctf_errors`), the offset of the token
+and one number more.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchmn.errors import require
 from torchmn.readers.ctf_columns import Columns
 from torchmn.readers.deserializer import ChunkPart, StreamData
 from torchmn.readers.sparse import csr_tensor
@@ -26,15 +25,9 @@ _MIN_PAIR_BYTES = 4  # "1:1" and a blank
 
 @functools.cache
 def kernels() -> ModuleType:
-    """The compiled parser if there is a compiler; warns once if there is none."""
-    if importlib.util.find_spec("numba") is not None:
-        return importlib.import_module("torchmn.readers.ctf_compiled")
-    warnings.warn(
-        "CTF text is parsed by Python, 30 to 100 times slower than by compiled code. "
-        "Install numba: pip install 'torchmn[compression]'.",
-        stacklevel=2,
-    )
-    return importlib.import_module("torchmn.readers.ctf_plain")
+    """The parser. Raises UnsupportedError: numba, which compiles it, is not installed."""
+    require("numba", "Reading CTF text", "torchmn[compression]")
+    return importlib.import_module("torchmn.readers.ctf_compiled")
 
 
 # ---- sequences

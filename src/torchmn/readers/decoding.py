@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchmn.errors import DataError, UnsupportedError
+from torchmn.errors import DataError, require
 
 Image = np.ndarray[Any, Any]
 Reduction = Literal[1, 2, 4, 8]
@@ -151,11 +151,6 @@ def _orientation(content: bytes) -> int:
     return orientation if orientation in range(1, 9) else 1
 
 
-def is_turned(content: bytes) -> bool:
-    """Whether its EXIF orientation makes `decode` turn or mirror an image."""
-    return _orientation(content) != 1
-
-
 def _turned(image: Image, orientation: int) -> Image:
     """The image as its EXIF orientation says."""
     if orientation in (2, 4, 5, 7):
@@ -172,10 +167,4 @@ def _simplejpeg() -> ModuleType | None:
 
 def pillow() -> ModuleType:
     """Pillow's module ``Image``. Raises UnsupportedError: it is not installed."""
-    try:
-        return importlib.import_module("PIL.Image")
-    except ImportError as error:
-        raise UnsupportedError(
-            "Reading images needs Pillow, and JPEG is twice as fast with simplejpeg. Install both: "
-            "pip install 'torchmn[images]'."
-        ) from error
+    return require("PIL.Image", "Reading images", "torchmn[images]")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
-from torchmn.errors import UnsupportedError
+from torchmn.errors import require
 from torchmn.report.charts import (
     Chart,
     Table,
@@ -31,14 +31,8 @@ from torchmn.version import __version__
 
 def plotly_script() -> str:
     """The text of plotly.js. Raises UnsupportedError: the package is not installed."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise UnsupportedError(
-            "The page needs plotly, which is not installed: pip install 'torchmn[report]', or use "
-            "--text or --json."
-        ) from None
-    return str(get_plotlyjs())
+    offline = require("plotly.offline", "The page (not --text or --json)", "torchmn[report]")
+    return str(offline.get_plotlyjs())
 
 
 def page(

@@ -1,5 +1,12 @@
 """The training loop: additions to pytorch-pfn-extras for distributed training."""
 
+from torchmn.errors import require
+
+try:
+    import pytorch_pfn_extras  # noqa: F401
+except ImportError:
+    require("pytorch_pfn_extras", "torchmn.training", "torchmn[trainer]")
+
 from torchmn.training.allreduce_persistent import AllreducePersistent
 from torchmn.training.batch_source import BatchSource, EpochLoader
 from torchmn.training.classifier import Classifier

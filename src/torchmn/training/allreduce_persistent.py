@@ -26,7 +26,6 @@ class AllreducePersistent(extension.Extension):
 
     trigger = (1, "epoch")
     priority = extension.PRIORITY_WRITER + 1
-    needs_model_state = True
 
     def __init__(
         self, model: nn.Module, comm: Communicator, *, buffers: BufferRule = "average"

@@ -122,6 +122,10 @@ class Trainer(ExtensionsManager):
 
     # ---- training ----
 
+    def needs_model_state(self, iteration: int | None = None) -> bool:
+        """Always: extensions that save a trainer need not say that they use its models."""
+        return True
+
     def start_extensions(self) -> None:
         """Initialize the extensions, whose triggers follow the updater's epochs from now on."""
         if not self._start_extensions_called:

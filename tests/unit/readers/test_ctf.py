@@ -1,11 +1,12 @@
-"""CTF files, with the compiled parser and with the one in Python."""
+"""CTF files."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import pickle
 import random
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.limits import limit
-from torchmn.errors import DataError, UsageError
+from torchmn.errors import DataError, UnsupportedError, UsageError
 from torchmn.readers import ctf_index, ctf_parse
 from torchmn.readers.assembly import gather
 from torchmn.readers.ctf import CTFDeserializer
@@ -28,16 +29,8 @@ from torchmn.readers.streams import StreamDef, StreamDefs
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 
+pytest.importorskip("numba", reason="numba is not installed")
 XY = StreamDefs(x=StreamDef(shape=2), y=StreamDef(shape=4, is_sparse=True))
-
-
-@pytest.fixture(params=["ctf_compiled", "ctf_plain"])
-def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "ctf_compiled":
-        pytest.importorskip("numba", reason="numba is not installed")
-    module = importlib.import_module(f"torchmn.readers.{request.param}")
-    monkeypatch.setattr(ctf_parse, "kernels", lambda: module)
-    return str(request.param)
 
 
 def write(folder: Path, text: str | bytes) -> str:
@@ -60,7 +53,6 @@ def read(deserializer: CTFDeserializer) -> dict[str, list[list[list[float]]]]:
     return found
 
 
-@pytest.mark.usefixtures("parser")
 class TestFormat:
     def test_dense_and_sparse_streams_with_a_line_per_sequence(self, tmp_path: Path) -> None:
         path = write(tmp_path, "|x 1 -2.5 |y 0:1 3:0.25\n|y\t1:2\t|x 3e-1 +4.\n")
@@ -160,7 +152,6 @@ WRONG = {
 }
 
 
-@pytest.mark.usefixtures("parser")
 class TestErrors:
     @pytest.mark.parametrize(("line", "message"), WRONG.items())
     def test_wrong_lines_are_named(self, tmp_path: Path, line: str, message: str) -> None:
@@ -297,9 +288,7 @@ def test_it_can_be_sent_to_a_worker_process(tmp_path: Path) -> None:
     copies = [pickle.loads(pickle.dumps(deserializer))]
     assert deserializer.num_chunks() == 1
     copies.append(pickle.loads(pickle.dumps(deserializer)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # without numba
-        assert all(read(copy) == read(deserializer) for copy in copies)
+    assert all(read(copy) == read(deserializer) for copy in copies)
 
 
 def test_a_fork_while_a_thread_holds_its_lock(tmp_path: Path) -> None:
@@ -344,18 +333,15 @@ def test_streams_that_text_cannot_have(streams: dict[str, StreamDef], message: s
         CTFDeserializer("any", streams)
 
 
-def test_without_numba_it_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+def test_without_numba_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
     ctf_parse.kernels.cache_clear()
-    try:
-        with pytest.warns(UserWarning, match=r"parsed by Python.*torchmn\[compression\]"):
-            assert ctf_parse.kernels().__name__.endswith("ctf_plain")
-        ctf_parse.kernels()
-    finally:
-        ctf_parse.kernels.cache_clear()
+    deserializer = CTFDeserializer(write(tmp_path, "|x 1 2\n"), {"x": XY["x"]})
+    with pytest.raises(UnsupportedError, match=r"CTF text needs numba.*torchmn\[compression\]"):
+        deserializer.num_chunks()
 
 
-# ---- the two parsers agree, on any bytes
+# ---- any bytes, in small chunks and in a large one
 
 NUMBERS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -365,24 +351,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ctf")
 
 
-def outcomes(folder: Path, text: bytes, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """What each parser makes of a text: values, or a message."""
-    pytest.importorskip("numba", reason="numba is not installed")
+def outcomes(folder: Path, text: bytes) -> list[object]:
+    """What is made of a text in small chunks and in one: values, or a message; and warnings."""
     path = write(folder, text)
     found: list[object] = []
-    for name in ("ctf_compiled", "ctf_plain"):
-        module = importlib.import_module(f"torchmn.readers.{name}")
-        monkeypatch.setattr(ctf_parse, "kernels", lambda module=module: module)
-        for chunk_bytes in (16, 10**6):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                try:
-                    deserializer = CTFDeserializer(path, XY, chunk_bytes=chunk_bytes, max_errors=2)
-                    outcome: object = read(deserializer)
-                except DataError as error:
-                    outcome = str(error)
-            assert isinstance(outcome, dict) or str(outcome).startswith(path)
-            found.append((outcome, [str(w.message) for w in caught]))
+    for chunk_bytes in (16, 10**6):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                deserializer = CTFDeserializer(path, XY, chunk_bytes=chunk_bytes, max_errors=2)
+                outcome: object = read(deserializer)
+            except DataError as error:
+                outcome = str(error)
+        assert isinstance(outcome, dict) or str(outcome).startswith(path)
+        found.append((outcome, [str(w.message) for w in caught]))
     return found
 
 
@@ -391,10 +373,9 @@ def outcomes(folder: Path, text: bytes, monkeypatch: pytest.MonkeyPatch) -> list
 )
 def test_numbers_are_rounded_to_float32(folder: Path, values: list[float], style: str) -> None:
     text = "|x " + " ".join(style % value for value in values) + " |y"
-    with pytest.MonkeyPatch.context() as patch:
-        for outcome, _ in outcomes(folder, text.encode(), patch):  # type: ignore[misc]
-            expected = np.array([float(style % value) for value in values]).astype(np.float32)
-            np.testing.assert_array_max_ulp(np.float32(outcome["x"][0][0]), expected, maxulp=1)
+    expected = np.array([float(style % value) for value in values]).astype(np.float32)
+    for outcome, _ in outcomes(folder, text.encode()):  # type: ignore[misc]
+        np.testing.assert_array_max_ulp(np.float32(outcome["x"][0][0]), expected, maxulp=1)
 
 
 def mutated(rng: random.Random) -> bytes:
@@ -416,29 +397,47 @@ def mutated(rng: random.Random) -> bytes:
     return bytes(text[: rng.randint(1, len(text))] if rng.random() < 0.3 else text)
 
 
-def test_mutated_text_gives_values_or_a_named_place(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def parse_mutated(folder: Path) -> None:
     rng = random.Random(0)
     seen_error = seen_value = False
     for _ in range(400):
         text = mutated(rng)
-        first, *others = outcomes(folder, text, monkeypatch)
-        assert all(other == first for other in others), text
-        seen_error |= isinstance(first[0], str)  # type: ignore[index]
-        seen_value |= isinstance(first[0], dict)  # type: ignore[index]
+        in_small_chunks, in_one = outcomes(folder, text)
+        assert in_small_chunks == in_one, text
+        seen_error |= isinstance(in_one[0], str)  # type: ignore[index]
+        seen_value |= isinstance(in_one[0], dict)  # type: ignore[index]
     assert seen_error
     assert seen_value
 
 
+def test_mutated_text_gives_values_or_a_named_place(folder: Path) -> None:
+    parse_mutated(folder)
+
+
+@pytest.mark.slow
+def test_mutated_text_is_read_within_bounds(tmp_path: Path) -> None:
+    """Compiled with checks of each index, in a process of its own."""
+    code = (
+        "import pathlib, sys; from tests.unit.readers.test_ctf import parse_mutated; "
+        "parse_mutated(pathlib.Path(sys.argv[1]))"
+    )
+    root = Path(__file__).parents[3]
+    variables = {
+        "NUMBA_BOUNDSCHECK": "1",
+        "NUMBA_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": f"{root}:{root / 'src'}",
+    }
+    subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], env={**os.environ, **variables}, check=True
+    )
+
+
 @given(text=st.binary(max_size=60))
 def test_any_bytes_give_values_or_a_named_place(folder: Path, text: bytes) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        first, *others = outcomes(folder, text, patch)
-        assert all(other == first for other in others)
+    in_small_chunks, in_one = outcomes(folder, text)
+    assert in_small_chunks == in_one
 
 
-@pytest.mark.usefixtures("parser")
 def test_a_source_counts_a_wrong_sequence_and_leaves_its_samples_out(tmp_path: Path) -> None:
     path = write(tmp_path, "|x 1 2\n|x word 4\n|x 5 6\n|x 7 8\n")
     deserializer = CTFDeserializer(path, {"x": XY["x"]}, max_errors=1)
@@ -451,7 +450,6 @@ def test_a_source_counts_a_wrong_sequence_and_leaves_its_samples_out(tmp_path: P
     source.close()
 
 
-@pytest.mark.usefixtures("parser")
 def test_a_wrong_sequence_is_in_no_stream(tmp_path: Path) -> None:
     path = write(tmp_path, "0 |x 1 2 |y 1:1\n0 |x 3 4\n1 |x word 4 |y 2:1\n2 |x 5 6 |y 3:1\n")
     source = MinibatchSource(CTFDeserializer(path, XY, max_errors=1), max_sweeps=1, randomize=False)
@@ -463,7 +461,6 @@ def test_a_wrong_sequence_is_in_no_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("chunk_bytes", [20, 1000])
-@pytest.mark.usefixtures("parser")
 def test_a_stream_has_lengths_in_all_parts_or_in_none(tmp_path: Path, chunk_bytes: int) -> None:
     """Also where a part has no sequence, and a chunk only those of one sample."""
     lines = [f"{n} |x {n} {k}" + " |y 1:1" * (k == 0) for n in range(7) for k in range(1 + n // 5)]

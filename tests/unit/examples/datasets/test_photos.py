@@ -9,8 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from examples.datasets import photos as module
-from examples.datasets.photos import PhotoList, Photos, find_photos, whole_batch
+from examples.datasets.photos import (
+    CENTER_CROP,
+    RANDOM_CROP,
+    PhotoList,
+    Photos,
+    find_photos,
+    whole_batch,
+)
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader
 
@@ -92,21 +98,10 @@ def test_what_is_random_depends_on_seed_epoch_and_photo(flowers: Path) -> None:
     assert torch.equal(same, centre[3][0])
 
 
-@pytest.mark.parametrize("by", ["parts", "opencv", "pytorch"])
 @pytest.mark.parametrize("seed", [None, 0])
-def test_batches_have_the_pixels_of_the_part(
-    flowers: Path, monkeypatch: pytest.MonkeyPatch, by: str, seed: int | None
-) -> None:
+def test_batches_have_the_pixels_of_the_part(flowers: Path, seed: int | None) -> None:
     """Of large parts too, which are decoded to a smaller size; each photo alone is the same."""
-    transform = module.CENTER_CROP if seed is None else module.RANDOM_CROP
-    if by == "parts":
-        pytest.importorskip("numba", reason="numba is not installed")
-    else:
-        monkeypatch.setattr(module, "read_part", lambda *_: False)
-    if by == "opencv":
-        pytest.importorskip("cv2", reason="OpenCV is not installed")
-    if by == "pytorch":
-        monkeypatch.setattr(module, "cv2", None)
+    transform = CENTER_CROP if seed is None else RANDOM_CROP
     listed = found(flowers)
     for size in (12, 40, 200):
         photos = Photos(listed, size, seed=seed)
@@ -126,21 +121,6 @@ def test_batches_have_the_pixels_of_the_part(
                 assert difference.mean() < (image.float().flip(2) - expected).abs().mean() / 2
             else:
                 assert difference.max() < 3  # of 255
-
-
-@pytest.mark.parametrize("turns", range(4))
-def test_opencv_and_pytorch_resize_to_the_same(turns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also views, as photos are that were turned."""
-    pytest.importorskip("cv2", reason="OpenCV is not installed")
-    random = np.random.default_rng(0).integers(0, 256, (30, 20, 3), np.uint8)
-    pixels = np.rot90(random, turns)[2:, 3:]
-    one, other, mirrored = (np.empty((40, 50, 3), np.uint8) for _ in range(3))
-    module.resize(pixels, one, is_mirrored=False)
-    module.resize(pixels, mirrored, is_mirrored=True)
-    monkeypatch.setattr(module, "cv2", None)
-    module.resize(pixels, other, is_mirrored=False)
-    np.testing.assert_allclose(one.astype(int), other.astype(int), atol=1)
-    np.testing.assert_array_equal(mirrored, one[:, ::-1])
 
 
 def test_val_has_the_classes_of_train(flowers: Path, tmp_path: Path) -> None:
