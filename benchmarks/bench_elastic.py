@@ -3,7 +3,7 @@ checkpoint copy in memory cost?
 
     make bench-elastic ARGS="--losses 5"
 
-Two test hosts with a worker each (`torchmn.testing.netlab`, needs root), a copy in memory every 5
+Two test hosts with a worker each (`tests.netlab`, needs root), a copy in memory every 5
 steps of about 50 ms. *Killed*: all processes of the second host at once. *Cut off*: its link goes
 down, which the other one detects after 8 s of silence. The time is from the loss to the end of the
 first step of the remaining worker. Starting Python and importing torch is most of it, so it is
@@ -27,9 +27,9 @@ from pathlib import Path
 
 import psutil
 from record import Bar, median_bar, report
+from tests.netlab import Lab, netlab
 
 import torchmn
-from torchmn.testing.netlab import Lab, netlab
 
 COPY_PERIOD = 5
 LIMIT_S = 180.0

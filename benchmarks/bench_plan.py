@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="report without measuring")
     arguments = parser.parse_args()
     if not arguments.report:
-        from torchmn.testing.netlab import missing_requirement
+        from tests.netlab import missing_requirement
 
         if reason := missing_requirement():
             print(f"Test hosts are not available: {reason}.")

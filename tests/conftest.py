@@ -15,9 +15,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.mpi_pool import MpiPool
 from tests.processes.runner import PYTHON_PATH
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing import MpiPool
 from torchmn.topology import count_gpus
 
 ROOT = Path(__file__).parents[1]

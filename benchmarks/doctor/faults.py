@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.netlab import Host
+from tests.netlab.construction import INTERFACE, port_of, shape
+from tests.netlab.namespaces import call, entering, tool
+
 from doctor.testbed import Testbed
-from torchmn.testing.netlab import Host
-from torchmn.testing.netlab.construction import INTERFACE, port_of, shape
-from torchmn.testing.netlab.namespaces import call, entering, tool
 
 BASE_RATES = ("200mbit", "500mbit", "1gbit")
 NVIDIA_SMI = """#!/bin/sh

@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.netlab import Host, Lab, netlab
+
 import torchmn
-from torchmn.testing.netlab import Host, Lab, netlab
 
 SOURCES = str(Path(torchmn.__file__).parents[1])
 LIMIT_S = 180.0

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.netlab import Host, Lab
 from tests.processes.runner import PYTHON_PATH
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing.netlab import Host, Lab
 
 ROOT = Path(__file__).parents[2]
 NUM_RANKS = 4

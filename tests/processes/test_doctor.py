@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from tests.netlab import Lab, missing_requirement, netlab
+from tests.netlab.construction import INTERFACE, shape
 from tests.processes.runner import PYTHON_PATH
 from torchmn.exit_status import DOCTOR_STATUS
-from torchmn.testing.netlab import Lab, missing_requirement, netlab
-from torchmn.testing.netlab.construction import INTERFACE, shape
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 needs_hosts = pytest.mark.skipif(

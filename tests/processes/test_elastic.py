@@ -1,6 +1,6 @@
 """Elastic jobs: workers and hosts that die and come back, with real processes.
 
-The hosts are network namespaces (`torchmn.testing.netlab`); its agent stands for ssh.
+The hosts are network namespaces (`tests.netlab`); its agent stands for ssh.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 
 import torchmn
 from tests.marks import ON_TEST_HOSTS
+from tests.netlab import Lab, netlab
 from tests.processes.runner import PYTHON_PATH
-from torchmn.testing.netlab import Lab, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

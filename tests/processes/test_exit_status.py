@@ -13,12 +13,12 @@ from functools import partial
 import psutil
 import pytest
 
+from tests.netlab import missing_requirement, netlab
 from tests.processes.exit_status import LAUNCHERS, PAGE, ROWS, Launcher, Row, table
 from tests.processes.runner import MARK, PYTHON_PATH, Runner
 from tests.schedulers.cluster import running
 from tests.schedulers.slurm import Slurm
 from torchmn.launch.backend import find_mpirun, this_machine
-from torchmn.testing.netlab import missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 

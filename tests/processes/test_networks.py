@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.marks import ON_TEST_HOSTS
+from tests.netlab import Host, Lab, netlab
 from tests.processes.test_hosts import mpirun_of, torchmn_run
-from torchmn.testing.netlab import Host, Lab, netlab
 
 pytestmark = [
     *ON_TEST_HOSTS,

@@ -19,10 +19,10 @@ import pytest
 import yaml
 
 from tests.marks import ON_TEST_HOSTS
+from tests.netlab import Lab, netlab
 from tests.processes.runner import PYTHON_PATH, Runner
 from torchmn.control.ports import find_free_port
 from torchmn.launch.submit import JobRequest, Settings, manifest
-from torchmn.testing.netlab import Lab, netlab
 
 pytestmark = pytest.mark.processes
 

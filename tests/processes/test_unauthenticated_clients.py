@@ -21,13 +21,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.netlab import Lab, missing_requirement, netlab
 from tests.processes.runner import PYTHON_PATH
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
 from torchmn.control.messages.job import AgentHello
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import this_machine
-from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import torchmn
-from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
+from tests.netlab import Host, Lab, missing_requirement, netlab
 
 MARKS = [
     pytest.mark.processes,

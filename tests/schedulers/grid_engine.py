@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.netlab import Host
 from tests.schedulers.cluster import Cluster
-from torchmn.testing.netlab import Host
 
 _PACKAGED = Path("/var/lib/gridengine")
 _BOOTSTRAP = """\

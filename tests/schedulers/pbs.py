@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from tests.netlab import Host
 from tests.schedulers.cluster import Cluster
-from torchmn.testing.netlab import Host
 
 _USER = "daemon"
 _RIGHTS = "+dac_override,+dac_read_search,+net_bind_service"  # the last for pbs_iff

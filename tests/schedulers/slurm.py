@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from tests.netlab import Host
 from tests.schedulers.cluster import Cluster
-from torchmn.testing.netlab import Host
 
 CORES = 4
 """Of each node, whatever the machine has."""
