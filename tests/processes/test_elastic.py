@@ -222,12 +222,12 @@ def assert_same_result(run: Run, num_steps: int) -> None:
 
 
 def test_a_killed_worker_on_one_machine(tmp_path: Path) -> None:
-    """All start again and continue from the last copy in memory; the second time it is too much.
+    """All start again and continue from the last checkpoint; the second time it is too much.
 
     The checkpoint folder is theirs again, without a word about the rank 0 that was killed.
     """
     words = ("--elastic", "1:1", "-n", "2", "--max-restarts", "1", "--show-binding")
-    run = begin(None, tmp_path, *words, script=(0.02, 5, 0))
+    run = begin(None, tmp_path, *words, script=(0.02, 5))
     run.wait_for("[0] step 12")
     os.kill(run.worker(0), signal.SIGKILL)
     run.wait_for("in round 2")
@@ -239,7 +239,7 @@ def test_a_killed_worker_on_one_machine(tmp_path: Path) -> None:
     again = run.steps_of(2)[0]
     for rank in (0, 1):
         assert len(re.findall(rf"torchmn: rank {rank} on .*: cores? \d", run.text)) == 2
-    assert first - 5 <= again <= first + 1
+    assert first - 10 <= again <= first + 1  # the last checkpoint may be unfinished
     assert again % 5 == 1
     assert "rank 0 on" in run.text
     assert "restart 1 of 1: continuing with 2 ranks on localhost" in run.text
@@ -255,7 +255,7 @@ class TestHosts:
 
     def test_a_host_is_lost_and_comes_back(self, lab: Lab, tmp_path: Path) -> None:
         """It enters with the next finished checkpoint, and every sample is used once."""
-        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.05, 3, 0))
+        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.05, 3))
         run.wait_for("[0] step 10")
         for process in parts_of_host(run, 1):
             process.kill()
@@ -264,7 +264,7 @@ class TestHosts:
         assert run.end() == 0, run.text
         assert {number: size for number, size, *_ in run.steps()} == {1: 2, 2: 1, 3: 2}
         lost_at, alone, together = (run.steps_of(number) for number in (1, 2, 3))
-        assert lost_at[-1] - 6 <= alone[0] - 1 <= lost_at[-1]  # from the last copy or that before
+        assert lost_at[-1] - 6 <= alone[0] - 1 <= lost_at[-1]  # that or the one before
         assert (alone[0] % 3, together[0] % 3) == (1, 1)
         announced = re.search(r"n1 joined, and step (\d+) is saved", run.text)
         assert announced is not None
@@ -279,7 +279,7 @@ class TestHosts:
 
     def test_a_host_that_is_cut_off(self, lab: Lab, tmp_path: Path) -> None:
         """The others continue when it was silent for long, and its own workers end."""
-        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.1, 3, 0))
+        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.1, 3))
         run.wait_for("[0] step 10")
         cut_off = parts_of_host(run, 1)
         link = ["ip", "link", "set", lab.hosts[1].interface]
@@ -297,7 +297,7 @@ class TestHosts:
         assert left_of(run) == []
 
     def test_the_rendezvous_is_lost(self, lab: Lab, tmp_path: Path) -> None:
-        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.05, 0, 0))
+        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.05, 0))
         run.wait_for("[0] step 3")
         the_store(tmp_path).kill()
         assert run.end() == 1
@@ -314,9 +314,7 @@ class TestHosts:
         )
         refusing.chmod(0o755)
         words = ("--elastic", "2:2", "--join-timeout", "3", "--rendezvous", "n1:29123")
-        run = on_two_hosts(
-            lab, tmp_path, *words, "-x", f"TORCHMN_RSH={refusing}", script=(0.05, 0, 0)
-        )
+        run = on_two_hosts(lab, tmp_path, *words, "-x", f"TORCHMN_RSH={refusing}", script=(0.05, 0))
         run.wait_for("[0] step 3")
         (tmp_path / "away").touch()
         for process in parts_of_host(run, 1):
