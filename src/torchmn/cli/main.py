@@ -57,8 +57,17 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        _fail(_with_value(error) or str(format_message()), 2)
+        _fail(_instead_of(error) or _with_value(error) or str(format_message()), 2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _instead_of(error: Exception) -> str:
+    """What to use in place of an option that is gone; empty for another error."""
+    if getattr(error, "option_name", "") in ("--image", "--namespace", "--memory", "--volume"):
+        from torchmn.launch.submit.choose import NO_KUBERNETES
+
+        return NO_KUBERNETES
+    return ""
 
 
 def _with_value(error: Exception) -> str:
