@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
@@ -68,11 +67,6 @@ class Testbed:
                 f'h=$1; shift; set -- "$h" "$(echo "$*" | sed "s#PYTHONPATH=#&{folder}:#")"',
             )
         return self._shim[host.name]
-
-    def background(self, host: Host, words: list[str], **env: str) -> subprocess.Popen[str]:
-        """A process on a host that runs until the lab ends."""
-        null = subprocess.DEVNULL
-        return host.popen(words, env={**os.environ, **env}, stdout=null, stderr=null)
 
     def control_group(self, host: Host, controller: str, **settings: str) -> None:
         """Put the doctor's program on a host into a control group (version 1) with settings."""

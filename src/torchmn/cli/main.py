@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("init")(init.init)
-app.command("doctor", context_settings=doctor.CONTEXT)(doctor.doctor)
+app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
@@ -63,7 +63,13 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def _instead_of(error: Exception) -> str:
     """What to use in place of an option that is gone; empty for another error."""
-    if getattr(error, "option_name", "") in ("--image", "--namespace", "--memory", "--volume"):
+    option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+    if option == "--script" and getattr(context, "info_name", "") == "doctor":
+        return (
+            "torchmn doctor measures no loading of data: torchmn report shows the seconds in which "
+            "each rank waited for data."
+        )
+    if option in ("--image", "--namespace", "--memory", "--volume"):
         from torchmn.launch.submit.choose import NO_KUBERNETES
 
         return NO_KUBERNETES
