@@ -84,11 +84,7 @@ def bars(records: list[dict[str, Any]]) -> list[Bar]:
             Bar("trials in which another host was named as well", others, ""),
         ]
     found += bars_of_alarms(records)
-    seconds = [
-        each["seconds"]
-        for each in records
-        if each["num_hosts"] == 4 and each["kind"] != "slow data"  # with --script, which runs torch
-    ]
+    seconds = [each["seconds"] for each in records if each["num_hosts"] == 4]
     if seconds:
         longest = max(seconds)
         found.append(

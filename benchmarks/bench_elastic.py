@@ -1,16 +1,12 @@
-"""How long does an elastic job pause when a host is lost, how many steps are lost, and what does a
-checkpoint copy in memory cost?
+"""How long does an elastic job pause when a host is lost, and how many steps are lost?
 
     make bench-elastic ARGS="--losses 5"
 
-Two test hosts with a worker each (`torchmn.testing.netlab`, needs root), a copy in memory every 5
+Two test hosts with a worker each (`tests.netlab`, needs root), a checkpoint every 5
 steps of about 50 ms. *Killed*: all processes of the second host at once. *Cut off*: its link goes
 down, which the other one detects after 8 s of silence. The time is from the loss to the end of the
 first step of the remaining worker. Starting Python and importing torch is most of it, so it is
 measured separately by a process that only imports them.
-
-The time of a copy is that of the rank that sends it: when it returns, the bytes are held by a
-process of its host and of the next host. All hosts are this machine, so the network is its memory.
 """
 
 from __future__ import annotations
@@ -27,14 +23,12 @@ from pathlib import Path
 
 import psutil
 from record import Bar, median_bar, report
+from tests.netlab import Lab, netlab
 
 import torchmn
-from torchmn.testing.netlab import Lab, netlab
 
-COPY_PERIOD = 5
+SAVE_PERIOD = 5
 LIMIT_S = 180.0
-SIZES_MB = (1, 16, 64, 256)
-NUM_COPIES = 5
 TRAINING = f"""
 import json, os, sys, time, torch, torchmn
 comm = torchmn.create_communicator("naive", timeout_s=30)
@@ -53,29 +47,8 @@ with open(f"steps-{{number}}-{{comm.rank}}", "a", buffering=1) as log:
         step += 1
         log.write(json.dumps([step, time.time(), os.getpid()]) + "\\n")
         time.sleep(0.05)
-        if step % {COPY_PERIOD} == 0:
-            checkpointer.save_in_memory(step, state)
-"""
-COPYING = f"""
-import json, os, time, torchmn
-from torchmn.control.checkpoint_replicas.client import ReplicaClient
-comm = torchmn.create_communicator("naive")
-copies = ReplicaClient.of(os.environ)
-seconds = {{}}
-for size_mb in {SIZES_MB}:
-    part = bytearray(size_mb << 20)
-    for step in range({NUM_COPIES} + 1):
-        name = f"{{size_mb}}-{{step}}"
-        comm.barrier()
-        began = time.perf_counter()
-        is_held_twice = copies.put(step, name, f"rank{{comm.rank}}", [part])
-        spent = time.perf_counter() - began
-        assert is_held_twice == (len(set(comm.topology.hosts)) > 1)
-        if step:
-            seconds.setdefault(size_mb, []).append(spent)
-if comm.rank == 0:
-    with open("copies.json", "w") as file:
-        json.dump(seconds, file)
+        if step % {SAVE_PERIOD} == 0:
+            checkpointer.save(step, state)
 """
 
 
@@ -89,10 +62,6 @@ def main() -> int:
             found = [lose(lab, kind) for _ in range(losses)]
             bars.append(median_bar(f"{kind}: loss to next step", [s for s, _ in found], "s"))
             bars.append(median_bar(f"{kind}: steps lost", [n for _, n in found], "steps"))
-        for name, hosts in (("both hosts", "n0:1,n1:1"), ("one host", "n0:1")):
-            for size, seconds in copy(lab, hosts).items():
-                per_mb = [1e3 * each / int(size) for each in seconds]
-                bars.append(median_bar(f"copy of {size} MB held by {name}", per_mb, "ms/MB"))
     bars.append(median_bar("python -c 'import torchmn, torch'", imports(), "s"))
     return report("elastic", bars)
 
@@ -120,7 +89,7 @@ def lose(lab: Lab, kind: str) -> tuple[float, int]:
         process = start(lab, folder, TRAINING, *options)
         link = ["ip", "link", "set", lab.hosts[1].interface]
         try:
-            wait_for(lambda: len(steps(folder, 1, 1)) > 2 * COPY_PERIOD + 2, process, folder)
+            wait_for(lambda: len(steps(folder, 1, 1)) > 2 * SAVE_PERIOD + 2, process, folder)
             node = psutil.Process(steps(folder, 1, 1)[0][2]).parent().parent()
             lost = [node, *node.children(recursive=True)]
             lost_at = time.time()
@@ -151,20 +120,6 @@ def wait_for(holds, process: subprocess.Popen[str], folder: Path) -> None:  # ty
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit((folder / "output").read_text())
         time.sleep(0.01)
-
-
-def copy(lab: Lab, hosts: str) -> dict[str, list[float]]:
-    """Seconds of each copy in memory, by size in MB."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        num_hosts = hosts.count(",") + 1
-        process = start(
-            lab, folder, COPYING, "--elastic", f"{num_hosts}:{num_hosts}", "--hosts", hosts
-        )
-        if process.wait(LIMIT_S):
-            raise SystemExit((folder / "output").read_text())
-        found: dict[str, list[float]] = json.loads((folder / "copies.json").read_text())
-        return found
 
 
 def imports() -> list[float]:

@@ -41,7 +41,7 @@ def main() -> int:
     if not lines:
         print(f"No line matches {arguments.lines}; see --list.", file=sys.stderr)
         return 2
-    from torchmn.testing.netlab import missing_requirement
+    from tests.netlab import missing_requirement
 
     if reason := missing_requirement():
         print(f"Test hosts are not available: {reason}.", file=sys.stderr)

@@ -45,10 +45,9 @@ SMOKE_STEPS = 20
 
 def main() -> int:
     arguments = _parse()
+    from tests.netlab import missing_requirement
     from time_to_loss.bars import bars_of, choice_bars
     from time_to_loss.runs import load
-
-    from torchmn.testing.netlab import missing_requirement
 
     if not arguments.report and (reason := missing_requirement()):
         print(f"Test hosts are not available: {reason}.", file=sys.stderr)

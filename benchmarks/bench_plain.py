@@ -51,7 +51,7 @@ def main() -> int:
         "--keep-heap", action="store_true", help="also with malloc returning no memory"
     )
     arguments = parser.parse_args()
-    from torchmn.testing.netlab import missing_requirement
+    from tests.netlab import missing_requirement
 
     if reason := missing_requirement():
         print(f"Test hosts are not available: {reason}.", file=sys.stderr)
@@ -67,7 +67,7 @@ def main() -> int:
 
 def _measure(rate: str, sides: list[str], arguments: argparse.Namespace) -> Turns:
     """Start all sides and let them take turns."""
-    from torchmn.testing.netlab import netlab
+    from tests.netlab import netlab
 
     cores = one_core_each(2)
     turns: Turns = defaultdict(list)

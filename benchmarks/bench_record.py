@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--units", type=int, default=9, help="turns of every side")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="settings, with ,")
     arguments = parser.parse_args()
-    from torchmn.testing.netlab import missing_requirement
+    from tests.netlab import missing_requirement
 
     if reason := missing_requirement():
         print(f"Test hosts are not available: {reason}.", file=sys.stderr)
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _bars(name: str, num_units: int) -> list[Bar]:
-    from torchmn.testing.netlab import netlab
+    from tests.netlab import netlab
 
     model, rate, num_steps, limit = SETTINGS[name]
     cores = one_core_each(2)

@@ -26,10 +26,10 @@ from typing import Any
 from planted_faults import bars_of_alarms, bars_of_faults, run_benchmark
 from rank_processes import one_core_each
 from record import Bar
+from tests.netlab import Host, Lab, netlab
+from tests.netlab.construction import port_of, shape
 
 import torchmn
-from torchmn.testing.netlab import Host, Lab, netlab
-from torchmn.testing.netlab.construction import port_of, shape
 
 SCRIPT = Path(__file__).parent / "report_training.py"
 SOURCES = str(Path(torchmn.__file__).parents[1])

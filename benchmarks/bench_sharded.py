@@ -38,8 +38,7 @@ def main() -> int:
     arguments = parser.parse_args()
     from rank_processes import end_ranks, one_core_each, request, start_ranks
     from record import Bar, median_bar, ratio_bar, report
-
-    from torchmn.testing.netlab import missing_requirement, netlab
+    from tests.netlab import missing_requirement, netlab
 
     if reason := missing_requirement():
         print(f"Test hosts are not available: {reason}.", file=sys.stderr)

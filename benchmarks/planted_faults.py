@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from record import RECORDS, Bar, environment, report
-
-from torchmn.testing.netlab import missing_requirement
+from tests.netlab import missing_requirement
 
 FaultLike = TypeVar("FaultLike")
 Record = dict[str, Any]

@@ -26,6 +26,7 @@ from rich.table import Table
 HERE = Path(__file__).parent
 OUT = HERE / "out"
 RECORDS = HERE / "records"
+sys.path.append(str(HERE.parent))  # for tests.netlab, the hosts that benchmarks run on
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchmn.testing.netlab import missing_requirement
+from tests.netlab import missing_requirement
 
 _NO_HOSTS = missing_requirement()
 ON_TEST_HOSTS = [

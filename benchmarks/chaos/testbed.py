@@ -13,12 +13,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from safetensors.torch import save_file
+from tests.netlab import Lab, missing_requirement, netlab
 
 import torchmn
 from chaos.job import MARK, SCRIPT, Job
 from chaos.settings import Setting
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from datasets import load_images

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tests.netlab import Host, Lab, netlab
+
 import torchmn
-from torchmn.testing.netlab import Host, Lab, netlab
 
 SOURCES = str(Path(torchmn.__file__).parents[1])
 LIMIT_S = 180.0
@@ -67,11 +67,6 @@ class Testbed:
                 f'h=$1; shift; set -- "$h" "$(echo "$*" | sed "s#PYTHONPATH=#&{folder}:#")"',
             )
         return self._shim[host.name]
-
-    def background(self, host: Host, words: list[str], **env: str) -> subprocess.Popen[str]:
-        """A process on a host that runs until the lab ends."""
-        null = subprocess.DEVNULL
-        return host.popen(words, env={**os.environ, **env}, stdout=null, stderr=null)
 
     def control_group(self, host: Host, controller: str, **settings: str) -> None:
         """Put the doctor's program on a host into a control group (version 1) with settings."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from rank_processes import one_core_each
+from tests.netlab import Host, Lab, netlab
 
 from exchange.table import SIDES, Line, Runtime
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing.netlab import Host, Lab, netlab
 
 SCRIPT = Path(__file__).parents[1] / "bench_exchange.py"
 CNTK_SCRIPT = Path(__file__).parent / "cntk_worker.py"

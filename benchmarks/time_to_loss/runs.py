@@ -14,9 +14,9 @@ from typing import Any
 from exchange.measurement import busy_s
 from rank_processes import one_core_each, start_ranks
 from record import commit
+from tests.netlab import netlab
 
 from time_to_loss.settings import FAST_RATE, Side, Text
-from torchmn.testing.netlab import netlab
 
 SCRIPT = Path(__file__).parents[1] / "bench_lm.py"
 VARIABLES = {

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.mpi_pool import MpiPool
 from torchmn.communicators import Communicator
-from torchmn.testing import MpiPool, run_ranks
+from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 Run = Callable[[Callable[[Communicator], None]], object]

@@ -6,7 +6,8 @@ from tests.contracts.broken import batch_norm as broken
 from tests.contracts.suites import batch_norm_contracts as contracts
 from tests.contracts.suites.batch_norm_contracts import check_all
 from tests.contracts.suites.communicator_contracts import ContractError
-from torchmn.testing import MpiPool, run_ranks
+from tests.mpi_pool import MpiPool
+from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 PLACEMENTS = {

@@ -9,8 +9,9 @@ from tests.contracts.broken import calls as broken
 from tests.contracts.suites import call_contracts
 from tests.contracts.suites.call_contracts import check_calls
 from tests.contracts.suites.communicator_contracts import ContractError
+from tests.mpi_pool import MpiPool
 from torchmn.communicators import create, create_communicator
-from torchmn.testing import MpiPool, run_ranks
+from torchmn.testing import run_ranks
 from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit

@@ -10,10 +10,11 @@ from tests.contracts.suites.chain_contracts import (
     check_graph,
 )
 from tests.contracts.suites.communicator_contracts import ContractError
+from tests.mpi_pool import MpiPool
 from torchmn.communicators import Communicator
 from torchmn.errors import CommunicationError
 from torchmn.links import chain_list, pipeline
-from torchmn.testing import MpiPool, run_ranks
+from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 SIZES = (1, 2, 3, 4)

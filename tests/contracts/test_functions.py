@@ -7,7 +7,8 @@ import pytest
 from tests.contracts.broken import functions as broken
 from tests.contracts.suites import function_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
-from torchmn.testing import MpiPool, run_ranks
+from tests.mpi_pool import MpiPool
+from torchmn.testing import run_ranks
 
 SIZES = (1, 2, 3, 4)
 

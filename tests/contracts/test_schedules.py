@@ -15,11 +15,12 @@ from tests.contracts.suites.schedule_contracts import (
     check_all,
     check_option,
 )
+from tests.mpi_pool import MpiPool
 from torchmn.communicators import ROUTES
 from torchmn.compression import CODECS
 from torchmn.optimizer import SCHEDULES
 from torchmn.schedules import EveryStep
-from torchmn.testing import MpiPool, run_ranks
+from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 PLACEMENTS = {

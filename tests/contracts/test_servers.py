@@ -5,7 +5,8 @@ import pytest
 from tests.contracts.broken import servers as broken
 from tests.contracts.suites import server_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
-from torchmn.testing import MpiPool, run_ranks
+from tests.mpi_pool import MpiPool
+from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 SAMPLE = [

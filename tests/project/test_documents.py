@@ -43,7 +43,7 @@ def test_documented_names_exist(page: Path) -> None:
 
 
 def test_documented_modules_exist() -> None:
-    """Those that are run: ``python -m torchmn.testing.netlab``."""
+    """Those that are run: ``python -m torchmn.cli.main``."""
     names = {n for page in PAGES for n in re.findall(r"-m (torchmn\.[\w.]*\w)", page.read_text())}
     assert [name for name in sorted(names) if find_spec(name) is None] == []
 

@@ -20,9 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchmn
 from tests.limits import limit
 from tests.project import docstrings
-from torchmn.launch.backend import find_mpirun
 from torchmn.testing import run_ranks
-from torchmn.testing.netlab import missing_requirement
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
@@ -44,15 +42,6 @@ def no_package(name: str) -> str | None:
     return f"{name} is not installed (pip install {name})" if is_missing else None
 
 
-def no_mpirun() -> str | None:
-    return None if find_mpirun(os.environ) else "no mpirun"
-
-
-def no_hosts() -> str | None:
-    missing = missing_requirement()
-    return f"no test hosts: {missing}" if missing else None
-
-
 ALONE: dict[str, Callable[[], str | None]] = {
     "torchmn.cntk.tensorboard_progress_writer.TensorBoardProgressWriter": partial(
         no_package, "tensorboard"
@@ -65,8 +54,6 @@ ALONE: dict[str, Callable[[], str | None]] = {
     "torchmn.launch.start.run_elastic_job": lambda: None,
     "torchmn.launch.start.run_job": lambda: None,
     "torchmn.readers.in_memory.from_pandas": partial(no_package, "pandas"),
-    "torchmn.testing.mpi_pool.MpiPool": no_mpirun,
-    "torchmn.testing.netlab.lab.netlab": no_hosts,
 }
 """Examples that start processes, or need more than torchmn does, and what of that is missing.
 

@@ -88,7 +88,6 @@ class MultiNodeCheckpointer:
         is_async: bool,
         check_replicas: bool | Literal["warn"],
         on_failure: OnFailure,
-        memory: MultiNodeCheckpointer | None = None,
         announce: Callable[[int], None] = lambda _: None,
         owner: FolderOwner | None = None,
         read_only: bool = False,
@@ -98,7 +97,6 @@ class MultiNodeCheckpointer:
         self._grid = grid
         self._owner = owner
         self._is_read_only = read_only
-        self._in_memory = memory
         self._storage = storage
         self._channel = channel
         self._where = where
@@ -193,18 +191,6 @@ class MultiNodeCheckpointer:
             self._handle_outcome()
 
     @recording.during("checkpoint")
-    def save_in_memory(self, step: int, state: Mapping[str, Stateful]) -> None:
-        """Save the state in the memory of the hosts, where it survives a lost rank or host.
-
-        *Collective*, like `save`, with the same objects under the same names. Only `torchmn run
-        --elastic` has such a memory; without it nothing is done. It is cheap enough for every few
-        steps: after a failure, the steps since the last such save are repeated. `resume` loads it
-        unless a checkpoint on disk is newer. A failure to keep it is a warning. Raises as `save`.
-        """
-        if self._in_memory is not None:
-            self._in_memory.save(step, state)
-
-    @recording.during("checkpoint")
     def finish(self) -> None:
         """Wait until everything is written. *Collective.*
 
@@ -231,8 +217,6 @@ class MultiNodeCheckpointer:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._in_memory is not None:
-            self._in_memory._close(has_failed=has_failed)
         atexit.unregister(self._close_at_exit)
         self._comm.cancel_on_finalize(self.close)
         grace_s = min(self._comm.timeout_s, _GRACE_S if has_failed else math.inf)
@@ -297,8 +281,7 @@ class MultiNodeCheckpointer:
         """Load the newest valid checkpoint in place and return its step; 0 if there is none.
 
         *Collective.* Nothing is loaded before all ranks have read and checked everything. A damaged
-        checkpoint, in the folder or in memory, is named in a warning, and the one before it is
-        tried.
+        checkpoint is named in a warning, and the one before it is tried.
 
         With the same number of ranks, each rank loads what it has saved. Otherwise, an object with
         ``reshard_state_dict(states, comm)`` gets the states of all old ranks and returns what this
@@ -310,54 +293,24 @@ class MultiNodeCheckpointer:
             UsageError: it was saved with other names of objects.
         """
         self._raise_if_unusable()
-        for source in self._sources:
-            source._wait()
-            source._handle_outcome()
+        self._wait()
+        self._handle_outcome()
         problems: list[str] = []
-        found = self._newest_first()
-        for source, name, manifest, problem in found:
-            label = name if source is self else f"{name} in {source._where}"
+        for name, manifest, problem in self._candidates():
             if manifest is not None:
-                problem = source._load(name, manifest, state)
+                problem = self._load(name, manifest, state)
                 if problem is None:
                     self.resumed_from = name
-                    self._warn_of_skipped(problems, label)
+                    self._warn_of_skipped(problems, name)
                     return manifest.step
-            problems.append(f"{label}: {problem}")
-            source._writer.bad.add(name)
-        if any(source is self for source, *_ in found):
+            problems.append(f"{name}: {problem}")
+            self._writer.bad.add(name)
+        if problems:
             raise DataError(
                 f"{self._comm.rank_label}: no checkpoint in {self._where} is valid. "
                 f"{'; '.join(problems)}. Move the folder away to start from scratch."
             )
-        if problems:
-            self._warn_once_per_job(
-                f"{'; '.join(problems)}. There is no other checkpoint: training starts from "
-                "scratch."
-            )
         return 0
-
-    @property
-    def _sources(self) -> list[MultiNodeCheckpointer]:
-        """From which `resume` loads: this one, and that of the memory of the hosts."""
-        return [self] if self._in_memory is None else [self, self._in_memory]
-
-    def _newest_first(
-        self,
-    ) -> list[tuple[MultiNodeCheckpointer, str, Manifest | None, str | None]]:
-        """The candidates of all sources; the folder's first where both have a step. *Collective.*
-
-        What is in memory was saved by this job, so it is of the newest training in the folder.
-        """
-        found = [(source, *each) for source in self._sources for each in source._candidates()]
-        revisions = [order_of(name)[0] for source, name, *_ in found if source is self]
-
-        def order(candidate: tuple[MultiNodeCheckpointer, str, object, object]) -> tuple[int, int]:
-            source, name, *_ = candidate
-            revision, step = order_of(name)
-            return (revision if source is self else max(revisions, default=1)), step
-
-        return sorted(found, key=order, reverse=True)
 
     def _candidates(self) -> list[tuple[str, Manifest | None, str | None]]:
         """(name, manifest or None, problem), the newest first, as rank 0 sees them."""

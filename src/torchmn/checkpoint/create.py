@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import grp
-import os
 import secrets
 import time
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.folder_owner import FolderOwner
-from torchmn.checkpoint.memory_storage import MemoryStorage
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.communicators import Communicator, Grid
-from torchmn.control.checkpoint_replicas.client import ReplicaClient
-from torchmn.errors import DataError, LaunchError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.errors import DataError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.monitor.script_monitor import checkpoint_saved
 from torchmn.script import record_progress
 
 _TOKEN = ".token-"
@@ -122,7 +118,6 @@ def create_multi_node_checkpointer(
             owner = _own(comm, access)
     storage = FolderStorage(where, gid=gid, confirm=None if owner is None else owner.confirm)
     transport = comm.new_transport("checkpoint") if comm.size > 1 else None
-    memory, announce = _memory_of_hosts(comm, is_async, check_replicas, grid)
     return MultiNodeCheckpointer(
         comm,
         storage,
@@ -138,56 +133,16 @@ def create_multi_node_checkpointer(
         is_async=is_async,
         check_replicas=check_replicas,
         on_failure=on_failure,
-        memory=memory,
-        announce=announce,
+        announce=_announce,
         owner=owner,
         read_only=read_only,
         grid=grid,
     )
 
 
-def _memory_of_hosts(
-    comm: Communicator,
-    is_async: bool,
-    check_replicas: bool | Literal["warn"],
-    grid: Grid | None,
-) -> tuple[MultiNodeCheckpointer | None, Callable[[int], None]]:
-    """The checkpointer of `MultiNodeCheckpointer.save_in_memory`, and a callback for finished ones.
-
-    None without `torchmn run --elastic`. *Collective.*
-    """
-    copies = ReplicaClient.of(os.environ)
-    if copies is None:
-        return None, _record
-    comm.on_finalize(copies.close)
-    transport = comm.new_transport("copies") if comm.size > 1 else None
-    memory = MultiNodeCheckpointer(
-        comm,
-        MemoryStorage(copies),
-        ControlChannel(
-            transport,
-            comm.rank_label,
-            comm.timeout_s,
-            recorder=comm.flight_recorder.for_other_thread(),
-        ),
-        where="the memory of the hosts",
-        keep=1,
-        best=None,
-        is_async=is_async,
-        check_replicas=check_replicas,
-        on_failure="warn",
-        grid=grid,
-    )
-
-    def announce(step: int) -> None:
-        _record(step)
-        with suppress(LaunchError):  # the round is over, and no reply is expected
-            copies.announce(step)
-
-    return memory, announce
-
-
-def _record(step: int) -> None:
+def _announce(step: int) -> None:
+    """Tell who waits for checkpoints: `torchmn submit --requeue`, hosts that join a job."""
+    checkpoint_saved(step)
     record_progress(f"checkpoint of step {step}")
 
 

@@ -1,4 +1,4 @@
-"""Storage of checkpoints: the interface between the format and a folder, or the memory of hosts.
+"""Storage of checkpoints: the interface between the format and a folder.
 
 A checkpoint is a set of named files. It is written under a temporary name; `commit` turns it into a
 checkpoint atomically. What has no manifest is not a checkpoint.
@@ -54,11 +54,9 @@ def read_text(reader: Reader, file: str, begin: bytes) -> bytes:
 class Storage(Protocol):
     """Stores checkpoints. Every method is local; each says which ranks call it.
 
-    OSError from any method means that this storage failed. ``sees_all_ranks`` says whether rank 0
-    can open the files that other ranks have staged, and so check that all are complete.
+    OSError from any method means that this storage failed. Rank 0 can open the files that other
+    ranks have staged.
     """
-
-    sees_all_ranks: bool
 
     def write(self, staged: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
         """Write one file of a staged checkpoint; it is durable on return. Any rank."""
@@ -90,8 +88,6 @@ class FolderStorage:
     >>> FolderStorage(pathlib.Path(tempfile.mkdtemp())).names()
     []
     """
-
-    sees_all_ranks = True
 
     def __init__(
         self, folder: Path, *, gid: int | None = None, confirm: Callable[[], bool] | None = None

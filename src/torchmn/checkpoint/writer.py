@@ -192,8 +192,7 @@ class Writer:
                 for report in reports
                 for name, entry in report["files"].items()
             }
-            if self.storage.sees_all_ranks:
-                self._raise_if_incomplete(staged, files)
+            self._raise_if_incomplete(staged, files)
             name = name_of(request.step, self.storage.names())
             manifest = Manifest(
                 step=request.step,

@@ -10,17 +10,9 @@ from typing import Annotated
 
 import typer
 
-CONTEXT = {"allow_interspersed_args": False}
-"""What follows ``--script FILE --`` are arguments of the script, options too."""
-
 
 def doctor(
-    script_args: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[ARGS]...", help="Arguments of --script; after -- if they begin with a dash."
-        ),
-    ] = None,
+    words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     hosts: Annotated[
         str | None, typer.Option(help="Hosts and slots, such as a:4,b:2.", metavar="HOSTS")
     ] = None,
@@ -50,12 +42,8 @@ def doctor(
             help="Rate that links should have, such as 10gbit (default: that of the adapters).",
         ),
     ] = None,
-    script: Annotated[
-        Path | None,
-        typer.Option(help="Measure how fast this training script loads its data on each host."),
-    ] = None,
 ) -> None:
-    """Examine hosts and the links between them: names, versions, limits, clocks, speeds.
+    """Examine hosts and the links between them: names, versions, limits, clocks, rates.
 
     The hosts are those of --hosts or --hostfile, else those of the job of PBS, Slurm or Grid Engine
     that this runs in, else this host alone. Exits with 0 if all is healthy, 3 after warnings and 4
@@ -73,10 +61,8 @@ def doctor(
 
     if is_quick and is_full:
         raise UsageError("--quick and --full are mutually exclusive: use one of them.")
-    if script is None and script_args:
-        raise UsageError(f"Unexpected {script_args[0]!r}: hosts are named with --hosts a,b.")
-    if script is not None and not script.is_file():
-        raise UsageError(f"There is no script {str(script)!r} (looked in {Path.cwd()}).")
+    if words:
+        raise UsageError(f"Unexpected {words[0]!r}: hosts are named with --hosts a,b.")
     given = None if hosts or hostfile else allocation(os.environ)
     chosen = assign_slots(RunOptions(argv=("doctor",), hosts=hosts, hostfile=hostfile), given)
     slots = {each.name: each.slots for each in chosen}
@@ -86,7 +72,6 @@ def doctor(
         slots=slots,
         cwd=str(Path.cwd()),
         paths=[str(Path(path).absolute()) for path in paths or ()],
-        script=[str(script), *(script_args or ())] if script else [],
         is_full=is_full,
         expected_bytes_per_s=rate_bytes_per_s(expected) if expected else 0.0,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 from dataclasses import replace
 from importlib import resources
@@ -37,7 +36,7 @@ def init(
     scheduler: Annotated[
         str | None,
         typer.Option(
-            help="pbs, slurm, grid_engine, kubernetes or none (default: the one installed).",
+            help="pbs, slurm, grid_engine or none (default: the one installed).",
             autocompletion=values_of((*SCHEDULER_NAMES, NO_SCHEDULER)),
         ),
     ] = None,
@@ -46,7 +45,6 @@ def init(
     walltime: Annotated[
         str, typer.Option(help="Time limit of the job as hours:minutes:seconds.")
     ] = "01:00:00",
-    image: Annotated[str | None, typer.Option(help="Kubernetes: container image.")] = None,
     site: Annotated[
         Path | None,
         typer.Option(help="Site file (default: torchmn.toml, else ~/.config/torchmn/site.toml)."),
@@ -68,16 +66,10 @@ def init(
     found = jobs.read_site(jobs.find_site(site, folder=Path.cwd(), home=Path.home()))
     wanted = scheduler or found.scheduler
     chosen = wanted or _installed(os.environ.get("PATH"))
-    lacks_image = (image or found.settings_for(chosen).image) is None
-    is_left_out = wanted is None and chosen == jobs.KUBERNETES and lacks_image
-    if is_left_out:  # it was not requested, and cannot be written
-        chosen = NO_SCHEDULER
-    if chosen not in (*jobs.NAMES, NO_SCHEDULER):
-        raise UnknownNameError("scheduler", chosen, (*jobs.NAMES, NO_SCHEDULER))
+    jobs.raise_if_unknown(chosen, NO_SCHEDULER)
     texts = {SCRIPT: (resources.files("torchmn.cli.templates") / f"{kind}.py").read_text("utf-8")}
     if chosen != NO_SCHEDULER:
-        given = {"walltime": walltime, "image": image}
-        own = jobs.settings_from_options(given)
+        own = jobs.settings_from_options({"walltime": walltime})
         name, text = _job_file(
             chosen, own.merged_over(found.settings_for(chosen)), num_nodes, per_node
         )
@@ -96,8 +88,6 @@ def init(
         typer.echo(f"{folder / name}" + (f" (the old one is {kept})" if kept else ""))
     for line in _next_steps(folder, chosen, [*texts][-1], num_nodes * per_node):
         typer.echo(line)
-    if is_left_out:
-        typer.echo("For a job on Kubernetes, add --scheduler kubernetes --image IMAGE.")
 
 
 def _installed(path: str | None) -> str:
@@ -114,7 +104,6 @@ def _job_file(
     """Name and text of what `torchmn submit` would submit in the folder of the script."""
     from torchmn.launch import submit as jobs
 
-    is_kubernetes = scheduler == jobs.KUBERNETES
     if settings.activate and Path(settings.activate).expanduser().is_dir():
         # the job is submitted in another folder
         where = Path(settings.activate).expanduser().absolute()
@@ -122,17 +111,15 @@ def _job_file(
     job = jobs.JobRequest(
         script=SCRIPT,
         name="train",
-        file=f"train.{scheduler}.{'yaml' if is_kubernetes else 'sh'}",
+        file=f"train.{scheduler}.sh",
         num_nodes=num_nodes,
         ranks_per_node=ranks_per_node,
         max_requeues=10,
         environment=jobs.find_environment(settings.activate, Path.cwd(), is_here=False)
-        if settings.activate and not is_kubernetes
+        if settings.activate
         else None,
         settings=settings,
     )
-    if is_kubernetes:
-        return job.file, jobs.manifest(job, secret=secrets.token_hex(32))
     return job.file, jobs.job_script(job, jobs.SCHEDULERS[scheduler])
 
 
@@ -152,9 +139,6 @@ def _next_steps(folder: Path, scheduler: str, job_file: str, num_ranks: int) -> 
     lines = ["", "Try it here, on two workers:", *change, f"  torchmn run -n 2 {SCRIPT}"]
     if scheduler == NO_SCHEDULER:
         return lines
-    if scheduler == jobs.KUBERNETES:
-        command = f"kubectl create -f {job_file}"
-    else:
-        submit = jobs.SCHEDULERS[scheduler].submit_command[0]
-        command = f"mkdir -p torchmn-logs && {submit} {job_file}"
+    submit = jobs.SCHEDULERS[scheduler].submit_command[0]
+    command = f"mkdir -p torchmn-logs && {submit} {job_file}"
     return [*lines, f"As a job of {counted(num_ranks, 'rank')}:", f"  {command}"]

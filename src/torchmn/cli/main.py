@@ -21,7 +21,7 @@ app = typer.Typer(
 )
 app.command("run", context_settings=run.CONTEXT)(run.run)
 app.command("init")(init.init)
-app.command("doctor", context_settings=doctor.CONTEXT)(doctor.doctor)
+app.command("doctor")(doctor.doctor)
 app.command("plan")(plan.plan)
 app.command("report")(report.report)
 app.command("submit", context_settings=submit.CONTEXT)(submit.submit)
@@ -57,8 +57,23 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        _fail(_with_value(error) or str(format_message()), 2)
+        _fail(_instead_of(error) or _with_value(error) or str(format_message()), 2)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _instead_of(error: Exception) -> str:
+    """What to use in place of an option that is gone; empty for another error."""
+    option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
+    if option == "--script" and getattr(context, "info_name", "") == "doctor":
+        return (
+            "torchmn doctor measures no loading of data: torchmn report shows the seconds in which "
+            "each rank waited for data."
+        )
+    if option in ("--image", "--namespace", "--memory", "--volume"):
+        from torchmn.launch.submit.choose import NO_KUBERNETES
+
+        return NO_KUBERNETES
+    return ""
 
 
 def _with_value(error: Exception) -> str:

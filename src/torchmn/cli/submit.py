@@ -1,13 +1,11 @@
-"""``torchmn submit``: write a job script or a manifest for a scheduler, and submit it."""
+"""``torchmn submit``: write a job script for a scheduler, and submit it."""
 
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,10 +13,7 @@ from torchmn.cli.options import add_options, given, values_of
 from torchmn.errors import UsageError
 from torchmn.launch.submit.settings import Settings
 
-if TYPE_CHECKING:
-    from torchmn.launch.submit import JobRequest
-
-SCHEDULER_NAMES = ("pbs", "slurm", "grid_engine", "kubernetes")
+SCHEDULER_NAMES = ("pbs", "slurm", "grid_engine")
 """As in `torchmn.launch.submit.NAMES`, which takes longer to import than a completion may."""
 CONTEXT = {"allow_interspersed_args": False}
 """What follows the script are arguments of the script, options too."""
@@ -35,7 +30,7 @@ def submit(
     scheduler: Annotated[
         str | None,
         typer.Option(
-            help="pbs, slurm, grid_engine or kubernetes (default: the one installed).",
+            help="pbs, slurm or grid_engine (default: the one installed).",
             autocompletion=values_of(SCHEDULER_NAMES),
         ),
     ] = None,
@@ -68,8 +63,7 @@ def submit(
 ) -> None:
     """Write a job script that runs SCRIPT on the nodes of a cluster, print it and submit it.
 
-    The job script is plain shell, and for Kubernetes a manifest: edit it and submit it by hand as
-    you like.
+    The job script is plain shell: edit it and submit it by hand as you like.
     """
     from torchmn.launch import python_command
     from torchmn.launch import submit as jobs
@@ -85,29 +79,8 @@ def submit(
     if found.path is not None:
         _say(f"using the site file {found.path}")
     wanted, installed = scheduler or found.scheduler, jobs.installed_schedulers(path)
-    if wanted is None and installed == (jobs.KUBERNETES,):
-        _say("a job for Kubernetes, since of all schedulers' commands only kubectl is on the PATH")
-        wanted = jobs.KUBERNETES
     exports = [jobs.parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
     own = jobs.settings_from_options({"exports": tuple(exports), **given(settings)})
-    request: dict[str, Any] = {
-        "script": script,
-        "args": tuple(args or ()),
-        "num_nodes": num_nodes,
-        "ranks_per_node": per_node,
-        "is_module": is_module,
-        "max_requeues": (10 if max_requeues is None else max_requeues) if requeues else 0,
-    }
-    if wanted == jobs.KUBERNETES:
-        name = jobs.pod_name(script) if name is None else name
-        job = jobs.JobRequest(
-            **request,
-            name=name,
-            file=str(output or f"{name}.kubernetes.yaml"),
-            settings=own.merged_over(found.settings_for(wanted)),
-        )
-        _submit_pods(job, writes=output is not None, dry_run=dry_run, waits=waits)
-        return
     chosen = jobs.choose_scheduler(wanted, installed)
     if not dry_run:
         jobs.raise_if_no_command(chosen, path)
@@ -115,7 +88,12 @@ def submit(
     merged = own.merged_over(found.settings_for(chosen.name))
     name = jobs.default_name(script) if name is None else name
     job = jobs.JobRequest(
-        **request,
+        script=script,
+        args=tuple(args or ()),
+        num_nodes=num_nodes,
+        ranks_per_node=per_node,
+        is_module=is_module,
+        max_requeues=(10 if max_requeues is None else max_requeues) if requeues else 0,
         name=name,
         file=str(output or f"{name}.{chosen.name}.sh"),
         environment=jobs.find_environment(merged.activate, folder, is_here=not dry_run)
@@ -135,36 +113,6 @@ def submit(
         if waits:
             follower = jobs.Follower(job=job, scheduler=chosen, out=sys.stdout, err=sys.stderr)
             raise typer.Exit(follower.follow(job_id))
-
-
-def _submit_pods(job: JobRequest, *, writes: bool, dry_run: bool, waits: bool) -> None:
-    """The same for Kubernetes. The script is in the image, so nothing is looked for here."""
-    from torchmn.errors import UnsupportedError
-    from torchmn.launch import submit as jobs
-
-    if waits:
-        raise UnsupportedError(
-            f"--wait does not follow jobs of Kubernetes: use `{jobs.logs_command(job)}` and "
-            f"`kubectl wait --for=condition=complete job/{job.name}`."
-        )
-    if not dry_run and shutil.which("kubectl") is None:
-        raise UnsupportedError(
-            "A job for Kubernetes is created with kubectl, which is not on the PATH: only write "
-            "the manifest with --dry-run, and create it elsewhere."
-        )
-    text = jobs.manifest(job, secret=secrets.token_hex(32))
-    if dry_run and not writes:
-        typer.echo(text, nl=False)
-        return
-    kept = jobs.write_script(text, Path(job.file), mode=0o600)
-    _say(
-        f"manifest written to {job.file}, readable by you only: it holds the job's secret"
-        + (f"; the old one is {kept}" if kept else "")
-    )
-    if not dry_run:
-        for line in jobs.create(job).splitlines():
-            _say(line)
-        _say(f"its output: {jobs.logs_command(job)}")
 
 
 def _say(text: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from importlib.machinery import PathFinder
@@ -83,7 +82,5 @@ def _schedulers(env: Mapping[str, str]) -> list[str]:
     from torchmn.launch.submit.choose import SCHEDULERS, installed_schedulers
 
     path = env.get("PATH")
-    names = installed_schedulers(path)
-    found = [SCHEDULERS[name] for name in names if name in SCHEDULERS]
-    here = [f"{scheduler.title} ({scheduler.submit_command[0]})" for scheduler in found]
-    return [*here, *(["Kubernetes (kubectl)"] if shutil.which("kubectl", path=path) else [])]
+    found = [SCHEDULERS[name] for name in installed_schedulers(path)]
+    return [f"{scheduler.title} ({scheduler.submit_command[0]})" for scheduler in found]

@@ -1,7 +1,7 @@
 """How a message becomes a line of JSON, and a line becomes a message of the expected type.
 
 Used for everything that torchmn's own processes send each other: the messages of the control plane
-(`torchmn.control.messages`), the headers of checkpoint replicas, and the order that a program reads
+(`torchmn.control.messages`) and the order that a program reads
 from its standard input. A type is declared once, as a subclass of `Record`; `decode` checks every
 field against it. Sizes are bounded, and peers authenticated, by whoever reads the line.
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from torchmn.control.codec import Record
-from torchmn.doctor.data_loading import LoadingCheck
 from torchmn.doctor.disks import DiskCheck
 from torchmn.doctor.findings import Finding
 from torchmn.doctor.gpus import GpuCheck
@@ -18,18 +17,13 @@ from torchmn.doctor.versions import VersionCheck
 
 
 class Check(Protocol):
-    """What a host finds out about itself, and what follows from that of all hosts.
-
-    A measurement (``is_measurement``) is made on one host of a machine at a time. Where it leads to
-    a finding it is repeated, and ``best_of`` combines two of them.
-    """
+    """What a host finds out about itself, and what follows from that of all hosts."""
 
     name: str
     facts: Any  # the type of the facts
-    is_measurement: bool
 
     def examine(self, request: Request, host: str) -> Record:
-        """On each host: read or measure. Local."""
+        """On each host: read. Local."""
 
     def findings(self, found: Mapping[str, Any], request: Request) -> Iterator[Finding]:
         """From the facts of all hosts that answered, by name. Pure."""
@@ -44,6 +38,5 @@ CHECKS: dict[str, Any] = {
         GpuCheck(),
         ProcessorCheck(),
         DiskCheck(),
-        LoadingCheck(),
     )
 }

@@ -1,6 +1,6 @@
 """Examine all hosts: start a program on each, let them check themselves, measure links in rounds.
 
-What is measured and leads to a finding is measured again, up to twice, and the best counts: a
+A link whose measurement leads to a finding is measured again, up to twice, and the best counts: a
 fault stays, a disturbance does not.
 """
 
@@ -25,13 +25,13 @@ from torchmn.doctor.findings import SEVERITIES, Finding
 from torchmn.doctor.host_session import HostSession
 from torchmn.doctor.links import Link, better_link, link_findings, links_between, suspicious
 from torchmn.doctor.orders import Begin, Examine, LinkMeasured, MeasureLink, Request
-from torchmn.doctor.tournament import Pair, apart, rounds_of, turns_of
+from torchmn.doctor.tournament import Pair, apart, rounds_of
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.starters.remote import remote_shell
 from torchmn.units import counted
 
 _START_S = 20.0
-_CHECK_S, _LOADING_S = 60.0, 150.0
+_CHECK_S = 60.0
 _QUICK_LINK_S, _FULL_LINK_S = 0.25, 1.0
 _QUICK_ROUNDS = 8
 _NUM_REPEATS = 2
@@ -112,8 +112,7 @@ class _Examiner:
         self._start()
         self._compare_clocks()
         for check in CHECKS.values():
-            if check.name != "data_loading" or self._request.script:
-                self._check(check)
+            self._check(check)
         self._measure_links()
 
     def close(self) -> None:
@@ -164,36 +163,12 @@ class _Examiner:
 
     def _check(self, check: Any) -> None:
         self._say(f"checking {check.name.replace('_', ' ')}")
-        found = self._examined(check, list(self._sessions))
-        for _ in range(_NUM_REPEATS if check.is_measurement else 0):
-            suspects = {
-                host
-                for finding in check.findings(found, self._request)
-                if finding.severity == "warning"  # errors are what was refused, not what is slow
-                for host in finding.hosts
-            }
-            if not suspects:
-                break
-            time.sleep(_PAUSE_S)
-            name, hosts = check.name.replace("_", " "), counted(len(suspects), "host")
-            self._say(f"checking {name} again on {hosts}")
-            again = self._examined(check, [host for host in found if host in suspects])
-            found |= {host: check.best_of(found[host], facts) for host, facts in again.items()}
+        found = self._on_all(
+            list(self._sessions),
+            lambda session: session.call(Examine(check=check.name), check.facts, _CHECK_S),
+        )
         self.facts[check.name] = found
         self.findings += check.findings(found, self._request)
-
-    def _examined(self, check: Any, hosts: Sequence[str]) -> dict[str, Any]:
-        """The facts of each host that answers."""
-        limit_s = _LOADING_S if check.name == "data_loading" else _CHECK_S
-
-        def examined(session: HostSession) -> Any:
-            return session.call(Examine(check=check.name), check.facts, limit_s)
-
-        turns = turns_of(hosts, self._machines) if check.is_measurement else [list(hosts)]
-        found: dict[str, Any] = {}
-        for turn in turns:
-            found |= self._on_all(turn, examined)
-        return found
 
     @property
     def _machines(self) -> dict[str, str]:

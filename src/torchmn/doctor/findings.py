@@ -35,20 +35,6 @@ def median_of_others(values: Mapping[str, float], name: str) -> float | None:
     return statistics.median(others) if others else None
 
 
-def slower_than_others(values: Mapping[str, float], ratio: float) -> dict[str, float]:
-    """Those below ``ratio`` times the median of the others, with that median.
-
-    >>> slower_than_others({"a": 10.0, "b": 11.0, "c": 4.0}, 0.5)
-    {'c': 10.5}
-    """
-    found = {}
-    for name, value in values.items():
-        median = median_of_others(values, name)
-        if median is not None and value < ratio * median:
-            found[name] = median
-    return found
-
-
 def deviating(values: Mapping[str, str]) -> tuple[str, dict[str, list[str]]]:
     """The value of most hosts (of the first among equals), and the hosts with another one.
 

@@ -45,7 +45,6 @@ class GpuCheck:
 
     name = "gpus"
     facts = GpuFacts
-    is_measurement = False
 
     def examine(self, request: Request, host: str) -> GpuFacts:
         """Ask the driver."""

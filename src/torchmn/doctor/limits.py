@@ -32,7 +32,6 @@ class LimitCheck:
 
     name = "limits"
     facts = LimitFacts
-    is_measurement = False
 
     def examine(self, request: Request, host: str) -> LimitFacts:
         """Read the limits."""

@@ -53,7 +53,6 @@ class NetworkCheck:
 
     name = "network"
     facts = NetworkFacts
-    is_measurement = False
 
     def examine(self, request: Request, host: str) -> NetworkFacts:
         """Read names and interfaces; sends nothing but what resolving a name sends."""

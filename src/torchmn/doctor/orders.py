@@ -15,7 +15,6 @@ class Request(Record, frozen=True, kw_only=True):
     slots: dict[str, int]
     cwd: str
     paths: list[str] = []
-    script: list[str] = []
     is_full: bool = False
     expected_bytes_per_s: float = 0.0
 

@@ -69,15 +69,14 @@ def _hosts(examination: Examination) -> Iterator[str]:
     if not processors:
         return
     yield ""
-    yield f"{'host':16} {'cores':>5} {'work/s':>7} {'GB/s':>6} {'GiB free':>8} {'GPUs':>4}  disk"
+    yield f"{'host':16} {'cores':>5} {'GiB free':>8} {'GPUs':>4}  room"
     for host, facts in list(processors.items())[:_MAX_HOSTS]:
         folders = disks[host].folders if host in disks else []
-        disk = ", ".join(f"{each.write_bytes_per_s / 1e6:.4g} MB/s {each.path}" for each in folders)
+        room = ", ".join(f"{each.free_bytes / GiB:.4g} GiB {each.path}" for each in folders)
         num_gpus = len(gpus[host].gpus) if host in gpus else 0
         yield (
-            f"{host[:16]:16} {facts.num_cores:5} {facts.clock:7.0f} "
-            f"{facts.copied_bytes_per_s / 1e9:6.3g} {facts.available_bytes / GiB:8.4g} "
-            f"{num_gpus:4}  {disk}"
+            f"{host[:16]:16} {facts.num_cores:5} {facts.available_bytes / GiB:8.4g} "
+            f"{num_gpus:4}  {room}"
         )
     if len(processors) > _MAX_HOSTS:
         yield f"and {len(processors) - _MAX_HOSTS} more: see --json"

@@ -39,11 +39,6 @@ def apart(pairs: Iterable[Pair], machines: Mapping[str, Hashable]) -> list[list[
     return rounds
 
 
-def turns_of(hosts: Iterable[str], machines: Mapping[str, Hashable]) -> list[list[str]]:
-    """Divide hosts into turns in which no machine takes part twice."""
-    return [[host for host, _ in turn] for turn in apart([(h, h) for h in hosts], machines)]
-
-
 def _round_robin(hosts: Sequence[str]) -> list[list[Pair]]:
     """The circle method: the last place stays, the others rotate. An empty place rests."""
     circle: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]

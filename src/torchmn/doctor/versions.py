@@ -32,7 +32,6 @@ class VersionCheck:
 
     name = "versions"
     facts = VersionFacts
-    is_measurement = False
 
     def examine(self, request: Request, host: str) -> VersionFacts:
         """Read what is installed; imports none of it."""

@@ -19,7 +19,7 @@ from torchmn.errors import UsageError
 from torchmn.topology import Host
 
 Backend = Literal["gloo", "nccl", "mpi"]
-Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh", "pods"]
+Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
 
 WORKER_MODULE = "torchmn.launch.agent_main"
 

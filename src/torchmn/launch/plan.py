@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchmn.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
+from torchmn.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.launch.backend import BACKENDS, choose_backend, this_machine
 from torchmn.launch.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
@@ -23,7 +23,6 @@ from torchmn.launch.job import (
     Launcher,
 )
 from torchmn.launch.starters.mpirun import problem_between_hosts
-from torchmn.launch.starters.pods import START_LIMIT_S, raise_if_no_pods
 from torchmn.monitor.job_result import LOG_DIR
 from torchmn.profiling.profile_request import ProfileRequest, is_record_off
 from torchmn.topology import (
@@ -41,7 +40,7 @@ from torchmn.topology import (
 )
 from torchmn.units import counted
 
-LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh", "pods")
+LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
 
 
 def _option(
@@ -77,7 +76,7 @@ class RunOptions:
     num_nodes: int | None = _option("Number of hosts.", "--nodes")
     per_node: int | None = _option("Number of ranks on each host.")
     launcher: str = _option(
-        "Launcher: auto, local, mpirun, torchrun, srun, ssh or pods.",
+        "Launcher: auto, local, mpirun, torchrun, srun or ssh.",
         values=LAUNCHERS,
         default="auto",
     )
@@ -148,7 +147,7 @@ class RunOptions:
     ) -> Job:
         """The job on these hosts."""
         signal_grace_s = None if is_scheduled(env) else SIGNAL_GRACE_S
-        job = Job(
+        return Job(
             argv=self.argv,
             script=self.script,
             num_ranks=sum(host.slots for host in hosts),
@@ -162,10 +161,6 @@ class RunOptions:
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
         )
-        if launcher != "pods":
-            return job
-        # of which no pod can send another one its own
-        return replace(job, secret=env[SECRET_VARIABLE], start_limit_s=START_LIMIT_S)
 
 
 def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> LauncherInfo | None:
@@ -213,24 +208,21 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     is_remote = not all(is_this_host(host.name) for host in hosts)
     has_srun = shutil.which("srun", path=env.get("PATH")) is not None
     is_slurm = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
-    has_pods = given is not None and given.scheduler == "Kubernetes" and len(given.hosts) > 1
     wanted = options.launcher
-    if wanted == "auto" and (is_slurm or has_pods):
-        wanted = "srun" if is_slurm else "pods"
-    if wanted == "pods":
-        raise_if_no_pods(given, hosts, env)
+    if wanted == "auto" and is_slurm:
+        wanted = "srun"
     backend, reasons = _backend(options, wanted, env, hosts, given, is_remote=is_remote)
     launcher = _launcher(wanted, backend, is_remote=is_remote)
     _check_launcher_backend(launcher, backend, is_remote=is_remote)
-    if options.launcher_args and launcher in ("local", "ssh", "pods"):
+    if options.launcher_args and launcher in ("local", "ssh"):
         raise UnsupportedError(
             f"--launcher-args is for mpirun, torchrun and srun, and --launcher {launcher} was "
             "chosen: leave it out, or put the options of the remote shell into TORCHMN_RSH."
         )
-    if not is_remote and launcher != "pods":
+    if not is_remote:
         hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
     job = options.job(hosts, launcher, backend, env)
-    if not (options.names_hosts or job.has_other_hosts or launcher in ("pods", "srun")):
+    if not (options.names_hosts or job.has_other_hosts or launcher == "srun"):
         job = replace(job, warning=_warning(job.num_ranks, len(available_processors().logical)))
     return job, reasons
 
@@ -392,7 +384,7 @@ def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
 def _check_launcher_backend(launcher: Launcher, backend: Backend, *, is_remote: bool) -> None:
     if launcher == "local" and is_remote:
         raise UsageError("--launcher local starts ranks on this host only: use ssh or mpirun.")
-    if backend == "mpi" and launcher in ("local", "ssh", "torchrun", "pods"):
+    if backend == "mpi" and launcher in ("local", "ssh", "torchrun"):
         raise UnsupportedError(
             f"--backend mpi needs an MPI launcher, which {launcher} is not: use --launcher mpirun "
             "or srun, or --backend gloo or nccl."

@@ -28,7 +28,7 @@ from torchmn.launch.job import Command, Job
 from torchmn.launch.log_folder import make_log_folder
 from torchmn.launch.open_mpi_folders import open_mpi_session
 from torchmn.launch.script_input import input_path
-from torchmn.launch.starters import local, mpirun, pods, remote, srun, torchrun
+from torchmn.launch.starters import local, mpirun, remote, srun, torchrun
 from torchmn.launch.supervisor import Supervisor
 from torchmn.launch.worker_environment import worker_environment
 from torchmn.profiling.finished_profile import finish_profile
@@ -58,15 +58,10 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     """
     heartbeat_limit_s()  # raises before anything has started
     allow_connections(job.num_ranks, f"torchmn run with {job.num_ranks:,} ranks")
-    if job.launcher == "pods" and pods.own_index(job, env) > 0:
-        pods.follow(job, env)
     output = RankOutput(*open_standard_streams())
-    route = None if job.launcher == "pods" else route_between(job)
+    route = route_between(job)
     facts = _check_hosts(job, worker_environment(job, env))
-    if job.launcher == "pods":
-        listener = pods.listen(env)
-    else:
-        listener = channels.listen(route.address if route else "127.0.0.1")
+    listener = channels.listen(route.address if route else "127.0.0.1")
     with ExitStack() as stack:
         authenticated = stack.enter_context(
             closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))
@@ -99,7 +94,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
     """
     base = worker_environment(job, env, supervisor="HOST:PORT")
     shown = []
-    route = None if job.launcher == "pods" else route_between(job)
+    route = route_between(job)
     for command in commands_of(job, base, route=route):
         new = {
             name: "..." if name == SECRET_VARIABLE else text
@@ -224,7 +219,7 @@ def commands_of(
     """
     first = (facts or {}).get(job.hosts[0].name)
     path_of_input = "" if job.has_other_hosts else input_path()
-    if job.launcher in ("local", "pods"):  # other pods start their own
+    if job.launcher == "local":
         return local.commands(job, env, input_path=path_of_input)
     if job.launcher == "ssh":
         return remote.commands(job, env)
@@ -260,7 +255,7 @@ def commands_of(
 
 def _check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
     """Check whether the hosts can run the job; what they answer, by name. Raises LaunchError."""
-    if job.launcher in ("srun", "pods"):
+    if job.launcher == "srun":
         return {}  # agents are checked when they connect
     if job.has_other_hosts:
         return remote.check_hosts(job, env)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.monitor import (
+    CheckpointSaved,
     Failed,
     Joined,
     Joining,
@@ -24,7 +25,7 @@ from torchmn.control.messages.monitor import (
 )
 from torchmn.control.processes import process_state
 
-_FROM_SCRIPTS = (Failed, Joined, Joining, Leaving, Overdue, StatusReply)
+_FROM_SCRIPTS = (CheckpointSaved, Failed, Joined, Joining, Leaving, Overdue, StatusReply)
 
 
 class ScriptLink:

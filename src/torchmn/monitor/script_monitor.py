@@ -34,6 +34,7 @@ from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.job import Terminate
 from torchmn.control.messages.monitor import (
+    CheckpointSaved,
     CollectiveStatus,
     Failed,
     Joined,
@@ -145,6 +146,11 @@ class ScriptMonitor:
                 at=time.time(),
             )
         )
+
+    def checkpoint_saved(self, step: int) -> None:
+        """Report that all ranks have finished a checkpoint. From any thread."""
+        if os.getpid() == self._pid:
+            self._post(CheckpointSaved(step=step))
 
     def script_exits(self, status: int) -> None:
         """Report that the script has reached its end and asks for this exit status."""
@@ -311,6 +317,12 @@ def exchange_failed(error: BaseException) -> None:
     """Report an error that has made a communicator unusable, whether or not the script ends."""
     if monitor := current():
         monitor.report(error)
+
+
+def checkpoint_saved(step: int) -> None:
+    """Report that all ranks have finished a checkpoint, if a monitor is installed."""
+    if monitor := current():
+        monitor.checkpoint_saved(step)
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Cluster topology, read-only: hosts, ranks, cores, GPUs and networks. Starts without torch."""
 
-from torchmn.topology.allocation import Allocation, allocation, is_scheduled, pod_index
+from torchmn.topology.allocation import Allocation, allocation, is_scheduled
 from torchmn.topology.cpus import (
     CpuAssignment,
     Processors,
@@ -44,7 +44,6 @@ __all__ = [
     "memory_nodes",
     "parse_hostfile",
     "parse_hosts",
-    "pod_index",
     "raise_if_contradicted",
     "read_launcher_env",
     "route_of",

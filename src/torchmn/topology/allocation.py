@@ -2,7 +2,6 @@
 
 PBS and Grid Engine write a file (``PBS_NODEFILE``: a line per rank; ``PE_HOSTFILE``: host, slots,
 queue, processors), Slurm a compressed list (``SLURM_JOB_NODELIST`` with ``SLURM_TASKS_PER_NODE``).
-Kubernetes sets only the index of a pod; our manifest adds the names of all pods of the job.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torchmn.environment_variables import PODS_VARIABLE
 from torchmn.errors import TopologyError
 from torchmn.topology.hostlists import Host, parse_hostfile, parse_node_list, parse_task_counts
 from torchmn.units import counted
 
-Scheduler = Literal["PBS", "Slurm", "Grid Engine", "Kubernetes"]
-POD_INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
-"""Kubernetes sets it in the pods of an Indexed Job."""
+Scheduler = Literal["PBS", "Slurm", "Grid Engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +56,7 @@ def allocation(env: Mapping[str, str]) -> Allocation | None:
         >>> allocation({}) is None  # outside of a scheduler's job
         True
     """
-    readers = (_pbs, _slurm, _grid_engine, _kubernetes)
+    readers = (_pbs, _slurm, _grid_engine)
     found = [given for read in readers if (given := read(env)) is not None]
     if len({given.hosts for given in found}) > 1:
         raise TopologyError(
@@ -78,25 +74,8 @@ def is_scheduled(env: Mapping[str, str]) -> bool:
         False
     """
     is_grid_engine = bool(env.get("JOB_ID") and env.get("SGE_TASK_ID"))
-    names = ("SLURM_JOB_ID", "PBS_JOBID", PODS_VARIABLE)
+    names = ("SLURM_JOB_ID", "PBS_JOBID")
     return any(env.get(name) for name in names) or is_grid_engine
-
-
-def pod_index(env: Mapping[str, str], num_pods: int) -> int:
-    """Which pod of the job this is, from 0. Local. Raises TopologyError.
-
-    >>> from torchmn.topology.allocation import pod_index
-    >>> pod_index({"JOB_COMPLETION_INDEX": "2"}, 4)
-    2
-    """
-    text = env.get(POD_INDEX_VARIABLE, "")
-    if not re.fullmatch("[0-9]{1,9}", text) or int(text) >= num_pods:
-        raise TopologyError(
-            f"{POD_INDEX_VARIABLE} must be a whole number from 0 to {num_pods - 1}, for "
-            f"{PODS_VARIABLE}={env.get(PODS_VARIABLE)} names {counted(num_pods, 'pod')}, but is "
-            f"{text!r}. Kubernetes sets it in a Job with completionMode: Indexed."
-        )
-    return int(text)
 
 
 def _pbs(env: Mapping[str, str]) -> Allocation | None:
@@ -146,27 +125,6 @@ def _grid_engine(env: Mapping[str, str]) -> Allocation | None:
         job_id=job_id,
         hosts=tuple(Host(name=row[0], slots=int(row[1])) for row in rows),
         source=f"PE_HOSTFILE={path}",
-    )
-
-
-def _kubernetes(env: Mapping[str, str]) -> Allocation | None:
-    """``train-[0-1].train:4``: the pods as Slurm would write them, and the slots of each."""
-    text = env.get(PODS_VARIABLE)
-    if not text:
-        return None
-    names, _, slots = text.rpartition(":")
-    if not names or not re.fullmatch("[1-9][0-9]{0,8}", slots):
-        raise TopologyError(
-            f"{PODS_VARIABLE} must look like 'train-[0-1].train:4' but is {text!r}. Use the one "
-            "that `torchmn submit --scheduler kubernetes` writes, or unset it."
-        )
-    pods = parse_node_list(names, variable=PODS_VARIABLE)
-    pod_index(env, len(pods))
-    return Allocation(
-        scheduler="Kubernetes",
-        job_id=pods[0].partition(".")[0].rpartition("-")[0] or pods[0],
-        hosts=tuple(Host(name=name, slots=int(slots)) for name in pods),
-        source=f"{PODS_VARIABLE}={text}",
     )
 
 

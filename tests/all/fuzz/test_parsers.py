@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 from tests.limits import limit
 from torchmn.checkpoint import manifest, shard_file
-from torchmn.checkpoint.memory_storage import _MemoryReader
 from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.communicators import object_codec
 from torchmn.communicators.object_codec import Trust
@@ -314,7 +313,26 @@ class InMemory:
     def open(self, checkpoint: str, file: str) -> Any:
         if file not in self.files:
             raise DataError(f"{file} is missing")
-        return _MemoryReader(file, bytearray(self.files[file]))
+        return _Reader(file, self.files[file])
+
+
+class _Reader:
+    """A `torchmn.checkpoint.storage.Reader` of bytes."""
+
+    def __init__(self, name: str, content: bytes) -> None:
+        self.name = name
+        self.content = content
+        self.nbytes = len(content)
+
+    def read_into(self, offset: int, memory: memoryview) -> None:
+        target = memory.cast("B")
+        piece = self.content[offset : offset + target.nbytes]
+        if len(piece) < target.nbytes:
+            raise DataError(f"{self.name} is {target.nbytes - len(piece)} bytes too short")
+        target[:] = piece
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def written(described: object, header: bytes, content: bytes) -> tuple[InMemory, manifest.Manifest]:

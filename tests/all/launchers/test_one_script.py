@@ -19,7 +19,7 @@ import torch
 
 from tests.all.launchers.ways import NUM_RANKS, WAYS, Site
 from tests.marks import ON_TEST_HOSTS
-from torchmn.testing.netlab import Lab, netlab
+from tests.netlab import Lab, netlab
 
 pytestmark = [
     *ON_TEST_HOSTS,

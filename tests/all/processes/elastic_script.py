@@ -1,6 +1,6 @@
-"""A small real training that logs which samples every step used: FOLDER PAUSE COPY SAVE.
+"""A small real training that logs which samples every step used: FOLDER PAUSE SAVE.
 
-COPY and SAVE are periods in steps, 0 for never. It ends with the epoch in which a file ``enough``
+SAVE is a period in steps, 0 for never. It ends with the epoch in which a file ``enough``
 appears in the folder.
 """
 
@@ -22,7 +22,7 @@ NUM_SAMPLES, GLOBAL_BATCH = 96, 12
 
 def main() -> None:
     folder, pause_s = Path(sys.argv[1]), float(sys.argv[2])
-    copy_period, save_period = int(sys.argv[3]), int(sys.argv[4])
+    save_period = int(sys.argv[3])
     comm = torchmn.create_communicator("naive", timeout_s=20)
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(NUM_SAMPLES, 5, generator=numbers)
@@ -49,8 +49,6 @@ def main() -> None:
                 log.write(json.dumps(words) + "\n")
                 log.flush()
                 time.sleep(pause_s)
-                if copy_period and step % copy_period == 0:
-                    checkpointer.save_in_memory(step, state)
                 if save_period and step % save_period == 0:
                     checkpointer.save(step, state)
                 if comm.rank == 0:

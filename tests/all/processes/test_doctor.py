@@ -15,24 +15,14 @@ import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
+from tests.netlab import Lab, missing_requirement, netlab
+from tests.netlab.construction import INTERFACE, shape
 from torchmn.exit_status import DOCTOR_STATUS
-from torchmn.testing.netlab import Lab, missing_requirement, netlab
-from torchmn.testing.netlab.construction import INTERFACE, shape
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 needs_hosts = pytest.mark.skipif(
     bool(missing_requirement()), reason=f"no test hosts: {missing_requirement()}"
 )
-
-SCRIPT = """
-import sys, torch
-import torchmn
-comm = torchmn.create_communicator("naive")
-data = torch.utils.data.TensorDataset(torch.zeros(int(sys.argv[1]), 3))
-for batch in torch.utils.data.DataLoader(data, batch_size=10):
-    print("never reached")
-    sys.exit(7)
-"""
 
 
 @pytest.fixture
@@ -92,23 +82,12 @@ def test_this_machine_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_rate_at_which_a_script_loads_its_data(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    done = doctor(tmp_path, "--json", "--script", "train.py", "1000")
-    (facts,) = json.loads(done.stdout)["facts"]["data_loading"].values()
-    assert facts["error"] == ""
-    assert facts["samples_per_s"] == pytest.approx(10 * facts["batches_per_s"])
-    done = doctor(tmp_path, "--script", "train.py", "0")
-    assert done.returncode == DOCTOR_STATUS["error"]
-    assert "train.py loads no data" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--quick", "--full"), "--quick and --full are mutually exclusive"),
         (("n1",), "Unexpected 'n1': hosts are named with --hosts a,b."),
-        (("--script", "none.py"), "There is no script 'none.py'"),
+        (("--script", "train.py"), "torchmn doctor measures no loading of data: torchmn report"),
         (("--expect", "fast"), "The rate 'fast' is not a positive number"),
         (("--hosts", "a,,b"), "--hosts must be a list like a:4,b:2"),
     ],

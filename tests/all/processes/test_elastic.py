@@ -1,6 +1,6 @@
 """Elastic jobs: workers and hosts that die and come back, with real processes.
 
-The hosts are network namespaces (`torchmn.testing.netlab`); its agent stands for ssh.
+The hosts are network namespaces (`tests.netlab`); its agent stands for ssh.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torchmn
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
-from torchmn.testing.netlab import Lab, netlab
+from tests.netlab import Lab, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
@@ -229,7 +229,7 @@ class TestHosts:
 
     def test_a_host_is_lost_and_comes_back(self, lab: Lab, tmp_path: Path) -> None:
         """It enters with the next finished checkpoint, and every sample is used once."""
-        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.05, 3, 0))
+        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.05, 3))
         run.wait_for("[0] step 10")
         for process in parts_of_host(run, 1):
             process.kill()
@@ -238,7 +238,7 @@ class TestHosts:
         assert run.end() == 0, run.text
         assert {number: size for number, size, *_ in run.steps()} == {1: 2, 2: 1, 3: 2}
         lost_at, alone, together = (run.steps_of(number) for number in (1, 2, 3))
-        assert lost_at[-1] - 6 <= alone[0] - 1 <= lost_at[-1]  # from the last copy or that before
+        assert lost_at[-1] - 6 <= alone[0] - 1 <= lost_at[-1]  # that or the one before
         assert (alone[0] % 3, together[0] % 3) == (1, 1)
         announced = re.search(r"n1 joined, and step (\d+) is saved", run.text)
         assert announced is not None
@@ -253,7 +253,7 @@ class TestHosts:
 
     def test_a_host_that_is_cut_off(self, lab: Lab, tmp_path: Path) -> None:
         """The others continue when it was silent for long, and its own workers end."""
-        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.1, 3, 0))
+        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.1, 3))
         run.wait_for("[0] step 10")
         cut_off = parts_of_host(run, 1)
         link = ["ip", "link", "set", lab.hosts[1].interface]
@@ -271,7 +271,7 @@ class TestHosts:
         assert left_of(run) == []
 
     def test_the_rendezvous_is_lost(self, lab: Lab, tmp_path: Path) -> None:
-        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.05, 0, 0))
+        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.05, 0))
         run.wait_for("[0] step 3")
         the_store(tmp_path).kill()
         assert run.end() == 1
@@ -288,9 +288,7 @@ class TestHosts:
         )
         refusing.chmod(0o755)
         words = ("--elastic", "2:2", "--join-timeout", "3", "--rendezvous", "n1:29123")
-        run = on_two_hosts(
-            lab, tmp_path, *words, "-x", f"TORCHMN_RSH={refusing}", script=(0.05, 0, 0)
-        )
+        run = on_two_hosts(lab, tmp_path, *words, "-x", f"TORCHMN_RSH={refusing}", script=(0.05, 0))
         run.wait_for("[0] step 3")
         (tmp_path / "away").touch()
         for process in parts_of_host(run, 1):

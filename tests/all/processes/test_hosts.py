@@ -1,6 +1,6 @@
 """The same script on several hosts under every launcher that is here, and what goes wrong there.
 
-The hosts are network namespaces (`torchmn.testing.netlab`); its agent stands for ssh.
+The hosts are network namespaces (`tests.netlab`); its agent stands for ssh.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import pytest
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
+from tests.netlab import Lab, netlab
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing.netlab import Lab, netlab
 
 pytestmark = [
     *ON_TEST_HOSTS,

@@ -18,11 +18,11 @@ import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
+from tests.netlab import Host, Lab, missing_requirement, netlab
+from tests.netlab.cleanup import OPEN, processes_inside, running_labs, sweep
+from tests.netlab.namespaces import call, tool
 from torchmn.errors import LaunchError, UsageError
 from torchmn.launch.backend import find_mpirun
-from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
-from torchmn.testing.netlab.cleanup import OPEN, processes_inside, running_labs, sweep
-from torchmn.testing.netlab.namespaces import call, tool
 
 pytestmark = [pytest.mark.processes, pytest.mark.root]
 
@@ -55,7 +55,7 @@ comm.finalize()
 """
 OWNER = """
 import json, os, sys, time
-from torchmn.testing.netlab import netlab
+from tests.netlab import netlab
 with netlab(2) as lab:
     inside = [
         lab.hosts[0].popen(["sleep", "1000"]).pid,
@@ -407,7 +407,7 @@ def test_killed_supervisor_is_reported() -> None:
 
 def netlab_command(*words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "torchmn.testing.netlab", *words],
+        [sys.executable, "-m", "tests.netlab", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

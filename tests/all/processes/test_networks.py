@@ -10,7 +10,7 @@ import pytest
 
 from tests.all.processes.test_hosts import mpirun_of, torchmn_run
 from tests.marks import ON_TEST_HOSTS
-from torchmn.testing.netlab import Host, Lab, netlab
+from tests.netlab import Host, Lab, netlab
 
 pytestmark = [
     *ON_TEST_HOSTS,

@@ -346,22 +346,20 @@ def test_bad_requests_are_one_message_and_exit_status_2(tmp_path: Path, case: st
     assert not list(tmp_path.glob("*.sh"))
 
 
-@pytest.mark.parametrize("image", [(), ("--image", "registry.io/train:1")])
-def test_kubernetes_where_only_kubectl_is_there(tmp_path: Path, image: tuple[str, ...]) -> None:
-    Cluster.program(tmp_path / "kubectl", "#!/bin/sh\nexit 1\n")
+@pytest.mark.parametrize(
+    "words", [("--scheduler", "kubernetes"), ("--image", "registry.io/train:1")]
+)
+def test_kubernetes_has_a_page_in_place_of_a_scheduler(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torchmn", "submit", "--dry-run", *image, "train.py"],
+        [sys.executable, "-m", "torchmn", "submit", "--dry-run", *words, "train.py"],
         cwd=tmp_path,
         env={"PATH": str(tmp_path), "HOME": str(tmp_path), "PYTHONPATH": PYTHON_PATH},
         capture_output=True,
         text=True,
         check=False,
     )
-    first, *rest = done.stderr.splitlines()
-    assert first.startswith("torchmn: a job for Kubernetes, since")
-    if image:
-        assert (done.returncode, rest) == (0, [])
-        assert "image: registry.io/train:1" in done.stdout
-    else:
-        assert done.returncode == 2
-        assert "needs --image: a container image with your script" in rest[0]
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert "docs/how-to/kubernetes.md has one to copy" in line

@@ -23,12 +23,12 @@ import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
+from tests.netlab import Lab, missing_requirement, netlab
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
 from torchmn.control.messages.job import AgentHello
 from torchmn.errors import LaunchError
 from torchmn.launch.backend import this_machine
-from torchmn.testing.netlab import Lab, missing_requirement, netlab
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -16,7 +16,7 @@ import pytest
 
 import torchmn
 from tests.limits import limit
-from torchmn.testing.netlab import Host, Lab, missing_requirement, netlab
+from tests.netlab import Host, Lab, missing_requirement, netlab
 
 MARKS = [
     pytest.mark.processes,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.all.schedulers.cluster import Cluster
-from torchmn.testing.netlab import Host
+from tests.netlab import Host
 
 _PACKAGED = Path("/var/lib/gridengine")
 _BOOTSTRAP = """\

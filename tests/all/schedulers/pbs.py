@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.all.schedulers.cluster import Cluster
-from torchmn.testing.netlab import Host
+from tests.netlab import Host
 
 _USER = "daemon"
 _RIGHTS = "+dac_override,+dac_read_search,+net_bind_service"  # the last for pbs_iff

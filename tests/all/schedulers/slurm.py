@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from tests.all.schedulers.cluster import Cluster
-from torchmn.testing.netlab import Host
+from tests.netlab import Host
 
 CORES = 4
 """Of each node, whatever the machine has."""

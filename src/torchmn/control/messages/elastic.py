@@ -5,17 +5,7 @@ Hosts and the launcher authenticate with `HostHello` and `LauncherHello`; the re
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torchmn.control.codec import Record
-
-
-class StagedCheckpoint(NamedTuple):
-    """A checkpoint in memory, complete or not; a later one compares greater."""
-
-    round: int
-    step: int
-    name: str
 
 
 class LauncherHello(Record, frozen=True, kw_only=True):
@@ -25,42 +15,15 @@ class LauncherHello(Record, frozen=True, kw_only=True):
 
 
 class HostHello(Record, frozen=True, kw_only=True):
-    """Host, to authenticate; its checkpoint replicas are served at ``address:replica_port``."""
+    """Host, to authenticate: it offers ``slots`` ranks."""
 
     host: str
     slots: int
-    address: str
-    replica_port: int
     versions: dict[str, str]
 
 
-class PeerHello(Record, frozen=True, kw_only=True):
-    """Host, to authenticate at another host: it stores or fetches checkpoint replicas."""
-
-    host: str
-
-
-class FileHeld(Record, frozen=True, kw_only=True):
-    """Host: it now holds this file of a checkpoint in memory.
-
-    ``needs`` names all files of the checkpoint; it comes with the last of them, the manifest.
-    """
-
-    checkpoint: StagedCheckpoint
-    file: str
-    needs: tuple[str, ...] = ()
-
-
-class HostReady(Record, frozen=True, kw_only=True):
-    """Host: no worker runs on it, it waits for the next round and holds these files."""
-
-    held: list[FileHeld]
-
-
-class CheckpointSaved(Record, frozen=True, kw_only=True):
-    """Host of rank 0: all ranks have finished the checkpoint of this step."""
-
-    step: int
+class HostReady(Record, frozen=True):
+    """Host: no worker runs on it, it waits for the next round."""
 
 
 class HostFinished(Record, frozen=True):
@@ -76,30 +39,18 @@ class RoundMember(Record, frozen=True, kw_only=True):
 
     host: str
     slots: int
-    address: str
-    replica_port: int
 
 
 class Round(Record, frozen=True, kw_only=True):
     """Rendezvous, to the hosts that take part, in the order of their ranks, and to the launcher.
 
-    ``restored`` is the newest checkpoint of which every file is held in memory by one of them, and
-    ``holders`` the indices of the members that hold each file. ``reason`` is what ended the round
-    before.
+    ``reason`` is what ended the round before.
     """
 
     number: int
     members: list[RoundMember]
     num_restarts: int
     reason: str
-    restored: StagedCheckpoint | None
-    holders: dict[str, list[int]]
-
-
-class PruneOlder(Record, frozen=True, kw_only=True):
-    """Rendezvous: this checkpoint is complete in memory; delete older ones."""
-
-    checkpoint: StagedCheckpoint
 
 
 class Shutdown(Record, frozen=True, kw_only=True):
@@ -150,14 +101,10 @@ class Stop(Record, frozen=True, kw_only=True):
 ElasticMessage = (
     LauncherHello
     | HostHello
-    | PeerHello
     | HostReady
-    | FileHeld
-    | CheckpointSaved
     | HostFinished
     | Restart
     | Round
-    | PruneOlder
     | Shutdown
     | UserMessage
     | RoundEnding

@@ -92,6 +92,15 @@ class CollectiveStatus(Record, frozen=True, kw_only=True):
     age_s: float = 0.0
 
 
+class CheckpointSaved(Record, frozen=True, kw_only=True):
+    """Script of rank 0: all ranks have finished the checkpoint of this step.
+
+    The launcher of an elastic job passes it on to the rendezvous.
+    """
+
+    step: int
+
+
 class StatusRequest(Record, frozen=True, kw_only=True):
     """Supervisor: requests a `StatusReply` from every rank.
 
@@ -140,6 +149,7 @@ MonitorMessage = (
     | Joining
     | Joined
     | Overdue
+    | CheckpointSaved
     | StatusRequest
     | StatusReply
     | HeartbeatRequest

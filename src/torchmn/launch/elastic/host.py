@@ -8,21 +8,17 @@ import os
 import selectors
 import signal
 import threading
-from collections.abc import Callable, Sequence
 
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
     ElasticMessage,
-    FileHeld,
     HostFinished,
     HostReady,
-    PruneOlder,
     Restart,
     Round,
     Shutdown,
-    StagedCheckpoint,
 )
 from torchmn.control.messages.monitor import HeartbeatRequest
 from torchmn.errors import LaunchError
@@ -38,23 +34,13 @@ def round_secret(secret: str, number: int) -> str:
 class Host:
     """Listens to the rendezvous in a thread, for the main thread, which runs torch's agent.
 
-    ``held`` lists the checkpoint replicas of this host; ``on_keep`` is called when older ones can
-    be deleted. When the rendezvous requests it or is lost, or ``stdin`` ends since the launcher
+    When the rendezvous requests it or is lost, or ``stdin`` ends since the launcher
     died, the ranks are ended: the process sends itself a signal, which torch's agent passes on to
     them.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        *,
-        held: Callable[[], Sequence[FileHeld]],
-        on_keep: Callable[[StagedCheckpoint], None],
-        stdin: int,
-    ) -> None:
+    def __init__(self, channel: Channel, *, stdin: int) -> None:
         self._channel = channel
-        self._held = held
-        self._on_keep = on_keep
         self._stdin = stdin
         self._lock = threading.Lock()  # of the channel
         self._changed = threading.Condition()
@@ -84,7 +70,7 @@ class Host:
 
     def next_round(self) -> Round | None:
         """Wait for the next round while no rank runs here; ``None`` if there is none."""
-        self.post(HostReady(held=list(self._held())))
+        self.post(HostReady())
         with self._changed:
             while self._round is None and self._leave is None:
                 self._changed.wait(_POLL_S)
@@ -135,9 +121,7 @@ class Host:
                     self._go(Shutdown(signum=signal.SIGTERM, text=text))
 
     def _on_message(self, message: Message) -> None:
-        if isinstance(message, PruneOlder):
-            self._on_keep(message.checkpoint)
-        elif isinstance(message, Shutdown):
+        if isinstance(message, Shutdown):
             self._go(message)
         elif isinstance(message, Restart):
             with self._changed:

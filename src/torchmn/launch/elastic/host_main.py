@@ -1,7 +1,7 @@
 """``python -m torchmn.launch.elastic.host_main``: one host of an elastic job.
 
 Reads its order from the standard input, reports to the rendezvous, and runs torchrun's agent for
-the ranks of this host, round after round. Threads hold checkpoint replicas in memory for them. It
+the ranks of this host, round after round. It
 ends with the job, with the launcher (the end of standard input) and with the rendezvous, and kills
 all processes below it.
 """
@@ -11,22 +11,16 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import socket
 import sys
 from types import FrameType
 from typing import NoReturn
 
 from torchmn.control.authenticated_listener import connect_authenticated
-from torchmn.control.checkpoint_replicas.server import (
-    ReplicaServer,
-)
 from torchmn.control.codec import decode
-from torchmn.control.messages.elastic import ElasticMessage, HostHello, Round
-from torchmn.control.ports import listen_on
+from torchmn.control.messages.elastic import HostHello, Round
 from torchmn.control.processes import adopt_orphans, kill_descendants
 from torchmn.environment_variables import (
     JOB_VARIABLE,
-    REPLICA_SOCKET_VARIABLE,
     ROUND_VARIABLE,
     SECRET_VARIABLE,
 )
@@ -35,7 +29,6 @@ from torchmn.launch.elastic.host import Host, round_secret
 from torchmn.launch.elastic.rendezvous import ROLE
 from torchmn.launch.host_checks import find_problem, versions
 from torchmn.launch.orders import RunHost
-from torchmn.topology import local_address_for
 
 _STOP_MARGIN_S = 3.0
 
@@ -76,35 +69,21 @@ def main() -> int:
 
 def _take_part(order: RunHost, hosts: list[Host]) -> None:
     secret = order.secret
-    address = local_address_for(order.rendezvous.rpartition(":")[0])
-    if address is None:
-        raise LaunchError(f"No route from {socket.gethostname()} to {order.rendezvous}.")
-    listener = listen_on(address, backlog=64)
-
-    def post(message: ElasticMessage) -> None:
-        hosts[0].post(message)
-
-    copies = ReplicaServer(order.host, secret, listener, post)
     identity = HostHello(
         host=order.host,
         slots=order.slots,
-        address=address,
-        replica_port=listener.getsockname()[1],
         versions=versions(),
     )
     channel = connect_authenticated(order.rendezvous, secret=secret, role=ROLE, identity=identity)
-    host = Host(channel, held=copies.held, on_keep=copies.prune_older, stdin=sys.stdin.fileno())
+    host = Host(channel, stdin=sys.stdin.fileno())
     hosts.append(host)
-    os.environ[REPLICA_SOCKET_VARIABLE] = copies.name
     os.environ[JOB_VARIABLE] = hashlib.sha256(f"job {secret}".encode()).hexdigest()
 
     def on_round(found: Round) -> None:
-        copies.begin(found)
         os.environ[SECRET_VARIABLE] = round_secret(secret, found.number)
         os.environ[ROUND_VARIABLE] = str(found.number)
 
     host.start()
-    copies.start()
     from torchmn.launch.elastic.torch_agent import run_agent  # torch, after we have reported
 
     stop_limit_s = order.grace_s + _STOP_MARGIN_S

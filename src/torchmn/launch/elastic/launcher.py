@@ -29,7 +29,7 @@ from torchmn.control.messages.elastic import (
     Stop,
     UserMessage,
 )
-from torchmn.control.messages.monitor import Alive
+from torchmn.control.messages.monitor import Alive, CheckpointSaved
 from torchmn.control.processes import is_stopped, send_group, signal_name
 from torchmn.errors import LaunchError
 from torchmn.exit_status import SAVED_STATUS, shell_code
@@ -188,7 +188,14 @@ class ElasticLauncher:
         listener = AuthenticatedListener(
             self._listener.dup(), secret=secret, role=channels.SUPERVISOR
         )
-        self._ranks = RoundSession(found, self._job, listener, self._output)
+        self._ranks = RoundSession(
+            found, self._job, listener, self._output, on_checkpoint=self._on_checkpoint
+        )
+
+    def _on_checkpoint(self, saved: CheckpointSaved) -> None:
+        """Hosts that wait may join now."""
+        if self._channel is not None:
+            self._channel.post(saved)
 
     def _describe_restart(self, before: RoundSession, found: Round) -> str:
         """What ended the previous round, and with which hosts and checkpoint training continues."""
@@ -197,10 +204,9 @@ class ElasticLauncher:
             why = before.result().summary.rstrip(".") or why
             why += f"; restart {found.num_restarts} of {self._elastic.limits.max_restarts}"
         names = ", ".join(member.host for member in found.members)
-        memory = f", in memory: step {found.restored.step}" if found.restored else ""
         return (
             f"{why}: continuing with {counted(num_ranks_of(found), 'rank')} on {names} from the "
-            f"last checkpoint{memory}."
+            "last checkpoint."
         )
 
     # ---- what is done about it ----------------------------------------------------------------

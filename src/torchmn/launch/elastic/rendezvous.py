@@ -19,8 +19,6 @@ from torchmn.control.heartbeat import Heartbeat, answer
 from torchmn.control.loop_clock import LoopClock
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
-    CheckpointSaved,
-    FileHeld,
     HostFinished,
     HostHello,
     HostReady,
@@ -28,7 +26,7 @@ from torchmn.control.messages.elastic import (
     LauncherHello,
     Stop,
 )
-from torchmn.control.messages.monitor import Alive, HeartbeatRequest
+from torchmn.control.messages.monitor import Alive, CheckpointSaved, HeartbeatRequest
 from torchmn.launch.elastic.rendezvous_state import LAUNCHER, RendezvousState
 
 ROLE = "rendezvous"
@@ -128,14 +126,12 @@ class Rendezvous:
             self._state.on_host_unreachable(message.host, now)
         elif isinstance(message, Stop) and name == LAUNCHER:
             self._state.stop(message.signum)
+        elif isinstance(message, CheckpointSaved) and name == LAUNCHER:
+            self._state.on_checkpoint_saved(message.step, now)
         elif name == LAUNCHER:
             return
         elif isinstance(message, HostReady):
-            self._state.on_host_ready(name, message.held, now)
-        elif isinstance(message, FileHeld):
-            self._state.on_file_held(name, message, now)
-        elif isinstance(message, CheckpointSaved):
-            self._state.on_checkpoint_saved(message.step, now)
+            self._state.on_host_ready(name, now)
         elif isinstance(message, HostFinished):
             self._state.on_host_finished(name)
 

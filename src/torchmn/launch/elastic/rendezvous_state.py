@@ -8,24 +8,20 @@ messages for hosts and for the launcher go out.
 from __future__ import annotations
 
 import signal
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from torchmn.control.messages.elastic import (
     ElasticMessage,
-    FileHeld,
     HostHello,
     HostLost,
     JobEnded,
-    PruneOlder,
     Restart,
     Round,
     RoundEnding,
     RoundMember,
     Shutdown,
-    StagedCheckpoint,
     UserMessage,
 )
 from torchmn.errors import UsageError
@@ -75,7 +71,6 @@ class _Host:
 
     member: HostHello
     state: State = "starting"
-    held: dict[tuple[StagedCheckpoint, str], FileHeld] = field(default_factory=dict)
 
 
 class RendezvousState:
@@ -94,7 +89,6 @@ class RendezvousState:
         self._reasons: list[str] = []
         self._has_failure = False
         self._has_loss = False
-        self._complete: StagedCheckpoint = StagedCheckpoint(0, -1, "")
         self._messages: list[tuple[str, ElasticMessage]] = []
 
     @property
@@ -125,30 +119,15 @@ class RendezvousState:
             )
         return True
 
-    def on_host_ready(self, host: str, held: Sequence[FileHeld], now: float) -> None:
+    def on_host_ready(self, host: str, now: float) -> None:
         """A host runs no ranks and waits: at the start, when requested, or after a failure."""
         host_state = self._connected[host]
         was_running = host_state.state == "running"
         host_state.state = "ready"
-        host_state.held = {(stored.checkpoint, stored.file): stored for stored in held}
         if was_running:
             self._has_failure = True
             self._gather(f"a rank on {host} failed", now)
         self._start_if_complete(now)
-
-    def on_file_held(self, host: str, stored: FileHeld, now: float) -> None:
-        """A host holds one more file in memory; all files of one are a finished checkpoint."""
-        self._connected[host].held[stored.checkpoint, stored.file] = stored
-        # held twice, so that the older ones are still there if a host is lost right now
-        found = self._newest_copies(self._members, min(2, len(self._members)))
-        if found is not None and found > self._complete:
-            self._complete = found
-            for name, host_state in self._connected.items():
-                host_state.held = {
-                    key: held for key, held in host_state.held.items() if key[0] >= found
-                }
-                self._post(name, PruneOlder(checkpoint=found))
-            self.on_checkpoint_saved(found.step, now)
 
     def on_checkpoint_saved(self, step: int, now: float) -> None:
         """A checkpoint is complete: hosts that wait may join, and all continue from it."""
@@ -168,7 +147,7 @@ class RendezvousState:
             self._end("")
 
     def on_host_lost(self, host: str, why: str, now: float) -> None:
-        """A host is gone with its ranks and the replicas that it held."""
+        """A host is gone with its ranks."""
         host_state = self._connected.pop(host, None)
         if host_state is None or self._phase == "over":
             return
@@ -271,23 +250,11 @@ class RendezvousState:
         chosen = [name for name in ready if name in chosen[: self._limits.max_hosts]]
         self._number += 1
         self._members, self._phase = chosen, "running"
-        found = self._newest_copies(chosen)
-        self._complete = found or self._complete  # what comes from now on is newer
-        holders: dict[str, list[int]] = {}
-        for index, name in enumerate(chosen):
-            host_state = self._connected[name]
-            host_state.held = {
-                key: held for key, held in host_state.held.items() if key[0] == found
-            }
-            for _, file in host_state.held:
-                holders.setdefault(file, []).append(index)
         message = Round(
             number=self._number,
             members=[self._described(name) for name in chosen],
             num_restarts=self._num_restarts,
             reason="; ".join(self._reasons),
-            restored=found,
-            holders=holders,
         )
         for name in chosen:
             self._connected[name].state = "running"
@@ -297,33 +264,7 @@ class RendezvousState:
 
     def _described(self, name: str) -> RoundMember:
         member = self._connected[name].member
-        return RoundMember(
-            host=name,
-            slots=member.slots,
-            address=member.address,
-            replica_port=member.replica_port,
-        )
-
-    def _newest_copies(self, names: Sequence[str], num_holders: int = 1) -> StagedCheckpoint | None:
-        """The newest checkpoint that these hosts hold whole, each file by ``num_holders`` of them.
-
-        A later round is newer even at a lower step: it may have resumed from an older checkpoint.
-        """
-        held = Counter(key for name in names if name in self._connected for key in self._held(name))
-        manifests = {
-            stored.checkpoint: stored.needs
-            for name in names
-            if name in self._connected
-            for stored in self._connected[name].held.values()
-            if stored.needs
-        }
-        for draft in sorted(manifests, reverse=True):
-            if all(held[draft, file] >= num_holders for file in manifests[draft]):
-                return draft
-        return None
-
-    def _held(self, name: str) -> list[tuple[StagedCheckpoint, str]]:
-        return list(self._connected[name].held)
+        return RoundMember(host=name, slots=member.slots)
 
     def _end_for_lack_of_hosts(self) -> None:
         here = [name for name in self._hosts if name in self._connected]

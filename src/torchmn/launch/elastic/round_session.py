@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import Round
+from torchmn.control.messages.monitor import CheckpointSaved
 from torchmn.exit_status import SAVED_STATUS
 from torchmn.launch.agent_session import AgentSession
 from torchmn.launch.console import RankOutput
 from torchmn.launch.job import Job
 from torchmn.monitor.job_result import RankRecord
+from torchmn.monitor.rank_session import RankConnection
 
 
 class RoundSession(AgentSession):
     """The agents of a round, which connect to the round's own ``listener``.
 
-    Their output is in a folder of the round below the job's log folder.
+    Their output is in a folder of the round below the job's log folder. ``on_checkpoint`` is called
+    when the ranks have finished a checkpoint.
     """
 
     def __init__(
-        self, found: Round, job: Job, listener: AuthenticatedListener, output: RankOutput
+        self,
+        found: Round,
+        job: Job,
+        listener: AuthenticatedListener,
+        output: RankOutput,
+        *,
+        on_checkpoint: Callable[[CheckpointSaved], None],
     ) -> None:
         log_dir = job.log_dir / f"round{found.number}"
         super().__init__(listener, num_ranks_of(found), job, log_dir, output)
         self.round = found
+        self._on_checkpoint = on_checkpoint
 
     @property
     def has_saved(self) -> bool:
@@ -48,6 +61,13 @@ class RoundSession(AgentSession):
             self._output.say(text)
         if not self.is_ending and self.must_end(self.clock.tick()):
             self.end()
+
+    def on_message(self, connection: RankConnection, message: Message) -> None:
+        """Pass finished checkpoints on; everything else as in `AgentSession`."""
+        if isinstance(message, CheckpointSaved):
+            self._on_checkpoint(message)
+        else:
+            super().on_message(connection, message)
 
     def on_launcher_stopped(self, text: str) -> None:
         """The process of a host: the rendezvous notices that it does not answer."""

@@ -1,19 +1,15 @@
-"""Jobs of schedulers: write, submit and follow them. Without torch.
-
-Job scripts for PBS, Slurm and Grid Engine, manifests for Kubernetes.
-"""
+"""Jobs of PBS, Slurm and Grid Engine: write, submit and follow them. Without torch."""
 
 from torchmn.launch.exported_variables import parse_variable
 from torchmn.launch.submit.choose import (
-    KUBERNETES,
     NAMES,
     SCHEDULERS,
     choose_scheduler,
     installed_schedulers,
     raise_if_no_command,
+    raise_if_unknown,
 )
 from torchmn.launch.submit.following import Follower
-from torchmn.launch.submit.kubernetes import create, logs_command, manifest, pod_name
 from torchmn.launch.submit.request import JobRequest, default_name, find_environment
 from torchmn.launch.submit.script import job_script
 from torchmn.launch.submit.settings import Settings, settings_from_options
@@ -26,7 +22,6 @@ from torchmn.launch.submit.submission import (
 )
 
 __all__ = [
-    "KUBERNETES",
     "NAMES",
     "SCHEDULERS",
     "Follower",
@@ -34,19 +29,16 @@ __all__ = [
     "Settings",
     "Site",
     "choose_scheduler",
-    "create",
     "default_name",
     "find_environment",
     "find_site",
     "installed_schedulers",
     "job_script",
-    "logs_command",
     "make_log_dir",
-    "manifest",
     "parse_variable",
-    "pod_name",
     "raise_if_folder",
     "raise_if_no_command",
+    "raise_if_unknown",
     "read_site",
     "settings_from_options",
     "submit",

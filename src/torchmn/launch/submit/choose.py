@@ -14,25 +14,25 @@ from torchmn.launch.submit.slurm import Slurm
 SCHEDULERS: dict[str, Scheduler] = {
     scheduler.name: scheduler for scheduler in (PBS(), Slurm(), GridEngine())
 }
-"""Those that take a job script."""
-KUBERNETES = "kubernetes"
-"""Takes a manifest instead (`torchmn.launch.submit.kubernetes`). Where other schedulers are
-installed, it must be requested: a machine with kubectl is not a part of the cluster."""
-NAMES = (*SCHEDULERS, KUBERNETES)
+NAMES = tuple(SCHEDULERS)
+NO_KUBERNETES = (
+    "torchmn writes no manifests for Kubernetes: docs/how-to/kubernetes.md has one to copy, which "
+    "starts the ranks with torchrun."
+)
 
 
 def installed_schedulers(path: str | None) -> tuple[str, ...]:
     """The names of the schedulers whose submit command is on this PATH. Local.
 
     Two that share a command are distinguished by a command that only one of them has; where neither
-    has it, both are returned. Kubernetes is where there is kubectl and no other scheduler.
+    has it, both are returned.
     """
 
     def is_here(command: str) -> bool:
         return shutil.which(command, path=path) is not None
 
     candidates = [s for s in SCHEDULERS.values() if is_here(s.submit_command[0])]
-    found = tuple(
+    return tuple(
         s.name
         for s in candidates
         if is_here(s.probe_command)
@@ -42,7 +42,17 @@ def installed_schedulers(path: str | None) -> tuple[str, ...]:
             if other.submit_command[0] == s.submit_command[0]
         )
     )
-    return found or ((KUBERNETES,) if is_here("kubectl") else ())
+
+
+def raise_if_unknown(name: str, *others: str, where: str = "") -> None:
+    """Raise UsageError for Kubernetes, UnknownNameError for another name that is no scheduler's.
+
+    ``others`` are further names that are accepted; ``where`` is the file that has the name.
+    """
+    if name == "kubernetes":
+        raise UsageError(NO_KUBERNETES)
+    if name not in (*NAMES, *others):
+        raise UnknownNameError(f"scheduler{where}", name, (*NAMES, *others))
 
 
 def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
@@ -51,14 +61,13 @@ def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
     Raises UnknownNameError, UsageError: none is installed, or UnsupportedError: several are.
     """
     if wanted is not None:
-        if wanted not in SCHEDULERS:
-            raise UnknownNameError("scheduler", wanted, NAMES)
+        raise_if_unknown(wanted)
         return SCHEDULERS[wanted]
     known = "|".join(NAMES)
     if not installed:
         raise UsageError(
-            "No scheduler was found: neither qsub nor sbatch nor kubectl is on the PATH. Run this "
-            "on a login node of the cluster, or only write the script: --scheduler "
+            "No scheduler was found: neither qsub nor sbatch is on the PATH. Run this on a "
+            "login node of the cluster, or only write the script: --scheduler "
             f"{known} --dry-run."
         )
     if len(installed) > 1:

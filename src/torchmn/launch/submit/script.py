@@ -60,12 +60,6 @@ def job_script(job: JobRequest, scheduler: Scheduler) -> str:
 
 
 def _raise_if_foreign(job: JobRequest, scheduler: Scheduler) -> None:
-    for name in ("image", "namespace", "memory", "volumes"):
-        if getattr(job.settings, name):
-            raise UsageError(
-                f"{name} is for Kubernetes, and this job is for {scheduler.title}: leave it out, "
-                "or move it to the table [kubernetes] of the site file."
-            )
     for line in job.settings.directives:
         if line.split()[0] != scheduler.prefix:
             raise UsageError(

@@ -29,18 +29,6 @@ _WALLTIME: Rule = (
     re.compile(r"(?=.*[1-9])\d+:[0-5]\d:[0-5]\d").fullmatch,
     "hours:minutes:seconds and greater than zero, such as 00:10:00 for ten minutes",
 )
-_NAME: Rule = (
-    re.compile(r"(?=.{1,63}$)[a-z0-9]([a-z0-9-]*[a-z0-9])?").fullmatch,
-    "up to 63 lower-case letters, digits and -, as names are in Kubernetes",
-)
-_QUANTITY: Rule = (
-    re.compile(r"[1-9]\d*(Mi|Gi|Ti|M|G|T)").fullmatch,
-    "a number with its unit, such as 16Gi",
-)
-_VOLUME: Rule = (
-    re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[^:\s]+").fullmatch,
-    "CLAIM:/FOLDER, such as checkpoints:/data/checkpoints",
-)
 # directives know no quotes, and each scheduler gives %, $ or : a meaning
 _PATH: Rule = (
     re.compile(r"[\w./+=@-]+").fullmatch,
@@ -50,7 +38,7 @@ _PATH: Rule = (
 
 def _setting(rule: Rule | None, text: str = "", *flags: str, default: Any = None) -> Any:
     """A field with its rule and, if it has an option, the help text and the option's names."""
-    metavar = {"-x": "NAME[=VALUE]", "--volume": "CLAIM:/FOLDER"}.get("".join(flags))
+    metavar = {"-x": "NAME[=VALUE]"}.get("".join(flags))
     metadata = {"rule": rule, "help": text, "flags": flags, "metavar": metavar}
     return field(default=default, metadata=metadata)
 
@@ -61,8 +49,7 @@ class Settings:
 
     ``chunk`` is what PBS adds to every node of its select, such as ``ncpus=36:ngpus=2``;
     ``parallel_environment`` is what Grid Engine needs for more than one slot, and ``gpu_resource``
-    its resource that counts GPUs for each slot. ``image``, ``namespace``, ``memory`` and
-    ``volumes`` are for Kubernetes alone. Raises UsageError.
+    its resource that counts GPUs for each slot. Raises UsageError.
     """
 
     queue: str | None = _setting(_WORD, "Queue, or Slurm's partition.")
@@ -82,15 +69,6 @@ class Settings:
     join_output: bool | None = _setting(
         None, "Write standard output and error to one file.", "--join-output/--split-output"
     )
-    image: str | None = _setting(_WORD, "Kubernetes: container image.")
-    namespace: str | None = _setting(_NAME, "Kubernetes: namespace (default: kubectl's).")
-    memory: str | None = _setting(_QUANTITY, "Kubernetes: memory of each pod, such as 16Gi.")
-    volumes: tuple[str, ...] = _setting(
-        _VOLUME,
-        "Kubernetes: mount a PersistentVolumeClaim at a folder (repeatable).",
-        "--volume",
-        default=(),
-    )
     modules: tuple[str, ...] = _setting(
         _LINE, "Environment module to load (repeatable).", "--module-load", default=()
     )
@@ -109,7 +87,7 @@ class Settings:
     def merged_over(self, defaults: Settings) -> Settings:
         """These settings, and those of ``defaults`` where these are not given.
 
-        Modules, volumes and directives of both are written, these last; of two exports of one name
+        Modules and directives of both are written, these last; of two exports of one name
         this one counts.
         """
         own = {
@@ -122,7 +100,6 @@ class Settings:
             **own
             | {
                 "modules": (*defaults.modules, *self.modules),
-                "volumes": (*defaults.volumes, *self.volumes),
                 "directives": (*defaults.directives, *self.directives),
                 "exports": tuple(dict((*defaults.exports, *self.exports)).items()),
             },

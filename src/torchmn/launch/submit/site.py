@@ -1,7 +1,7 @@
 """The site file, ``torchmn.toml``: settings that all jobs of a site have in common.
 
-Keys at the top level apply to all schedulers; those in ``[pbs]``, ``[slurm]``, ``[grid_engine]``
-and ``[kubernetes]`` apply to one and take precedence.
+Keys at the top level apply to all schedulers; those in ``[pbs]``, ``[slurm]`` and
+``[grid_engine]`` apply to one and take precedence.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchmn.errors import TorchmnError, UnknownNameError, UsageError
-from torchmn.launch.submit.choose import NAMES
+from torchmn.errors import TorchmnError, UsageError
+from torchmn.launch.submit.choose import NAMES, raise_if_unknown
 from torchmn.launch.submit.settings import Settings, settings_from_table
 
 if sys.version_info >= (3, 11):
@@ -59,8 +59,8 @@ def read_site(path: Path | None) -> Site:
     except (ValueError, RecursionError) as error:  # TOML's own errors, no UTF-8, too deep
         raise UsageError(f"The site file {path} is not valid TOML: {error}.") from None
     scheduler = table.pop("scheduler", None)
-    if scheduler is not None and scheduler not in NAMES:
-        raise UnknownNameError(f"scheduler in {path}:", scheduler, NAMES)
+    if scheduler is not None:
+        raise_if_unknown(scheduler, where=f" in {path}:")
     own = {name: table.pop(name) for name in NAMES if name in table}
     for name, value in own.items():
         if not isinstance(value, dict):

@@ -6,15 +6,12 @@ import pytest
 
 from torchmn.control.messages.elastic import (
     ElasticMessage,
-    FileHeld,
     HostHello,
     HostLost,
     JobEnded,
-    PruneOlder,
     Restart,
     Round,
     Shutdown,
-    StagedCheckpoint,
     UserMessage,
 )
 from torchmn.errors import UsageError
@@ -38,18 +35,15 @@ class Play:
 
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS) -> None:
         for host in hosts:
-            member = HostHello(host=host, slots=2, address="a", replica_port=1, versions=versions)
+            member = HostHello(host=host, slots=2, versions=versions)
             if self.rounds.on_host_joined(member):
                 self.arrive(host)
 
-    def arrive(self, host: str, *held: FileHeld) -> None:
-        self.rounds.on_host_ready(host, held, self.now)
+    def arrive(self, host: str) -> None:
+        self.rounds.on_host_ready(host, self.now)
 
     def lose(self, host: str) -> None:
         self.rounds.on_host_lost(host, "gone", self.now)
-
-    def store(self, host: str, number: int, step: int, file: str, *needs: str) -> None:
-        self.rounds.on_file_held(host, part(number, step, file, *needs), self.now)
 
     def posted(self, host: str, kind: type[ElasticMessage]) -> list[ElasticMessage]:
         messages = self.rounds.drain_messages()
@@ -62,10 +56,6 @@ class Play:
     def over(self) -> str | None:
         found = self.posted(LAUNCHER, JobEnded)
         return found[-1].text if found and isinstance(found[-1], JobEnded) else None
-
-
-def part(number: int, step: int, file: str, *needs: str) -> FileHeld:
-    return FileHeld(checkpoint=StagedCheckpoint(number, step, "d"), file=file, needs=needs)
 
 
 def names(found: Round | None) -> list[object]:
@@ -110,7 +100,7 @@ def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
 def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
     play = Play("a", "b", min_hosts=2)
     play.come("a")
-    member = HostHello(host="b", slots=2, address="a", replica_port=1, versions=VERSIONS)
+    member = HostHello(host="b", slots=2, versions=VERSIONS)
     play.rounds.on_host_joined(member)
     play.now = 61.0
     play.rounds.tick(play.now)
@@ -183,53 +173,6 @@ def test_a_host_that_comes_back_waits_for_an_announcement() -> None:
     assert play.posted("a", Restart)
     play.arrive("a")
     assert names(play.round()) == ["a", "b"]
-
-
-def test_a_complete_copy_in_memory_is_an_announcement_and_an_old_one_is_not() -> None:
-    play = Play("a", "b")
-    play.come("a", "b")
-    old = [part(1, 10, "rank0"), part(1, 10, "manifest", "rank0", "manifest")]
-    play.lose("b")
-    play.arrive("a", *old)
-    found = play.round()
-    assert found is not None
-    assert found.restored == (1, 10, "d")
-    play.come("b")
-    play.rounds.drain_messages()
-    play.store("a", 2, 20, "rank0")
-    assert not play.posted("a", Restart)
-    play.store("a", 2, 20, "manifest", "rank0", "manifest")
-    assert play.posted("a", Restart)
-
-
-def test_a_copy_counts_when_all_its_files_are_held_twice() -> None:
-    play = Play("a", "b")
-    play.come("a", "b")
-    play.store("a", 1, 10, "rank0")
-    play.store("b", 1, 10, "rank0")
-    play.store("b", 1, 10, "rank1")
-    play.store("a", 1, 10, "manifest", "rank0", "rank1", "manifest")
-    play.store("b", 1, 10, "manifest", "rank0", "rank1", "manifest")
-    assert not play.posted("a", PruneOlder)  # rank1's is held once
-    play.store("a", 1, 10, "rank1")
-    assert play.posted("a", PruneOlder) == [PruneOlder(checkpoint=StagedCheckpoint(1, 10, "d"))]
-
-
-def test_continues_from_the_newest_whole_copy_that_survivors_hold() -> None:
-    play = Play("a", "b")
-    play.come("a", "b")
-    needs = ("rank0", "rank1", "manifest")
-    for step in (10, 20):
-        play.store("a", 1, step, "rank0")
-        play.store("a", 1, step, "manifest", *needs)
-    play.store("a", 1, 10, "rank1")  # b's of step 20 did not come in time
-    play.lose("b")
-    held = [part(1, step, file) for step, file in ((10, "rank0"), (10, "rank1"), (20, "rank0"))]
-    play.arrive("a", *held, part(1, 10, "manifest", *needs), part(1, 20, "manifest", *needs))
-    found = play.round()
-    assert found is not None
-    assert found.restored == (1, 10, "d")
-    assert found.holders == {"rank0": [0], "rank1": [0], "manifest": [0]}
 
 
 def test_a_waiting_host_replaces_one_that_was_lost() -> None:

@@ -26,8 +26,7 @@ from torchmn.launch.submit import (
         (["qsub", "pbsnodes", "qconf"], ("pbs", "grid_engine")),
         (["qsub", "pbsnodes", "sbatch"], ("pbs", "slurm")),
         (["qconf"], ()),
-        (["kubectl"], ("kubernetes",)),
-        (["kubectl", "sbatch"], ("slurm",)),
+        (["kubectl"], ()),
     ],
 )
 def test_schedulers_are_known_by_their_commands(
@@ -45,7 +44,7 @@ def test_the_one_that_was_asked_for_or_the_only_one() -> None:
 
 
 def test_refusals_name_the_cure() -> None:
-    with pytest.raises(UsageError, match="neither qsub nor sbatch nor kubectl .*kubernetes --dry"):
+    with pytest.raises(UsageError, match="neither qsub nor sbatch is .*grid_engine --dry"):
         choose_scheduler(None, ())
     with pytest.raises(
         UnsupportedError, match=r"PBS \(qsub\) and Slurm \(sbatch\).* --scheduler pbs\|slurm"
@@ -53,6 +52,8 @@ def test_refusals_name_the_cure() -> None:
         choose_scheduler(None, ("pbs", "slurm"))
     with pytest.raises(UnknownNameError, match="'lsf'. Known: pbs, slurm, grid_engine"):
         choose_scheduler("lsf", ())
+    with pytest.raises(UsageError, match=r"docs/how-to/kubernetes\.md has one to copy"):
+        choose_scheduler("kubernetes", ())
 
 
 @pytest.mark.parametrize(

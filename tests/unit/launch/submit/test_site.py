@@ -82,7 +82,7 @@ def test_project_file_before_user_file(tmp_path: Path) -> None:
     ("text", "words"),
     [
         ("quue = 'a'", "'quue'. Known: queue, group"),
-        ("quue = 'a'", "exports, scheduler, [pbs], [slurm], [grid_engine], [kubernetes]."),
+        ("quue = 'a'", "exports, scheduler, [pbs], [slurm], [grid_engine]."),
         ("[pbs]\nquue = 'a'", "directives, exports."),
         ("[pbs]\nscheduler = 'slurm'", "'scheduler'. Known: queue"),
         ("[lsf]\nqueue = 'a'", "'lsf'. Known: "),

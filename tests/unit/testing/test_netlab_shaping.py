@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.netlab.shaping import tc_batch
 from torchmn.errors import UsageError
-from torchmn.testing.netlab.shaping import tc_batch
 from torchmn.topology.network import rate_bytes_per_s
 
 

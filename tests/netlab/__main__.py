@@ -1,4 +1,4 @@
-"""``python -m torchmn.testing.netlab``: test hosts that run until they are ended."""
+"""``python -m tests.netlab``: test hosts that run until they are ended."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from tests.netlab.cleanup import end_lab, running_labs, sweep
+from tests.netlab.lab import Lab, netlab
 from torchmn.script import run_main
-from torchmn.testing.netlab.cleanup import end_lab, running_labs, sweep
-from torchmn.testing.netlab.lab import Lab, netlab
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m torchmn.testing.netlab",
+        prog="python -m tests.netlab",
         description="Hosts in network namespaces on this machine, with shaped links. Needs root.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -71,7 +71,7 @@ def _described(lab: Lab) -> str:
         f"Enter a host with    {lab.rsh_agent} n0 [COMMAND]",
         f"mpirun on a host     --hostfile {lab.hostfile()} --prtemca plm_ssh_agent {lab.rsh_agent} "
         f"--prefix {shlex.quote(sys.prefix)}",
-        f"End it with          Ctrl-C, kill {os.getpid()} or python -m torchmn.testing.netlab down",
+        f"End it with          Ctrl-C, kill {os.getpid()} or python -m tests.netlab down",
     ]
     return "\n".join(lines)
 

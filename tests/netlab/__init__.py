@@ -5,7 +5,7 @@ A *lab* is a switch and some hosts. Each host has its own network, host name, ``
 files are shared with the machine. The machine's own network is not changed.
 """
 
-from torchmn.testing.netlab.lab import Host, Lab, netlab
-from torchmn.testing.netlab.namespaces import missing_requirement
+from tests.netlab.lab import Host, Lab, netlab
+from tests.netlab.namespaces import missing_requirement
 
 __all__ = ["Host", "Lab", "missing_requirement", "netlab"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from torchmn.testing.netlab.namespaces import tool
+from tests.netlab.namespaces import tool
 
 _SCRIPT = """#!/bin/sh
 # Enters a test host as ssh would: [OPTIONS] HOST [COMMAND ...]. The command gets the environment

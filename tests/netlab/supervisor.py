@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from tests.netlab.cleanup import claim_folder, sweep, take_down
+from tests.netlab.construction import build
 from torchmn.control.processes import signal_socket
 from torchmn.errors import TorchmnError
-from torchmn.testing.netlab.cleanup import claim_folder, sweep, take_down
-from torchmn.testing.netlab.construction import build
 
 
 def main(text: str) -> None:

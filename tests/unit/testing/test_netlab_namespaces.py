@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from tests.netlab import missing_requirement, netlab
 from torchmn.errors import LaunchError
-from torchmn.testing.netlab import missing_requirement, netlab
 
-ASK = "from torchmn.testing.netlab import missing_requirement; print(missing_requirement())"
+ASK = "from tests.netlab import missing_requirement; print(missing_requirement())"
 
 
 def test_other_users_need_root(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,6 +37,6 @@ def test_root_of_a_container_sees_the_error_of_the_kernel() -> None:
 
 
 def test_starts_without_torch() -> None:
-    code = "import sys, torchmn.testing.netlab; print('torch' in sys.modules)"
+    code = "import sys, tests.netlab; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr

@@ -7,10 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.testing.netlab.cleanup import OPEN
-from torchmn.testing.netlab.enter_script import enter_script, host_case
-from torchmn.testing.netlab.namespaces import call, entering, make_namespaces, pinned, tool
-from torchmn.testing.netlab.shaping import tc_batch
+from tests.netlab.cleanup import OPEN
+from tests.netlab.enter_script import enter_script, host_case
+from tests.netlab.namespaces import call, entering, make_namespaces, pinned, tool
+from tests.netlab.shaping import tc_batch
 
 INTERFACE = "eth0"
 """The name of every host's interface."""

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from torchmn.errors import LaunchError, UsageError
-from torchmn.testing.netlab.cleanup import END_S
-from torchmn.testing.netlab.construction import (
+from tests.netlab.cleanup import END_S
+from tests.netlab.construction import (
     INTERFACE,
     MAX_HOSTS,
     HostParts,
@@ -22,11 +21,14 @@ from torchmn.testing.netlab.construction import (
     port_of,
     shape,
 )
-from torchmn.testing.netlab.namespaces import call, entering, missing_requirement, pinned, tool
+from tests.netlab.namespaces import call, entering, missing_requirement, pinned, tool
+from torchmn.errors import LaunchError, UsageError
 from torchmn.topology.network import rate_bytes_per_s
 
 _START = '[ -e "$0" ] && cd -- "$1" && shift && exec "$@"'
 Stream = int | IO[Any] | None
+ROOT = Path(__file__).parents[2]
+"""The checkout: the supervisor imports `tests` wherever its owner runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +194,7 @@ class Lab:
             raise LaunchError(
                 f"The supervisor of the test hosts exited with {self.supervisor.returncode} and "
                 f"left {self.folder}. The next lab, or "
-                "python -m torchmn.testing.netlab down, removes it."
+                "python -m tests.netlab down, removes it."
             )
 
     def _track(self, process: subprocess.Popen[str]) -> None:
@@ -231,10 +233,6 @@ def netlab(
     Raises:
         LaunchError: test hosts cannot be created here; see `missing_requirement`.
         UsageError: an argument is invalid.
-
-    >>> with netlab(2, "100mbit") as lab:
-    ...     lab.hosts[1].run(["hostname"]).stdout.strip()
-    'n1'
     """
     if not 1 <= num_hosts <= MAX_HOSTS:
         raise UsageError(f"num_hosts={num_hosts} must be in 1..{MAX_HOSTS}.")
@@ -250,8 +248,10 @@ def netlab(
         "persistent": persistent,
         "lab": {"num_hosts": num_hosts, "rate": rate, "cores": own},
     }
+    python_path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     supervisor = subprocess.Popen(
-        [sys.executable, "-m", "torchmn.testing.netlab.supervisor", json.dumps(order)],
+        [sys.executable, "-m", "tests.netlab.supervisor", json.dumps(order)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(python_path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -25,14 +25,10 @@ class MpiPool:
     """``size`` MPI processes that run functions, in worlds of up to ``size`` ranks.
 
     Use it as a context manager. Functions must be importable: they are sent by name.
-
-    >>> from torchmn.communicators import Communicator
-    >>> with torchmn.testing.MpiPool(2) as pool:
-    ...     pool.run(Communicator.allgather_obj, 2, "here")  # on each rank: with its comm, "here"
-    [['here', 'here'], ['here', 'here']]
+    ``search_path`` is where the processes find this module and the functions.
     """
 
-    def __init__(self, size: int, *, search_path: str | None = None) -> None:
+    def __init__(self, size: int, *, search_path: str) -> None:
         mpirun = find_mpirun(os.environ)
         if mpirun is None:
             raise LaunchError("No mpirun was found. Install one with: pip install 'torchmn[mpi]'.")
@@ -43,15 +39,12 @@ class MpiPool:
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
         env.setdefault("OMPI_MCA_btl", "^ofi")  # saves a second of probing libfabric
         env.setdefault(SESSION_VARIABLE, self._folder.name)
-        if search_path:
-            env["PYTHONPATH"] = os.pathsep.join(
-                part for part in (search_path, env.get("PYTHONPATH")) if part
-            )
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [search_path, env.get("PYTHONPATH")]))
         if os.geteuid() == 0:
             env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         self._process = subprocess.Popen(
             [mpirun, "-n", str(size), "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
-            + [sys.executable, "-m", "torchmn.testing.mpi_pool", address],
+            + [sys.executable, "-m", "tests.mpi_pool", address],
             env=env,
             stdin=subprocess.DEVNULL,
         )
@@ -211,6 +204,6 @@ def _gather(comm: Any, outcome: Any) -> list[Any]:
 
 if __name__ == "__main__":
     # Tasks refer to this module by its name, so its classes must come from it as well.
-    from torchmn.testing import mpi_pool
+    from tests import mpi_pool
 
     mpi_pool._worker(sys.argv[1])

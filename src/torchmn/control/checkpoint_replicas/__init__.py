@@ -1,1 +1,0 @@
-"""Checkpoints in the memory of hosts, each held by two of them."""

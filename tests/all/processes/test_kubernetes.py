@@ -1,0 +1,102 @@
+"""The manifest of docs/how-to/kubernetes.md, its pods as processes with the variables of theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import torchmn
+from torchmn.control.ports import find_free_port
+from torchmn.topology import read_launcher_env
+
+ROOT = Path(torchmn.__file__).parents[2]
+PAGE = next(
+    path / "docs" / "how-to" / "kubernetes.md"
+    for path in (*Path(__file__).parents, ROOT)
+    if (path / "docs" / "how-to" / "kubernetes.md").exists()
+)
+TRAINS = """
+import json, os, pathlib, torchmn
+from torchmn.topology import read_launcher_env
+comm = torchmn.create_communicator("naive")
+place = read_launcher_env(os.environ)
+ranks = comm.allgather_obj((place.rank, comm.size))
+pathlib.Path(f"rank{comm.rank}.json").write_text(json.dumps(ranks))
+"""
+
+
+def manifest() -> dict[str, Any]:
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    return {each["kind"]: each for each in yaml.safe_load_all(text)}
+
+
+def test_names_and_numbers_of_the_manifest_fit() -> None:
+    service, job = manifest()["Service"], manifest()["Job"]
+    template = job["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    env = {each["name"]: each["value"] for each in container["env"]}
+    assert all(type(value) is str for value in env.values())  # Kubernetes takes nothing else
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    assert template["spec"]["subdomain"] == service["metadata"]["name"]
+    assert env["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert job["spec"]["completionMode"] == "Indexed"
+    assert job["spec"]["completions"] == job["spec"]["parallelism"] == int(env["NUM_PODS"])
+    mounts = {each["name"] for each in container["volumeMounts"]}
+    assert mounts == {each["name"] for each in template["spec"]["volumes"]}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(env["RANKS_PER_POD"])
+
+
+@pytest.mark.processes
+def test_its_pods_are_one_job(tmp_path: Path) -> None:
+    """Each pod is a process of this machine that runs the command of the manifest."""
+    job = manifest()["Job"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    (tmp_path / "train.py").write_text(TRAINS)
+    pods = []
+    given = {each["name"]: each["value"] for each in container["env"]}
+    given |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(find_free_port()),
+        "RANKS_PER_POD": "2",
+    }
+    for index in range(job["completions"]):
+        env = {
+            **os.environ,
+            **given,
+            "JOB_COMPLETION_INDEX": str(index),
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(Path(torchmn.__file__).parents[1]),
+            "OMP_NUM_THREADS": "1",
+        }
+        command = container["command"]
+        pods.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE))
+    ends = [(pod.communicate(timeout=90)[1], pod.returncode) for pod in pods]
+    assert [status for _, status in ends] == [0, 0], ends
+    for rank in range(4):
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert seen == [[each, 4] for each in range(4)]
+
+
+def test_variables_of_the_ranks_are_read() -> None:
+    """Those that torchrun derives from the numbers of the manifest."""
+    (container,) = manifest()["Job"]["spec"]["template"]["spec"]["containers"]
+    env = {each["name"]: each["value"] for each in container["env"]}
+    num_pods, per_pod = int(env["NUM_PODS"]), int(env["RANKS_PER_POD"])
+    ranks = {
+        "RANK": str(num_pods * per_pod - 1),
+        "WORLD_SIZE": str(num_pods * per_pod),
+        "LOCAL_RANK": str(per_pod - 1),
+        "LOCAL_WORLD_SIZE": str(per_pod),
+        "GROUP_RANK": str(num_pods - 1),
+    }
+    place = read_launcher_env({**env, **ranks})
+    assert place is not None
+    assert (place.rank, place.size) == (7, 8)
