@@ -6,10 +6,8 @@ A fault marked with ``stand_in`` is not the real thing: the text says what stand
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from doctor.testbed import Testbed
@@ -25,16 +23,6 @@ case "$*" in
 esac
 """
 GPU_ROW = "0, Stand-in, 81559, 4, 0, [N/A], Not Active, Not Active, 40, 16, 16"
-HOG = "while True: pass"
-LOADER = """
-import socket, time, torch
-class Data(torch.utils.data.Dataset):
-    def __len__(self): return 100000
-    def __getitem__(self, index):
-        time.sleep({slow} if socket.gethostname() == {host!r} else 0.001)
-        return torch.zeros(8)
-for batch in torch.utils.data.DataLoader(Data(), batch_size=16): pass
-"""
 
 
 @dataclass(frozen=True)
@@ -203,11 +191,6 @@ def a_host_without_a_shell(bed: Testbed, host: Host, chance: random.Random) -> N
 # ---- cores and memory ---------------------------------------------------------------------------
 
 
-@fault("processors", "is shared", num_hosts=(2,), has_own_cores=True)
-def a_busy_core(bed: Testbed, host: Host, chance: random.Random) -> None:
-    bed.background(host, [sys.executable, "-S", "-c", HOG])
-
-
 @fault("processors", "a control group gives")
 def a_limit_of_cores(bed: Testbed, host: Host, chance: random.Random) -> None:
     share = chance.uniform(0.2, 0.6)
@@ -234,17 +217,6 @@ def fewer_cores_than_slots(bed: Testbed, host: Host, chance: random.Random) -> s
     return {each.name for each in bed.hosts}
 
 
-@fault(
-    "processors", "in memory", stand_in="copies in the doctor's program take three times as long"
-)
-def throttled_memory(bed: Testbed, host: Host, chance: random.Random) -> None:
-    (bed.shim(host) / "sitecustomize.py").write_text(
-        "import numpy, time\ncopy = numpy.copyto\n"
-        "def slow(*words):\n    started = time.perf_counter()\n    copy(*words)\n"
-        "    time.sleep(2 * (time.perf_counter() - started))\nnumpy.copyto = slow\n"
-    )
-
-
 # ---- limits, disks and data ---------------------------------------------------------------------
 
 
@@ -259,13 +231,6 @@ def few_open_files(bed: Testbed, host: Host, chance: random.Random) -> None:
     bed.in_shell(host, f"ulimit -n {chance.choice([128, 256, 512])}")
 
 
-@fault("disks", "MB/s")
-def a_slow_disk(bed: Testbed, host: Host, chance: random.Random) -> None:
-    device = f"{Path('/').stat().st_dev >> 8}:{Path('/').stat().st_dev & 255}"
-    rate = chance.randrange(3, 30) << 20
-    bed.control_group(host, "blkio", blkio__throttle__write_bps_device=f"{device} {rate}")
-
-
 @fault("disks", "has room for")
 def a_full_disk(bed: Testbed, host: Host, chance: random.Random) -> None:
     host.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", bed.data])
@@ -274,13 +239,6 @@ def a_full_disk(bed: Testbed, host: Host, chance: random.Random) -> None:
 @fault("disks", "cannot write")
 def a_file_system_that_is_read_only(bed: Testbed, host: Host, chance: random.Random) -> None:
     host.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", bed.data])
-
-
-@fault("data_loading", "the other hosts", stand_in="a data set that waits on one host")
-def slow_data(bed: Testbed, host: Host, chance: random.Random) -> None:
-    script = bed.folder / "train.py"
-    script.write_text(LOADER.format(host=host.name, slow=0.001 * chance.uniform(3, 10)))
-    bed.options += ["--script", str(script)]
 
 
 # ---- versions and clocks ------------------------------------------------------------------------
