@@ -57,7 +57,6 @@ chaos: setup
 	@$(VENV_PYTHON) benchmarks/bench_chaos.py --runs $(RUNS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 pages: setup
-	@$(VENV_PYTHON) -m tests.project.messages
 	@$(VENV_PYTHON) -m tests.project.names
 	@$(VENV_PYTHON) -m tests.scripts.page
 
