@@ -66,7 +66,6 @@ golden: setup
 	@$(VENV_PYTHON) -m tests.golden.compare $(BASE)
 
 pages: setup
-	@$(VENV_PYTHON) -m tests.project.messages
 	@$(VENV_PYTHON) -m tests.project.names
 	@$(VENV_PYTHON) -m tests.scripts.page
 

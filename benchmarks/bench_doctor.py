@@ -10,27 +10,54 @@ A seed and the number of a trial repeat the trial. Each is appended to `records/
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import random
-from contextlib import ExitStack, suppress
+import sys
+import time
+from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from doctor.faults import BASE_RATES, FAULTS, Fault, draw
 from doctor.testbed import Testbed
-from planted_faults import bars_of_alarms, bars_of_faults, run_benchmark, with_faults
-from record import Bar
+from record import RECORDS, Bar, environment, report
+from torchmn.testing.netlab import missing_requirement
+
+Record = dict[str, Any]
 
 
-def go_first() -> None:
-    """Run before other programs of this machine, whose load would be found, and rightly so."""
-    os.nice(-20)
-    with suppress(OSError):  # sessions are groups of the scheduler, on some systems
-        Path("/proc/self/autogroup").write_text("-20")
+def main() -> int:
+    options = _parse()
+    if not options.report:
+        if reason := missing_requirement():
+            print(f"doctor: {reason}", file=sys.stderr)
+            return 1
+        commit = environment()["commit"]
+        for number, fault in _trials(options):
+            found = _trial(options.seed, number, fault)
+            with options.results.open("a") as file:
+                file.write(json.dumps({"commit": commit, "seed": options.seed, **found}) + "\n")
+            word = "right" if found["is_right"] else "WRONG"
+            shown = f"in {found['seconds']} s: {' | '.join(found['alarms'])[:300]}"
+            print(f"{options.seed}:{number} {found['kind']}: {word} {shown}", flush=True)
+    lines = options.results.read_text().splitlines()
+    return report("doctor", _bars([json.loads(line) for line in lines]))
 
 
-def trials(options: argparse.Namespace) -> list[tuple[int, Fault | None]]:
-    go_first()
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    add = parser.add_argument
+    add("--seed", type=int, default=int(time.time()), help="seed of the trials")
+    add("--passes", type=int, default=1, help="how often each kind of fault is planted")
+    add("--healthy", type=int, default=20, help="number of trials without a fault")
+    add("--only", default="", help="only faults whose kinds contain this")
+    add("--results", type=Path, default=RECORDS / "doctor.jsonl", help="file of the trials")
+    add("--report", action="store_true", help="report the recorded trials without new ones")
+    return parser.parse_args()
+
+
+def _trials(options: argparse.Namespace) -> list[tuple[int, Fault | None]]:
     planted: list[tuple[int, Fault | None]] = []
     for number in range(options.passes * len(FAULTS)):
         fault, _ = draw(options.seed, number)
@@ -39,7 +66,7 @@ def trials(options: argparse.Namespace) -> list[tuple[int, Fault | None]]:
     return planted + [(10_000 + number, None) for number in range(options.healthy)]
 
 
-def trial(seed: int, number: int, fault: Fault | None) -> dict[str, Any]:
+def _trial(seed: int, number: int, fault: Fault | None) -> Record:
     """Examine test hosts with a fault, or without."""
     chance = random.Random(f"{seed}:{number}")
     num_hosts = chance.choice(fault.num_hosts if fault else (2, 3, 4))
@@ -66,36 +93,40 @@ def trial(seed: int, number: int, fault: Fault | None) -> dict[str, Any]:
     }
 
 
-def shown(found: dict[str, Any]) -> str:
-    return f"in {found['seconds']} s: {' | '.join(found['alarms'])[:300]}"
-
-
-def bars(records: list[dict[str, Any]]) -> list[Bar]:
-    """Over all recorded trials."""
-    faults = with_faults(records)
-    found = bars_of_faults(records)
-    if faults:
-        kinds = {each["kind"] for each in faults}
-        stand_ins = {each["kind"] for each in faults if each["stand_in"]}
-        others = sum(bool(each["others"]) for each in faults)
-        found += [
-            Bar("kinds of faults", len(kinds), "", ">= 20", len(kinds) >= 20),
+def _bars(records: list[Record]) -> list[Bar]:
+    """Over all recorded trials of the kinds that there are."""
+    kinds = {fault.kind for fault in FAULTS}
+    planted = [each for each in records if each["kind"] in kinds]
+    healthy = [each for each in records if each["kind"] == "healthy"]
+    bars = []
+    if planted:
+        share = sum(each["is_right"] for each in planted) / len(planted)
+        named = Counter(each["kind"] for each in planted if each["is_right"])
+        counts = Counter(each["kind"] for each in planted)
+        stand_ins = {each["kind"] for each in planted if each["stand_in"]}
+        others = sum(bool(each["others"]) for each in planted)
+        bars += [
+            Bar("faults named with their place", share, "of trials", ">= 0.95", share >= 0.95),
+            Bar("trials with a fault", len(planted), ""),
+            *[Bar(kind, named[kind], f"of {number} named") for kind, number in counts.items()],
+            Bar("kinds of faults", len(counts), "", ">= 20", len(counts) >= 20),
             Bar("of these by a stand-in", len(stand_ins), ""),
             Bar("trials in which another host was named as well", others, ""),
         ]
-    found += bars_of_alarms(records)
-    seconds = [each["seconds"] for each in records if each["num_hosts"] == 4]
+    if healthy:
+        alarms = sum(not each["is_right"] for each in healthy)
+        bars += [
+            Bar("healthy trials", len(healthy), "", ">= 20", len(healthy) >= 20),
+            Bar("healthy trials with an alarm", alarms, "", "<= 0", alarms == 0),
+        ]
+    seconds = [each["seconds"] for each in planted + healthy if each["num_hosts"] == 4]
     if seconds:
         longest = max(seconds)
-        found.append(
+        bars.append(
             Bar("examination of 4 hosts, longest", longest, "s", "<= 60", longest <= 60, seconds)
         )
-    return found
+    return bars
 
 
 if __name__ == "__main__":
-    raise SystemExit(
-        run_benchmark(
-            "doctor", about=__doc__, passes=1, trials=trials, trial=trial, shown=shown, bars=bars
-        )
-    )
+    raise SystemExit(main())

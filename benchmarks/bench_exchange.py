@@ -134,15 +134,14 @@ def _print_table(lines: list[Line]) -> None:
 
 def _report(record: Path) -> int:
     from accuracy.bars import failed_limits
-    from accuracy.choice import chosen
-    from accuracy.experiments import CHOICE, RECIPES, TABLE
+    from accuracy.experiments import RECIPES, TABLE
     from accuracy.recipes import failed_recipes
     from exchange.bars import bars_of
     from exchange.exclusions import exclusions_from
     from exchange.figure import draw
 
     lines = load(record)
-    failed = failed_limits(TABLE.runs(), chosen(CHOICE.runs())) | failed_recipes(RECIPES.runs())
+    failed = failed_limits(TABLE.runs()) | failed_recipes(RECIPES.runs())
     bars = bars_of(lines, exclusions_from(failed))
     status = report("exchange", bars)
     for name, runs in lines.items():

@@ -1,4 +1,4 @@
-"""What many ranks cost: whole jobs, the launcher, communicators and the report, up to thousands.
+"""What many ranks cost the launcher, and whole jobs.
 
 Many idle ranks run on one machine. What grows with the number of ranks is fitted by
 a + b N + c N^2 with coefficients that are not negative, and extrapolated. Every part names what
@@ -8,29 +8,22 @@ its figures are of: with two cores, seconds of 256 ranks are mostly those of wai
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
-import tempfile
-import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from record import RECORDS, Bar, environment, report
+from scale import control, job
 from scipy.optimize import nnls
 
-PARTS = ("control", "report", "exchange", "job")
+PARTS = ("control", "job")
 NUM_RANKS = {
     "control": (64, 256, 1000, 4000, 9000),
-    "report": (8, 64, 256, 1000),
-    "exchange": (8, 32, 64, 128, 256),
     "job": (16, 64, 256),
 }
 KINDS = ["end", "hang", "failure"]
-MAX_CONNECTED = 128
-"""More ranks than this are not all connected with each other here: that takes gigabytes."""
 EXTRAPOLATED = (64, 1000, 10_000)
 START_S, HANG_S, END_S = 60.0, 10.0, 10.0
 RECORD = RECORDS / "scale.json"
@@ -53,11 +46,10 @@ def main() -> int:
 
 
 def _control(numbers: list[int], bars: list[Bar]) -> dict[str, Any]:
-    scale = importlib.import_module("scale.control")
     found = {}
     for n in numbers:
-        if n < scale.num_descriptors() - 100:
-            found[n] = scale.run_control(n)
+        if n < control.num_descriptors() - 100:
+            found[n] = control.run_control(n)
             _say(f"launcher, {n} ranks", found[n])
     for key, what in (
         ("connect_cpu_s", "to accept all agents and start their scripts"),
@@ -69,51 +61,16 @@ def _control(numbers: list[int], bars: list[Bar]) -> dict[str, Any]:
     return {str(n): row for n, row in found.items()}
 
 
-def _report(numbers: list[int], bars: list[Bar]) -> dict[str, Any]:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from tests.unit.recorded_runs import ImitatedRun
-
-    from torchmn.profiling.run_reader import read_run
-    from torchmn.report.summary import summarize
-
-    found: dict[int, dict[str, float]] = {}
-    for n in numbers:
-        with tempfile.TemporaryDirectory() as folder:
-            run = ImitatedRun(num_ranks=n, ranks_per_host=8, num_steps=40).write(Path(folder))
-            nbytes = sum(path.stat().st_size for path in run.rglob("*.jsonl"))
-            began = time.process_time()
-            summarize(read_run(run))
-            found[n] = {"report_s": time.process_time() - began, "bytes": nbytes}
-        _say(f"report, {n} ranks, 40 steps", found[n])
-    bars += _fitted("torchmn report of 40 steps", found, "report_s", "s")
-    return {str(n): row for n, row in found.items()}
-
-
-def _exchange(numbers: list[int], bars: list[Bar]) -> dict[str, Any]:
-    scale = importlib.import_module("scale.exchange")
-    found: dict[str, dict[int, dict[str, float]]] = {"as needed": {}, "all connected": {}}
-    for n in numbers:
-        for side, rows in found.items():
-            if side == "as needed" or n <= MAX_CONNECTED:
-                rows[n] = scale.run_exchange(n, connects_all=side == "all connected")
-                _say(f"communicator 'flat', {side}, {n} ranks", rows[n])
-    for side, rows in found.items():
-        for key, unit in (("sockets", "sockets"), ("first_s", "s"), ("allgather_obj_s", "s")):
-            bars += _fitted(f"{side}: {key} of a rank", rows, key, unit)
-    return {side: {str(n): row for n, row in rows.items()} for side, rows in found.items()}
-
-
 def _job(numbers: list[int], bars: list[Bar]) -> dict[str, Any]:
-    scale = importlib.import_module("scale.job")
     found = {}
     for n in numbers:
         kinds = KINDS if n == max(numbers) else ["end"]
         for kind in kinds:
-            row = found[f"{n} {kind}"] = scale.run_job(n, kind)
+            row = found[f"{n} {kind}"] = job.run_job(n, kind)
             _say(f"job of {n} ranks, {kind}", row)
             bars.append(_limited(f"{n} ranks, until all have met", row["start_s"], START_S))
             if kind == "hang":
-                late_s = row["end_s"] - scale.LIMIT_S
+                late_s = row["end_s"] - job.LIMIT_S
                 bars.append(_limited(f"{n} ranks, hang named and ended after its limit", late_s,
                                      HANG_S, row["is_named"] == 1.0))  # fmt: skip
             else:

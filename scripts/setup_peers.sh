@@ -3,11 +3,9 @@
 # torchft; Horovod, which is compiled for some minutes and needs cmake, make and g++; and CNTK
 # 2.7, which needs a Python 3.6 (PYTHON36=...) and the Open MPI 4 of Debian or Ubuntu.
 # For `make bench-lm`: torchft.
-# For `make bench-reading`: CNTK, its image libraries (cntk-images, which needs cmake, make, nasm, gcc
-# and a deb-src line in apt's sources), and WebDataset and decoders of JPEG (readers).
 # Nothing is installed outside of .peers, and no benchmark requires it.
 #
-#     setup_peers.sh [torchft] [horovod] [cntk] [cntk-images] [readers]     # all of them by default
+#     setup_peers.sh [torchft] [horovod] [cntk]     # all of them by default
 set -u
 cd "$(dirname "$0")/.." || exit 1
 readonly PEERS="$PWD/.peers"
@@ -70,49 +68,14 @@ cntk() {
   chmod +x "$PEERS/cntk/run" "$PEERS/cntk/orted"
 }
 
-# CNTK's reader of images was linked against libjpeg with the interface of version 8, which Debian
-# does not have, and against old libraries of other formats. JPEG is compiled; for the others there
-# are libraries with the few functions that are called when no such file is read.
-cntk_images() {
-  local tool source="$PEERS/libjpeg-source" links="$PEERS/cntk/links"
-  for tool in cmake make nasm gcc; do
-    command -v "$tool" >/dev/null || { report "CNTK's images need $tool: apt-get install $tool"; return 1; }
-  done
-  rm -rf "$source" && mkdir -p "$source" "$links" || return 1
-  (cd "$source" && apt-get source -qq --download-only libjpeg-turbo >/dev/null &&
-    tar -xf libjpeg-turbo_*.orig.tar.gz --strip-components 1 &&
-    cmake -S . -B build -DWITH_JPEG8=1 -DENABLE_STATIC=0 -DWITH_TURBOJPEG=0 -DREQUIRE_SIMD=1 \
-      -DCMAKE_BUILD_TYPE=Release >/dev/null && make -s -C build jpeg >/dev/null) || return 1
-  cp -a "$source"/build/libjpeg.so.8* "$links" && rm -rf "$source" &&
-    stub libtiff.so.5 LIBTIFF_4.0 TIFFSetErrorHandler TIFFSetWarningHandler &&
-    stub libpng12.so.0 PNG12_0 unused && stub libjasper.so.1 '' jas_init jas_cleanup
-}
-
-# stub LIBRARY VERSION FUNCTION...: a library whose functions return 0.
-stub() {
-  local library="$1" version="$2" name options=()
-  shift 2
-  if [ -n "$version" ]; then
-    echo "$version { global: *; };" >"$PEERS/cntk/links/$library.map"
-    options=("-Wl,--version-script=$PEERS/cntk/links/$library.map")
-  fi
-  for name in "$@"; do echo "void *$name(void) { return 0; }"; done |
-    gcc -shared -x c - -o "$PEERS/cntk/links/$library" "-Wl,-soname,$library" "${options[@]}"
-}
-
-readers() {
-  .venv/bin/python -m pip install -q --target "$PEERS/readers" --no-deps --upgrade \
-    webdataset braceexpand simplejpeg kornia-rs
-}
-
 mkdir -p "$PEERS"
 failed=0
-[ "$#" -gt 0 ] || set -- torchft horovod cntk cntk-images readers
+[ "$#" -gt 0 ] || set -- torchft horovod cntk
 for peer in "$@"; do
   case "$peer" in
-    torchft | horovod | cntk | cntk-images | readers) ;;
-    *) report "unknown peer $peer: use torchft, horovod, cntk, cntk-images or readers"; exit 2 ;;
+    torchft | horovod | cntk) ;;
+    *) report "unknown peer $peer: use torchft, horovod or cntk"; exit 2 ;;
   esac
-  if "${peer//-/_}"; then report "installed $peer"; else report "could not install $peer"; failed=1; fi
+  if "$peer"; then report "installed $peer"; else report "could not install $peer"; failed=1; fi
 done
 exit "$failed"

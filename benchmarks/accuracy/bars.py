@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 
 from exchange.runs import RECORD, load
 from record import Bar
@@ -23,11 +22,9 @@ GOAL_STEPS = 8
 SPEED_UP = 5.0
 
 Runs = Mapping[Key, Run]
-Chosen = Mapping[str, Fraction]
-"""By schedule, the share of the baseline's rate that `choice.py` has selected."""
 
 
-def bars_of(runs: Runs, chosen: Chosen) -> list[Bar]:
+def bars_of(runs: Runs) -> list[Bar]:
     """The bars of all tasks, in the order of the table."""
     bars: list[Bar] = []
     for task in TASKS.values():
@@ -39,23 +36,23 @@ def bars_of(runs: Runs, chosen: Chosen) -> list[Bar]:
             bars.append(_baseline_bar(task, runs))
             for name in task.sides:
                 if name != BASELINE:
-                    bars += _side_bars(task, SIDES[name], runs, chosen)
+                    bars += _side_bars(task, SIDES[name], runs)
     return bars
 
 
-def failed_limits(runs: Runs, chosen: Chosen) -> dict[str, str]:
+def failed_limits(runs: Runs) -> dict[str, str]:
     """By side, its first limit that is not met or not measured; "" if it passes.
 
     The baseline always passes.
     """
-    return {side.name: _first_reason(side, runs, chosen) for side in SIDES.values()}
+    return {side.name: _first_reason(side, runs) for side in SIDES.values()}
 
 
-def _first_reason(side: Side, runs: Runs, chosen: Chosen) -> str:
+def _first_reason(side: Side, runs: Runs) -> str:
     for task in TASKS.values():
         if side.name == BASELINE or task.goal is not None or side.name not in task.sides:
             continue
-        for bar in _side_bars(task, side, runs, chosen):
+        for bar in _side_bars(task, side, runs):
             if bar.limit and bar.holds is not True:
                 return _why_odd(task.name, bar)
     return ""
@@ -109,17 +106,6 @@ def _why_missing(own: Sequence[Run | None], num_pairs: int) -> str:
     return ""
 
 
-def _why_not_chosen(side: Side, chosen: Chosen) -> str:
-    """Why the rate of a side cannot be evaluated: it was not chosen on separate data."""
-    if side.rate_of is None:
-        return ""
-    if side.rate_of not in chosen:
-        return "its rate was not chosen: run --choose"
-    if float(chosen[side.rate_of]) != side.learning_rate_factor:
-        return f"another rate was chosen: x {chosen[side.rate_of]}"
-    return ""
-
-
 def interval_of(samples: Sequence[float]) -> tuple[float, float] | None:
     """The 95 % interval of the mean by Student's t; None of one sample alone."""
     from scipy.stats import ttest_1samp
@@ -141,9 +127,9 @@ def _baseline_bar(task: Task, runs: Runs) -> Bar:
     return Bar(name, statistics.mean(samples), "%", samples=samples, interval=interval_of(samples))
 
 
-def _side_bars(task: Task, side: Side, runs: Runs, chosen: Chosen) -> list[Bar]:
+def _side_bars(task: Task, side: Side, runs: Runs) -> list[Bar]:
     pairs = pairs_of(task, side.name, runs)
-    missing = pairs.missing or _why_not_chosen(side, chosen)
+    missing = pairs.missing
     name = f"{task.name}: {side.name}" + (f" ({side.note})" if side.note else "")
     is_cifar = task.name == "cifar"
     is_held = not (is_cifar and side.is_asynchronous)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
+
+from record import Bar, report
 
 from accuracy.experiments import Experiment
 from accuracy.runs import Key, Run, append
@@ -20,9 +24,36 @@ MAX_STARTS = 5
 """Maximum number of times that the workers are started if they end before their plan does."""
 
 
+def run_experiment(
+    name: str,
+    experiment: Experiment,
+    bars_of: Callable[[Mapping[Key, Run]], list[Bar]],
+    doc: str | None,
+) -> int:
+    """Carry out the runs that the command line asks for and print the table; the exit status."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    tasks = ", ".join(experiment.tasks)
+    parser.add_argument("--tasks", default="*", help=f"of {tasks}; patterns too [all]")
+    parser.add_argument("--only", default="*", help="names of sides, or patterns [all]")
+    parser.add_argument("--seeds", help="such as 0,1,2 [those of the side]")
+    parser.add_argument("--resume", action="store_true", help="skip finished runs")
+    parser.add_argument("--report", action="store_true", help="only print the table")
+    arguments = parser.parse_args()
+    if not arguments.report:
+        folder = os.environ.get("TORCHMN_TEST_DATA")
+        if folder is None:
+            parser.error("TORCHMN_TEST_DATA must be the folder of the data.")
+        seeds = [int(text) for text in arguments.seeds.split(",")] if arguments.seeds else []
+        keys = wanted(experiment, tasks=arguments.tasks, only=arguments.only, seeds=seeds)
+        if not keys:
+            parser.error(f"no run matches --tasks {arguments.tasks} --only {arguments.only}.")
+        run_all(experiment, unfinished(experiment, keys) if arguments.resume else keys, folder)
+    return report(name, bars_of(experiment.runs()))
+
+
 def unfinished(experiment: Experiment, keys: Sequence[Key]) -> list[Key]:
     """Those that no record has."""
-    done = {key for key, run in experiment.runs().items() if run.status in ("done", "spent")}
+    done = {key for key, run in experiment.runs().items() if run.status == "done"}
     return [key for key in keys if key not in done]
 
 

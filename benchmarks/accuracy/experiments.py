@@ -8,7 +8,7 @@ from pathlib import Path
 
 from record import RECORDS
 
-from accuracy import choice, recipes
+from accuracy import recipes
 from accuracy.runs import Key, Run, load
 from accuracy.sides import SIDES, Side
 from accuracy.tasks import TASKS, Task
@@ -29,17 +29,9 @@ class Experiment:
 
 
 TABLE = Experiment(RECORDS / "accuracy_runs.jsonl", TASKS, SIDES)
-CHOICE = Experiment(
-    RECORDS / "accuracy_choice.jsonl", {choice.TASK.name: choice.TASK}, choice.CANDIDATE_SIDES
-)
 RECIPES = Experiment(
     RECORDS / "recipe_runs.jsonl",
     {recipes.RECIPE_TASK.name: recipes.RECIPE_TASK},
     recipes.RECIPE_SIDES,
 )
-RECIPE_CHOICE = Experiment(
-    RECORDS / "recipe_choice.jsonl",
-    {recipes.CHOICE_TASK.name: recipes.CHOICE_TASK},
-    recipes.CHOICE_SIDES,
-)
-EXPERIMENTS = (TABLE, CHOICE, RECIPES, RECIPE_CHOICE)
+EXPERIMENTS = (TABLE, RECIPES)

@@ -53,31 +53,6 @@ class ResidualNet(nn.Module):
         return self.last(hidden.mean((2, 3)))
 
 
-class PlainNet(nn.Module):
-    """Five convolutions without shortcuts, 76 thousand parameters, for CIFAR.
-
-    Recipes are chosen on it, and evaluated on `ResidualNet`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        num_in = 3
-        for num_out, stride in ((24, 2), (24, 1), (48, 2), (48, 1), (64, 2)):
-            layers += [
-                nn.Conv2d(num_in, num_out, 3, stride, padding=1, bias=False),
-                nn.BatchNorm2d(num_out),
-                nn.ReLU(),
-            ]
-            num_in = num_out
-        self.layers = nn.Sequential(*layers)
-        self.last = nn.Linear(num_in, 10)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """(batch, 3, 32, 32) to logits."""
-        return self.last(self.layers(images).mean((2, 3)))
-
-
 class _Block(nn.Module):
     def __init__(self, num_in: int, num_out: int) -> None:
         super().__init__()

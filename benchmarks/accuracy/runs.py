@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from accuracy.sides import Side
 from accuracy.tasks import Task
 
-Status = Literal["done", "not built", "failed", "spent"]
+Status = Literal["done", "not built", "failed"]
 Key = tuple[str, str, int]
 
 
@@ -69,9 +69,8 @@ def settings_of(task: Task, side: Side) -> int:
     """A checksum of what a run depends on."""
     of_the_task = asdict(task) | {"network": task.network.__name__}
     of_the_side = asdict(side) | {"note": ""}
-    for name in ("seeds", "fresh_seeds", *(() if task.held_out else ("held_out",))):
+    for name in ("seeds", "fresh_seeds"):
         del of_the_task[name]
-    del of_the_side["rate_of"]
     # These names are part of the checksums of recorded runs.
     described = [of_the_task | {"sides": None, "num_seeds": None, "goal": None}, of_the_side]
     return zlib.crc32(json.dumps(described, sort_keys=True).encode())
@@ -85,25 +84,12 @@ def append(path: Path, run: Run) -> None:
 
 
 def load(path: Path, known: Iterable[tuple[Task, Side]]) -> dict[Key, Run]:
-    """The latest run of each key with the current settings.
-
-    A side whose rate was chosen is evaluated once with each seed: if the file has runs of the same
-    seed with other settings, the run is returned as spent.
-    """
-    sides = {(task.name, side.name): (settings_of(task, side), side) for task, side in known}
+    """The latest run of each key with the current settings."""
+    settings = {(task.name, side.name): settings_of(task, side) for task, side in known}
     runs: dict[Key, Run] = {}
-    spent: set[Key] = set()
     if path.exists():
         for line in path.read_text().splitlines():
             run = Run(**json.loads(line))
-            settings, _ = sides.get((run.task, run.side), (None, None))
-            if settings == run.settings:
+            if settings.get((run.task, run.side)) == run.settings:
                 runs[run.key] = run
-            elif run.status == "done":
-                spent.add(run.key)
-    for key in runs.keys() & spent:
-        _, side = sides[key[:2]]
-        if side.rate_of:
-            why = "this seed was used for other settings before"
-            runs[key] = replace(runs[key], status="spent", why=why)
     return runs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accuracy.networks import DigitNet, ResidualNet
-from accuracy.sides import BASELINE, BATCH, SIDES
+from accuracy.sides import BASELINE, BATCH, CHOSEN_RATE, SIDES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from datasets import load_images
@@ -27,8 +27,7 @@ NUM_WORKERS = 2
 class Task:
     """``batch`` is of one worker. The learning rate rises over the first steps, then falls to 0
     along half a cosine. ``sides`` are trained; ``goal`` is in percent, see `bars.steps_to_goal`.
-    ``fresh_seeds`` are for sides whose rate was chosen: they were not used before. The last
-    ``held_out`` training images are not trained on and are used as test images.
+    ``fresh_seeds`` are for sides whose rate was chosen: they were not used before.
     """
 
     name: str
@@ -49,7 +48,6 @@ class Task:
     momentum: float = 0.9
     warm_up_share: float = 0.1
     fresh_seeds: tuple[int, ...] = ()
-    held_out: int = 0
 
     def seeds_of(self, side: str) -> tuple[int, ...]:
         """The seeds with which a side is evaluated; the baseline has all of them."""
@@ -57,7 +55,7 @@ class Task:
             return self.seeds
         if side == BASELINE:
             return (*self.seeds, *self.fresh_seeds)
-        return self.fresh_seeds if SIDES[side].rate_of else self.seeds
+        return self.fresh_seeds if SIDES[side].schedule in CHOSEN_RATE else self.seeds
 
     def num_steps(self, num_images: int) -> int:
         """Steps of a run; an incomplete global batch at the end of an epoch is dropped."""
@@ -97,7 +95,6 @@ TASKS = {
             learning_rate=0.05,
             weight_decay=5e-4,
             augmentation="crop and flip",
-            sides=tuple(SIDES),
         ),
         Task(  # the network whose steps `bench_exchange.py` times, on aeroplanes and frogs
             name="vgg",
@@ -136,9 +133,6 @@ def load(task: Task, folder: str) -> Images:
     """Load the data of a task."""
     found = load_images(task.data, folder).normalised()
     train, test = found.train.tensors, found.test.tensors
-    if task.held_out:
-        test = tuple(part[-task.held_out :] for part in train)
-        train = tuple(part[: -task.held_out] for part in train)
     return Images(_chosen(task, *train), _chosen(task, *test))
 
 

@@ -123,10 +123,8 @@ def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
 
 
 def _use_shares(options: dict[str, Any], task: Task, num_steps: int) -> None:
-    """Options that are shares of the highest learning rate, or of the run, in its units."""
+    """Options that are shares of the run, in samples."""
     num_samples = num_steps * task.batch * NUM_WORKERS
-    if "grows_below" in options:
-        options["grows_below"] *= task.learning_rate
     for name in ("every_step_until", "every_step_from"):
         if name in options:
             options[name] *= num_samples
@@ -135,25 +133,17 @@ def _use_shares(options: dict[str, Any], task: Task, num_steps: int) -> None:
 def make_schedule(name: str, options: Mapping[str, object]) -> Any:
     """A schedule by its name and options. Raises UnknownNameError: there is none.
 
-    ``grows_below``: the learning rate below which blocks grow; ``every_step_until`` and
-    ``every_step_from``: the samples until and from which every step is exchanged.
+    ``every_step_until`` and ``every_step_from``: the samples until and from which every step is
+    exchanged.
     """
     from torchmn.errors import UnknownNameError
     from torchmn.optimizer import SCHEDULES
-    from torchmn.schedules import EveryStep, GrowingBlocks, Phases
+    from torchmn.schedules import EveryStep, Phases
 
     if name not in SCHEDULES:
         raise UnknownNameError("schedule", name, SCHEDULES)
     factory: Any = SCHEDULES[name]
     chosen = dict(options)
-    if "outer_rate" in chosen:
-        rate, momentum = chosen.pop("outer_rate"), chosen.pop("outer_momentum")
-        chosen["outer"] = lambda anchors: torch.optim.SGD(
-            anchors, rate, momentum=momentum, nesterov=True
-        )
-    if "grows_below" in chosen:
-        rate = chosen.pop("grows_below")
-        chosen["block_size"] = GrowingBlocks(block_size=chosen["block_size"], rate=rate)
     until, start = (chosen.pop(f"every_step_{name}", None) for name in ("until", "from"))
     made = factory.recommended(**chosen) if chosen.pop("recommended", False) else factory(**chosen)
     if until is None and start is None:

@@ -14,6 +14,7 @@ from torchmn.control.messages.monitor import ProcessState
 from torchmn.exit_status import shell_code
 
 _OURS = "torchmn: "
+_STARTS = ", logs in "
 HANG_MARGIN_S = 5.0
 _NOT_NAMED = ("launcher killed", "store killed", "stdout closed", "shm full")
 """After these faults no process is left to report it, or any rank may fail first."""
@@ -40,14 +41,22 @@ def names_cause(text: str, fault: Fault, setting: Setting) -> bool:
     return re.search(rf"\brank {rank}\b", text) is not None
 
 
+def message_of(text: str) -> str:
+    """What torchmn itself says in a line of the output; empty if nothing.
+
+    Ranks and launchers share a pipe, so a line of another process that has no end yet may precede
+    it. The line with which ``torchmn run`` starts is no message.
+    """
+    start = text.find(_OURS)
+    return "" if start < 0 or _STARTS in text else text[start:]
+
+
 def last_message(lines: Sequence[Line]) -> str:
-    """The last line that torchmn itself has printed."""
-    ours = [line.text for line in lines if line.text.startswith(_OURS)]
-    return (
-        ours[-1]
-        if len(ours) > 1 or (ours and " with " not in ours[0].partition(", logs in ")[0])
-        else ""
-    )
+    """The last message that torchmn itself has printed.
+
+    Under mpirun and torchrun it may be the only one: no line about the start precedes it.
+    """
+    return next((found for line in reversed(lines) if (found := message_of(line.text))), "")
 
 
 def is_named(lines: Sequence[Line], fault: Fault, setting: Setting) -> bool | None:
@@ -74,8 +83,8 @@ def detection_s(
         if fault.kind == "disk full":
             is_it = NO_SPACE in line.text
         else:
-            is_ours = line.text.startswith((_OURS, "Hang:", "Rank"))
-            is_it = is_ours and names_cause(line.text, fault, setting)
+            own = line.text if line.text.startswith(("Hang:", "Rank")) else message_of(line.text)
+            is_it = bool(own) and names_cause(own, fault, setting)
         if is_it:
             return round(line.at - injected_at, 3)
     return None

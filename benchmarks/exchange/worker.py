@@ -104,14 +104,4 @@ def _turn(
     return {**reply, "busy_s": time.process_time() - busy}
 
 
-def _facts(runners: dict[str, sides.Runner], num_steps: int) -> dict[str, Any]:
-    """See `plan.facts`."""
-    from plan.facts import facts
-
-    try:
-        return facts(num_steps)
-    except Exception:
-        return {"failed": traceback.format_exc()}
-
-
-_COMMANDS = {"facts": _facts, "init": _init, "build": _build, "turn": _turn}
+_COMMANDS = {"init": _init, "build": _build, "turn": _turn}

@@ -1,4 +1,4 @@
-"""Lists the public names of every package with the beginning of their documentation.
+"""Lists the public names of every package.
 
 ``python -m tests.project.names`` writes the page docs/reference/names.md.
 """
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "names.md"
 TITLE = """# Public names
 
-The names of `torchmn` and of its packages, with the beginning of the documentation of each.
-`python -m tests.project.names` writes this page from the source.
+The names of `torchmn` and of its packages. `help(torchmn.scatter_loader)` prints the documentation of one, with its arguments and an
+example; the site that `make docs` builds has all of them. `python -m tests.project.names` writes this page from the source.
 """
 
 
@@ -62,11 +62,8 @@ def page() -> str:
     for package in packages():
         module = _module(package)
         title = f"torchmn.{package}".rstrip(".")
-        rows = [
-            f"| `{name}` | {summary(getattr(module, name)).replace('|', chr(92) + '|')} |"
-            for name in module.__all__  # type: ignore[attr-defined]
-        ]
-        parts.append("\n".join([f"## {title}", "| name | |", "|---|---|", *rows]) + "\n")
+        names = ", ".join(f"`{name}`" for name in module.__all__)  # type: ignore[attr-defined]
+        parts.append(f"## {title}\n{names}\n")
     return "\n".join(parts)
 
 

@@ -89,6 +89,22 @@ def test_the_last_message_must_name_the_cause(load) -> None:
     assert is_named("launcher killed", 1, begin) is None
 
 
+@pytest.mark.parametrize("before", ["", "W1126 17:00:00 Sending process 71 closing sig"])
+def test_under_torchrun_the_only_message_is_read(load, before: str) -> None:
+    """It has the words of the line with which `torchmn run` starts, and may follow a torn line."""
+    faults, expectations, job = (
+        load(f"chaos.{name}") for name in ("faults", "expectations", "job")
+    )
+    setting = load("chaos.settings").Setting(launcher="torchrun")
+    fault = faults.Fault(kind="exit", rank=1, step=9, place="forward", status=3)
+    message = "torchmn: rank 1 on vm failed with exit code 3."
+    texts = ["[1] SystemExit: 3", f"{before}{message}", "E1126 17:00:01 failed (exitcode: 3)"]
+    lines = [job.Line(float(at), text) for at, text in enumerate(texts)]
+    assert expectations.last_message(lines) == message
+    assert expectations.is_named(lines, fault, setting)
+    assert expectations.detection_s(lines, 0.0, fault, setting) == 1.0
+
+
 def test_limits_fail_for_hangs_orphans_and_wrong_bits(load, tmp_path: Path) -> None:
     table = load("chaos.table")
     good = {

@@ -89,3 +89,19 @@ def test_the_lines_of_the_readme_are_real_names() -> None:
     called = set(re.findall(r"torchmn\.(\w+)\(", (ROOT / "README.md").read_text()))
     assert called
     assert called <= set(torchmn.__all__)
+
+
+def test_the_messages_of_the_page_exist() -> None:
+    """Each message is a part of a text in the source, ``...`` for what is filled in."""
+    constants = {
+        node.value
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    texts = "\n".join(constants)
+    page = (ROOT / "docs" / "reference" / "messages.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) >= 30
+    parts = [part.strip() for message in quoted for part in re.split(r"(?<= )\.\.\.", message)]
+    assert [part for part in parts if part not in texts] == []

@@ -1,6 +1,6 @@
 """Image files as arrays. JPEG by simplejpeg (libjpeg-turbo), the rest by Pillow.
 
-Both give the same bits; simplejpeg takes half of Pillow's time (`make bench-reading`).
+Both give the same bits; simplejpeg takes half of Pillow's time.
 """
 
 from __future__ import annotations
