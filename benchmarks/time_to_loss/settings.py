@@ -88,7 +88,7 @@ def gradients(rate: float, codec: str) -> Side:
     """Gradients at every step."""
     return Side(
         family="torchmn gradients",
-        name=f"torchmn gradients, {schedule}, {codec}, rate {rate:g}",
+        name=f"torchmn gradients, {codec}, rate {rate:g}",
         build="gradients",
         learning_rate=rate,
         options={"codec": codec, "schedule": "every_step"},
