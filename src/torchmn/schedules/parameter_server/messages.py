@@ -167,9 +167,8 @@ class WorkerThread(threading.Thread):
         kind, fields = received[self._worker]
         if kind == "push" and self._codec is not None:
             memory = self._memory
-            for buffer, layout, encoded in zip(
-                memory.buffers, memory.layouts, self._incoming, strict=True
-            ):
+            rows = zip(memory.buffers, memory.layouts, self._incoming, strict=True)
+            for buffer, layout, encoded in rows:
                 if layout.numel:
                     self._codec.decode_stripe(encoded, layout, buffer)
             self._codec.nonfinite.clear()  # the worker has checked
@@ -210,9 +209,8 @@ class ServerClient:
             return []
         for server, outgoing in self._outgoing.items():
             memory = self.memory[server]
-            for buffer, layout, encoded in zip(
-                memory.buffers, memory.layouts, outgoing, strict=True
-            ):
+            rows = zip(memory.buffers, memory.layouts, outgoing, strict=True)
+            for buffer, layout, encoded in rows:
                 if layout.numel:
                     codec.encode_stripe(buffer, layout, encoded)
         names = codec.nonfinite.names("encoding")
@@ -248,15 +246,16 @@ class ServerClient:
             server: (kind, fields[server], buffers if kind == "push" else ())
             for server, buffers in self._outgoing.items()
         }
+        is_pull = kind in _WITH_PARAMETERS
         while asked:
-            received = self._ask(asked, kind in _WITH_PARAMETERS)
+            received = self._ask(asked, is_pull)
             asked = {s: ("again", None, ()) for s, (what, _) in received.items() if what == "wait"}
             for server, (what, answer) in received.items():
                 if what == "error":
                     cls = _ERRORS.get(answer[0], CommunicationError)
                     raise cls(f"the server on rank {server} reports: {answer[1]}")
                 if what == "result":
-                    answers[server] = answer if kind == "state" else Reply(**answer)
+                    answers[server] = Reply(**answer) if is_pull else answer
         if work is not None:
             while not work.is_done_within(1.0):  # the server itself has a time limit
                 pass

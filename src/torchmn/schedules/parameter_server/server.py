@@ -35,12 +35,13 @@ from torchmn.schedules.parameter_server.shards import (
     host_copy,
     optimizer_like,
     set_hyper_parameters,
-    state_of,
 )
 
 Stay = Callable[[], None]
 """Makes a waiting worker ask again, so that it knows its server to be alive; without the lock."""
 
+_Pulled = tuple[int, ShardMemory | None]
+"""What a worker pulled: the version, and the values if they are needed again."""
 _NO_WORKER = 2**62
 _ASKS_PER_LIMIT = 4
 """How often a waiting worker asks within the time limit."""
@@ -171,9 +172,8 @@ class ShardServer:
                 return self.confirm(worker, stay=stay, **fields)
             if kind == "finish":
                 return self.finish(worker, memory=memory, stay=stay, **fields)
-            has_gradients = kind == "push"
-            push = Push(worker=worker, memory=memory, has_gradients=has_gradients, **fields)
-            return self.push(push, stay)
+            fields = {"worker": worker, "memory": memory, "has_gradients": kind == "push", **fields}
+            return self.push(Push(**fields), stay)
         except TorchmnError:
             raise
         except BaseException as error:  # no worker may wait
@@ -192,7 +192,7 @@ class ShardServer:
                 self._hyper[worker] = push.hyper
             pulled = self._pulled[worker]
             base = pulled.popleft()
-            num_late = self._version - base.version
+            num_late = self._version - base[0]
             if push.has_gradients:
                 self._apply(push, base)
             self._clocks[worker] = push.clock
@@ -201,7 +201,7 @@ class ShardServer:
             self._wait(lambda: self._slowest() >= bound, push.episode, stay)
             ahead = push.clock + rules.lead - min(self._slowest(), push.clock)
             push.memory.copy_(self._values)
-            pulled.append(self._keep(base))
+            pulled.append(self._keep(base[1]))
             return Reply(
                 version=self._version,
                 num_updates_late=num_late,
@@ -223,7 +223,7 @@ class ShardServer:
             memory.copy_(self._values)
             return Reply(version=self._version, lost=tuple(self.lost), records=dict(self._records))
 
-    def confirm(self, worker: int, episode: int, stay: Stay) -> Reply:
+    def confirm(self, worker: int, episode: int, stay: Stay) -> None:
         """The worker has all results of this episode; return when all workers have.
 
         So no rank exits, and ends its server, while another still requests the state.
@@ -234,13 +234,13 @@ class ShardServer:
             self._wait(
                 lambda: all(self._confirmed[w] >= episode for w in self._alive), episode, stay
             )
-            return Reply(version=self._version)
 
     def state(self) -> dict[str, Any]:
         """The optimizer state of the shard, by parameter name. A copy."""
         with self._changed:
             self._raise_if_closed()
-            return state_of(self._optimizer, self._copies)
+            states = self._optimizer.state
+            return {n: host_copy(states[p]) for n, p in self._copies.items() if p in states}
 
     def leave(self, worker: int, why: str | None = None) -> None:
         """The worker has left, or is lost because of ``why``. It is no longer waited for."""
@@ -293,14 +293,13 @@ class ShardServer:
         }
         self._notify()
 
-    def _keep(self, free: _Pulled | None) -> _Pulled:
+    def _keep(self, free: ShardMemory | None) -> _Pulled:
         """Keep the values that a worker pulls now, in memory that is free again."""
         if not self.rules.delay_compensation:
-            return _Pulled(self._version, None)
-        values = free.values if free is not None else None
-        values = values or ShardMemory(self.parameters)
+            return self._version, None
+        values = free or ShardMemory(self.parameters)
         values.copy_(self._values)
-        return _Pulled(self._version, values)
+        return self._version, values
 
     def _apply(self, push: Push, base: _Pulled) -> None:
         if push.worker in self._hyper:
@@ -310,8 +309,8 @@ class ShardServer:
             if name in push.absent:
                 copy.grad = None
                 continue
-            if base.values is not None:
-                drift = self._values.slots[name] - base.values.slots[name]
+            if base[1] is not None:
+                drift = self._values.slots[name] - base[1].slots[name]
                 # |g|^2 for complex numbers, so that the diagonal stays real.
                 size = (grad * grad.conj()).real if grad.is_complex() else grad * grad
                 grad.add_(drift.mul_(size), alpha=self.rules.delay_compensation)
@@ -333,22 +332,22 @@ class ShardServer:
 
     def _wait(self, is_ready: Callable[[], bool], episode: int, stay: Stay) -> None:
         limit_s = self.rules.timeout_s
-        next_ask_s = time.monotonic() + limit_s / _ASKS_PER_LIMIT
+        ask_s = time.monotonic() + limit_s / _ASKS_PER_LIMIT
         while not is_ready():
             self._raise_if_closed()
-            now = time.monotonic()
-            if now >= self._progress_s + limit_s:
+            now, end_s = time.monotonic(), self._progress_s + limit_s
+            if now >= end_s:
                 self._time_limit_error = TimeLimitError(self._describe_wait(episode))
                 raise self._time_limit_error
-            if now < next_ask_s:
-                self._changed.wait(min(next_ask_s, self._progress_s + limit_s) - now)
+            if now < ask_s:
+                self._changed.wait(min(ask_s, end_s) - now)
                 continue
             self._changed.release()
             try:
                 stay()
             finally:
                 self._changed.acquire()
-            next_ask_s = now + limit_s / _ASKS_PER_LIMIT
+            ask_s = now + limit_s / _ASKS_PER_LIMIT
 
     def _describe_wait(self, episode: int) -> str:
         seen = []
@@ -365,11 +364,3 @@ class ShardServer:
             "limit (raise timeout_s=), may hang, or have left its loop without optimizer.join() "
             "or flush()."
         )
-
-
-@dataclass
-class _Pulled:
-    """What a worker pulled: the version, and the values if they are needed again."""
-
-    version: int
-    values: ShardMemory | None
