@@ -54,11 +54,6 @@ def _blocks(
 _ALL = (
     Side(name=BASELINE),
     *(Side(name=f"every step {codec}", codec=codec) for codec in CODECS),
-    Side(name="next forward", schedule="every_step_next_forward"),
-    *(
-        Side(name=f"next forward {codec}", schedule="every_step_next_forward", codec=codec)
-        for codec in ("int8", "1bit")
-    ),
     Side(name="double buffering", schedule="double_buffering"),
     *(
         Side(name=f"double buffering {codec}", schedule="double_buffering", codec=codec)

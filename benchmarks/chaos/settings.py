@@ -75,7 +75,6 @@ SETTINGS = (
     Setting(workers=(3,), backend="mpi"),
     Setting(schedule="double_buffering"),
     Setting(codec="1bit"),
-    Setting(codec="int8", schedule="every_step_next_forward"),
     Setting(schedule="block_momentum"),
     Setting(workers=(3,), schedule="diloco", codec="int8"),
     Setting(launcher="mpirun", backend="mpi", share=2),

@@ -157,26 +157,21 @@ _ALL = (
     _peer_blocks("torchft streaming", "torchft", fragments=2, delay_steps=4),
     _torchmn("every step"),
     _torchmn("every step, flat in buckets", ("every step",), route="flat in buckets"),
-    _torchmn("next forward", schedule="every_step_next_forward"),
     _torchmn("double buffering", schedule="double_buffering"),
     *(
         _torchmn(f"every step {codec}", codec=codec)
         for codec in ("float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
     ),
     *(
-        _torchmn(f"next forward {codec}", codec=codec, schedule="every_step_next_forward")
-        for codec in ("int8", "1bit")
-    ),
-    *(
         _torchmn(f"double buffering {codec}", codec=codec, schedule="double_buffering")
         for codec in ("float16", "int8", "1bit")
     ),
     _torchmn("parameter server", schedule="parameter_server"),
-    _auto("auto", ("every step", "next forward"), optimizer={"allow_deferred": True}),
+    _auto("auto", ("every step",), optimizer={}),
     _auto(
         "auto lossy",
         None,
-        optimizer={"allow_lossy": True, "allow_stale": True, "allow_deferred": True},
+        optimizer={"allow_lossy": True, "allow_stale": True},
     ),
     *(
         _blocks(f"{name}{f' {codec}' if codec else ''}{mode}", schedule, overlap_steps, codec)
@@ -229,7 +224,7 @@ _LOSSY = (
     *("every step float16", "every step bfloat16", "every step int8", "every step int4"),
     *("every step 1bit", "every step power_sgd"),
 )
-_DEFERRED = ("double buffering", "double buffering int8", "next forward int8")
+_LATE = ("double buffering", "double buffering int8")
 _BLOCKING = ("block momentum", "DiLoCo")
 _OVERLAPPED = ("block momentum, overlapped", "DiLoCo, overlapped")
 _BLOCKING_INT8 = ("block momentum int8", "DiLoCo int8")
@@ -240,30 +235,29 @@ _RECOMMENDED = (
 )
 _PEER_BLOCKS = ("post-local SGD", "torchft DiLoCo", "torchft streaming")
 _HOROVOD = ("horovod", "horovod fp16")
-_FLOAT32 = ("no-exchange, waiting", "ddp", *_HOROVOD, "every step", "next forward", "auto")
-_FIXED_LOSSLESS = ("every step", "next forward")
-_SLOW_STEPS = {"ddp": 1, "ddp fp16": 1, "every step": 1, "next forward": 1, "every step float16": 1}
+_FLOAT32 = ("no-exchange, waiting", "ddp", *_HOROVOD, "every step", "auto")
+_FIXED_LOSSLESS = ("every step",)
+_SLOW_STEPS = {"ddp": 1, "ddp fp16": 1, "every step": 1, "every step float16": 1}
 
 
 def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tuple[Line, ...]:
     """The lines for a number of hosts; ``shares`` is subtracted from all shares of the baseline."""
     prefix = f"{num_hosts}h"
     every = Limit(ours=("every step",), theirs=("ddp",), minimum=ratios["1gbit"])
-    hidden = Limit(ours=("next forward",), theirs=("ddp",), minimum=ratios["next forward"])
     auto = Limit(ours=("auto",), theirs=_FIXED_LOSSLESS, minimum=0.95)
-    best = (*_FIXED_LOSSLESS, *_LOSSY, *_DEFERRED)
+    best = (*_FIXED_LOSSLESS, *_LOSSY, *_LATE)
     auto_lossy = Limit(ours=("auto lossy",), theirs=best, minimum=0.95)
     return (
         Line(
             name=f"{prefix}-1gbit-float32",
             num_hosts=num_hosts,
             sides=_FLOAT32,
-            limits=(every, hidden, auto),
+            limits=(every, auto),
         ),
         Line(
             name=f"{prefix}-1gbit-lossy",
             num_hosts=num_hosts,
-            sides=("no-exchange, waiting", "ddp fp16", *_FIXED_LOSSLESS, *_LOSSY, *_DEFERRED,
+            sides=("no-exchange, waiting", "ddp fp16", *_FIXED_LOSSLESS, *_LOSSY, *_LATE,
                    "auto lossy"),
             limits=(Limit(ours=_LOSSY, minimum=0.90 - shares), auto_lossy),
         ),
@@ -286,13 +280,11 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
             num_hosts=num_hosts,
             rate="100mbit",
             sides=("no-exchange, waiting", "ddp", "ddp fp16", *_FIXED_LOSSLESS, *_LOSSY,
-                   "double buffering 1bit",
-                   "next forward 1bit", "auto lossy"),
+                   "double buffering 1bit", "auto lossy"),
             limits=(
                 Limit(ours=("every step 1bit",), minimum=0.80 - shares),
                 Limit(ours=("auto lossy",), minimum=0.95,
-                      theirs=(*_FIXED_LOSSLESS, *_LOSSY, "double buffering 1bit",
-                              "next forward 1bit")),
+                      theirs=(*_FIXED_LOSSLESS, *_LOSSY, "double buffering 1bit")),
             ),
             steps=_SLOW_STEPS,
         ),
@@ -322,7 +314,7 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
             name=f"{prefix}-10gbit-float32",
             num_hosts=num_hosts,
             rate="10gbit",
-            sides=("ddp", "ddp fp16", *_HOROVOD, "every step", "next forward", "every step float16",
+            sides=("ddp", "ddp fp16", *_HOROVOD, "every step", "every step float16",
                    "every step int8", "double buffering", "auto"),
             limits=(
                 Limit(ours=("every step",), theirs=("ddp",), minimum=ratios["10gbit"]),
@@ -333,12 +325,12 @@ def _lines_of(num_hosts: int, shares: float, ratios: Mapping[str, float]) -> tup
 
 
 _LINES = (
-    *_lines_of(2, 0.0, {"1gbit": 1.08, "next forward": 1.20, "10gbit": 1.04}),
-    *_lines_of(4, 0.05, {"1gbit": 1.0, "next forward": 1.0, "10gbit": 1.0}),
+    *_lines_of(2, 0.0, {"1gbit": 1.08, "10gbit": 1.04}),
+    *_lines_of(4, 0.05, {"1gbit": 1.0, "10gbit": 1.0}),
     Line(  # the exchange takes longer than the backward pass, so that it cannot hide all of it
         name="2h-500mbit-float32",
         rate="500mbit",
-        sides=("ddp", "every step", "next forward"),
+        sides=("ddp", "every step"),
     ),
     Line(  # alone in its line, because it has aborted the process
         name="2h-1gbit-powersgd-hook",
@@ -403,7 +395,7 @@ _LINES = (
         num_hosts=1,
         workers_per_host=2,
         rate=None,
-        sides=("ddp", "every step", "next forward", "every step float16", "auto"),
+        sides=("ddp", "every step", "every step float16", "auto"),
         limits=(Limit(ours=("auto",), theirs=_FIXED_LOSSLESS, minimum=0.95),),
     ),
 )  # fmt: skip

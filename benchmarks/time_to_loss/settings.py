@@ -84,14 +84,14 @@ def torchft(rate: float, block: int, outer: Outer | None = None, **streaming: fl
     )
 
 
-def next_forward(rate: float, codec: str) -> Side:
-    """Gradients at every step, exchanged during backward and the next forward."""
+def gradients(rate: float, codec: str) -> Side:
+    """Gradients at every step."""
     return Side(
         family="torchmn gradients",
         name=f"torchmn gradients, {codec}, rate {rate:g}",
         build="gradients",
         learning_rate=rate,
-        options={"codec": codec, "schedule": "every_step_next_forward"},
+        options={"codec": codec, "schedule": "every_step"},
     )
 
 
@@ -136,7 +136,7 @@ DDP = tuple(ddp(rate) for rate in RATES)
 CANDIDATES: tuple[Side, ...] = (
     *(torchft(rate, block) for rate in RATES for block in BLOCKS),
     *(torchft(rate, 20, fragments=2, delay=4, alpha=0.5) for rate in RATES),
-    *(next_forward(rate, codec) for rate in RATES for codec in ("int4", "1bit")),
+    *(gradients(rate, codec) for rate in RATES for codec in ("int4", "1bit")),
     *(diloco(rate, block, "int8") for rate in RATES for block in BLOCKS),
     # Added after the first seed of the comparison, for both systems: another outer momentum.
     *(torchft(rate, block, RECIPE) for rate in RATES[:2] for block in BLOCKS[1:]),

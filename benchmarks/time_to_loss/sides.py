@@ -86,7 +86,7 @@ def _gradients(
     optimizer = torchmn.create_multi_node_optimizer(
         inner, comm, model, schedule=options["schedule"], codec=options["codec"]
     )
-    return Training(model, optimizer, optimizer.flush)  # updates that the next forward would make
+    return Training(model, optimizer, optimizer.flush)
 
 
 def _diloco(model: nn.Module, inner: torch.optim.Optimizer, options: Mapping[str, Any]) -> Training:

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from torchmn.errors import DataError, UsageError
 from torchmn.schedules import BlockMomentum, DiLoCo
 
-_SCHEDULES = ("every_step", "every_step_next_forward", "block_momentum", "diloco", "streaming")
+_SCHEDULES = ("every_step", "block_momentum", "diloco", "streaming")
 _CODECS = ("float32", "bfloat16", "int8", "int4", "1bit")
 
 

@@ -43,11 +43,6 @@ def leave_to_python(*functions: Callable[..., object]) -> None:
         _skip(function, is_recursive=False)
 
 
-def is_compiled_call() -> bool:
-    """Whether a hook is called around a forward that torch.compile has taken over."""
-    return _frames.get_eval_frame_callback() not in (None, False)
-
-
 def _with_compiler_off(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> object:

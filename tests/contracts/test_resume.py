@@ -25,7 +25,6 @@ from torchmn.schedules import (
     DiLoCo,
     DoubleBuffering,
     EveryStep,
-    EveryStepNextForward,
     GrowingBlocks,
     LocalUpdateSchedule,
     PeriodicAverage,
@@ -50,8 +49,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 blocks = partial(Recipe, num_samples=48)
 by_name = {
-    name: Recipe(schedule=lambda _, name=name: name)
-    for name in ("every_step", "every_step_next_forward", "double_buffering")
+    name: Recipe(schedule=lambda _, name=name: name) for name in ("every_step", "double_buffering")
 }
 GROWING = GrowingBlocks(block_size=24, rate=0.049, power=8)
 """The rate falls by 3 % a step from 0.05: blocks of 2 steps, 4 from the third on."""
@@ -91,10 +89,8 @@ OTHERS = {
     "accumulation_late": replace(by_name["double_buffering"], num_passes=2, codec="int8"),
     "clipped": Recipe(codec="int8", max_grad_norm=0.01, zero_fill=False),
     "scaled": Recipe(scales=True, inner=adamw),
-    "scaled_next_forward": replace(by_name["every_step_next_forward"], scales=True),
     "scaled_in_blocks": replace(BLOCKS["warm"], scales=True),
     "ranks_weigh_equally": Recipe(codec="1bit", weight="rank"),
-    "cut_small": Recipe(codec="1bit", schedule=lambda _: EveryStepNextForward(chunk_bytes=2048)),
 }
 FEW = (3, 6)
 
@@ -127,7 +123,6 @@ def test_with_power_sgd_and_three_ranks(name: str) -> None:
     placed("3", lambda comm: check_resume_is_exact(comm, recipe, FEW[1:]))
 
 
-@pytest.mark.filterwarnings("ignore:every_step_next_forward. a GradScaler looks")
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_goes_with_them(name: str) -> None:
     placed("2", lambda comm: check_resume_is_exact(comm, OTHERS[name]))

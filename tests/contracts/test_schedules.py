@@ -48,7 +48,6 @@ CAUGHT_BY = {
     broken.HidesWhatIsNotFinite: schedule_contracts.check_nonfinite,
     broken.LooksUpOptionsLater: schedule_contracts.check_options,
     broken.RunsOnOldParameters: schedule_contracts.check_trajectory,
-    broken.ForgetsALayer: schedule_contracts.check_means,
     broken.WeighsRanksEqually: schedule_contracts.check_block_means,
     broken.SubtractsWhatItShouldAdd: schedule_contracts.check_block_means,
     broken.AnchorsDriftApart: schedule_contracts.check_block_replicas,

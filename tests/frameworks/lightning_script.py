@@ -181,7 +181,7 @@ def codecs() -> None:
 
 
 def schedules() -> None:
-    for schedule in ("every_step_next_forward", "double_buffering", "diloco", "periodic_average"):
+    for schedule in ("double_buffering", "diloco", "periodic_average"):
         module = fit(ExchangeOptions(schedule=schedule, **FLAT), max_epochs=6)
         same_bits(module.net, plain(schedule=schedule, num_epochs=6))
         same_on_all(comm, module)

@@ -163,7 +163,6 @@ def codecs_and_schedules() -> None:
     for settings in (
         {"codec": "int8"},
         {"codec": "1bit"},
-        {"schedule": "every_step_next_forward"},
         {"schedule": "double_buffering"},
         {"schedule": "diloco"},
     ):

@@ -35,7 +35,7 @@ TRAINING = (
     *("every_step", "as_bucket_view", "grad_scaler", "bf16_autocast", "compiled", "resume"),
     *("codec_int8", "codec_int4", "codec_int2", "codec_1bit"),
     *("codec_float16", "codec_bfloat16", "codec_power_sgd"),
-    *("double_buffering", "eager_double_buffering", "next_forward"),
+    *("double_buffering", "eager_double_buffering"),
     *("diloco", "block_momentum", "periodic_average"),
     *("batch_norm", "functions", "chain"),
 )

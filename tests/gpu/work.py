@@ -216,7 +216,6 @@ def _schedule(make: Callable[[], object]) -> Callable[[Communicator], None]:
             model,
             schedule=make(),
             allow_stale=True,
-            allow_deferred=True,
         )
         losses = train(comm, model, optimizer, steps=[0] * 24)
         optimizer.flush()
@@ -235,7 +234,6 @@ codec_bfloat16 = _codec("bfloat16")
 codec_power_sgd = _codec("power_sgd")
 double_buffering = _schedule(DoubleBuffering)
 eager_double_buffering = _schedule(lambda: DoubleBuffering(eager=True))
-next_forward = _schedule(lambda: "every_step_next_forward")
 diloco = _schedule(lambda: DiLoCo(48, overlap_steps=2, num_fragments=2, eager=True))
 block_momentum = _schedule(lambda: BlockMomentum(48))
 periodic_average = _schedule(lambda: PeriodicAverage(48, overlap_steps=1))

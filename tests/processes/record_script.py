@@ -46,7 +46,6 @@ def schedules(comm: torchmn.Communicator) -> None:
     loop(comm, "every_step", None)
     loop(comm, "every_step", "int8")
     loop(comm, "double_buffering", None)
-    loop(comm, "every_step_next_forward", None)
     loop(comm, "parameter_server", None)
     loop(comm, torchmn.schedules.PeriodicAverage(block_size=32 * comm.size), None)
 

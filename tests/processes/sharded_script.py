@@ -563,9 +563,6 @@ def mistakes(side: OnGrid) -> Result:
     grid = side.grid
     return {
         "all ranks": error_of(lambda: make(adam(model), grid.comm, model)),
-        "next forward": error_of(
-            lambda: make(adam(model), grid.data, model, schedule="every_step_next_forward")
-        ),
         "server": error_of(
             lambda: make(adam(model), grid.data, model, schedule="parameter_server")
         ),

@@ -102,7 +102,7 @@ def test_a_limit_whose_side_was_not_built_is_missing(load) -> None:  # type: ign
         "turns": [turn("ddp", 1.0)],
     }
     found = [bar for bar in bars.bars_of({"2h-1gbit-float32": [run]}, all_count) if bar.limit]
-    assert len(found) == 3
+    assert len(found) == 2
     assert all(math.isnan(bar.value) and bar.holds is not True for bar in found)
     assert "every step not built" in found[0].bar
 
@@ -197,7 +197,6 @@ def test_auto_counts_by_its_plan(load) -> None:  # type: ignore[no-untyped-def]
     plans = {
         "every_step": "",
         "double_buffering": "not counted: no accuracy (cifar: -2)",
-        "every_step_next_forward": "not counted: no accuracy (not measured)",
     }
     for schedule, reason in plans.items():
         run = {**run_of({}), "plans": {"auto lossy": {"schedule": schedule, "codec": "int8"}}}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .known_defects import KNOWN_DEFECTS
 from .registry import SCHEDULES, WORLD_SIZES, Refused, Script
 from .suite import chapters
 
@@ -15,14 +14,13 @@ _INTRODUCTION = """\
 Each row is a short training script in plain PyTorch. The tests run it in one process on whole
 batches without torchmn, and on 1 and 2 ranks with torchmn, each rank with its part of every batch.
 Parameters, buffers and everything that the script logs are compared, in float64 to 1e-12 of 1 plus
-the value, under each of the schedules `every_step`, `every_step_next_forward` and `auto`. The
-result is the same under all of them unless the row names them. The scripts are in `tests/scripts/`;
-`python -m tests.scripts.page` writes this page.
+the value, under each of the schedules `every_step` and `auto`. The result is the same under both
+unless the row names them. The scripts are in `tests/scripts/`; `python -m tests.scripts.page`
+writes this page.
 
 - **same**: the numbers of one process, on every rank.
 - **refused**: an error on every rank that names the cure. One rank alone accepts the script and
   gives the numbers of one process, unless the row says otherwise.
-- **not yet**: known to be wrong.
 
 `auto` is `schedule="auto"` without further permissions; in these tests it tries every plan that it
 may choose within the few steps of a script.
@@ -55,10 +53,6 @@ def _row(script: Script) -> str:
 
 
 def _result(script: Script, schedule: str) -> str:
-    found = (KNOWN_DEFECTS.get((script.name, schedule, size)) for size in WORLD_SIZES)
-    reasons = list(dict.fromkeys(reason for reason in found if reason is not None))
-    if reasons:
-        return f"not yet: {'; '.join(reasons)}"
     outcome = script.outcome(schedule, WORLD_SIZES[-1])
     if not isinstance(outcome, Refused):
         return "same"

@@ -20,7 +20,7 @@ from typing import Any
 from .worker import Worker
 
 WORLD_SIZES = (1, 2)
-SCHEDULES = ("every_step", "every_step_next_forward", "auto")
+SCHEDULES = ("every_step", "auto")
 TOLERANCE = 1e-12
 """Relative to 1 plus the value, in float64."""
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from torchmn.communicators import Communicator
 from torchmn.errors import TorchmnError
-from torchmn.schedules import EveryStepNextForward
 from torchmn.schedules.base import Schedule
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
@@ -20,10 +19,9 @@ from .registry import Refused, Script
 from .worker import IsolatedRank, Rank, Worker
 
 SMALL_BYTES = 256
-"""Of a bucket and of a chunk, so that these small models have several."""
+"""Of a bucket, so that these small models have several."""
 SCHEDULES_MADE: dict[str, Callable[[], str | Schedule]] = {
     "every_step": lambda: "every_step",
-    "every_step_next_forward": lambda: EveryStepNextForward(chunk_bytes=SMALL_BYTES),
     "auto": lambda: "auto",
 }
 MAX_LINES = 8

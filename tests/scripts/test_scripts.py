@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from . import compiled
-from .known_defects import KNOWN_DEFECTS
 from .registry import SCHEDULES, WORLD_SIZES, Refused, Script
 from .running import check_exact, check_refused, differences, on_isolated_ranks, on_ranks
 from .suite import all_scripts
 
 pytestmark = [
     # What a user reads once, and torch's warnings about its own schedulers.
-    pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps"),
     pytest.mark.filterwarnings("ignore:More than one backward pass before step"),
     pytest.mark.filterwarnings("ignore:(.|\n)*lr_scheduler"),
     pytest.mark.filterwarnings("ignore:(.|\n)*no multi-node optimizer trains them"),
@@ -35,16 +33,12 @@ def _cases() -> Iterator[pytest.param]:
             # A slow one is alone on its rank under one schedule, and on more ranks under all.
             is_alone = not script.is_slow or schedule == SCHEDULES[number % len(SCHEDULES)]
             for world_size in WORLD_SIZES if is_alone else WORLD_SIZES[1:]:
-                marks = [pytest.mark.slow] if script.is_slow else []
-                reason = KNOWN_DEFECTS.get((script.name, schedule, world_size))
-                if reason is not None:
-                    marks.append(pytest.mark.xfail(strict=True, reason=reason))
                 yield pytest.param(
                     script,
                     schedule,
                     world_size,
                     id=f"{script.name}-{schedule}-{world_size}",
-                    marks=marks,
+                    marks=[pytest.mark.slow] if script.is_slow else [],
                 )
 
 

@@ -175,7 +175,8 @@ class Autotuner:
             if num_steps == RETUNE_STEPS:
                 self._check_drift()
         elif self._trying is not None:
-            if num_steps == self._optimizer.schedule.num_warm_up_steps + NUM_TIMED:
+            num_warm_up = 1 + self._optimizer.schedule.staleness_steps
+            if num_steps == num_warm_up + NUM_TIMED:
                 self.trials.append(Trial(self._trying, self._slowest_s()))
                 self._try_next()
         elif num_steps == NUM_WARM_UP:

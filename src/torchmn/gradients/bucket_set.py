@@ -80,7 +80,6 @@ class BucketSet:
         """What this rank contributes."""
         self._reduction = reduction
         self._overlaps_backward = comm.overlaps_backward
-        self._num_early = max(0, len(buckets) - 1)  # no computation hides the last one
         self._footer = buckets[-1].exact if buckets else torch.zeros(NUM_FOOTER, device="cpu")
         self._row: list[float] = [0.0] * self._footer.numel()
         """The footer, as it was when it was last awaited or written."""
@@ -118,7 +117,6 @@ class BucketSet:
         self.is_accumulating = False
         """Whether a gradient was added to the mean of an earlier exchange."""
         self._num_started = 0
-        self._num_left = len(self.buckets)
         for slot in self.slots:
             slot.is_packed = slot.has_gradient = False
         for bucket in self.buckets:
@@ -157,22 +155,18 @@ class BucketSet:
                 slot.lend()
 
     def _move_to_new_memory(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Move the buffers of these slots, and so all slots in them; every ``p.grad`` stays.
+        """Move the buckets of these slots, and so all slots in them; every ``p.grad`` stays.
 
         Returns the moved slots whose tensor was ``p.grad``.
         """
         lent = []
-        for old in {id(slot.buffer): slot.buffer for slot in slots}.values():
-            storage = old.untyped_storage().data_ptr()
-            new = torch.zeros_like(old)
-            for tensor in [bucket.buffer for bucket in self.buckets] + [self._footer]:
-                if tensor.untyped_storage().data_ptr() == storage:
-                    place = tensor.storage_offset(), tensor.shape, tensor.stride()
-                    tensor.set_(new.untyped_storage(), *place)
-            moved = [slot for slot in self.slots if slot.buffer is old]
-            lent += [slot for slot in moved if slot.parameter.grad is slot.tensor]
-            for slot in moved:
-                slot.move_to(new)
+        for bucket in dict.fromkeys(slot.bucket for slot in slots):
+            lent += [slot for slot in bucket.slots if slot.parameter.grad is slot.tensor]
+            new = torch.zeros_like(bucket.buffer).untyped_storage()
+            for tensor in (bucket.buffer, *([self._footer] if bucket is self.buckets[-1] else [])):
+                tensor.set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
+            for slot in bucket.slots:
+                slot.follow()
         return lent
 
     def await_scale(self, scale: float | None) -> float:
@@ -213,7 +207,7 @@ class BucketSet:
         slot.is_packed = True
         self.finiteness.note(slot)
         if self._own_squares is not None and slot.has_gradient and slot.end > slot.start:
-            self._own_squares.append(squared_norms(slot.buffer[slot.start : slot.end]))
+            self._own_squares.append(squared_norms(slot.values))
         bucket = slot.bucket
         bucket.num_packed += 1
         if bucket.num_packed == len(bucket.slots):
@@ -268,9 +262,8 @@ class BucketSet:
     # ---- sending ----
 
     def start_full(self) -> None:
-        """Start the sums of buckets that are full and may be sent during backward."""
-        while self._num_started < self._num_early:
-            bucket = self.buckets[self._num_started]
+        """Start the sums of buckets that are full, but for the last: no computation hides it."""
+        for bucket in self.buckets[self._num_started : -1]:
             if bucket.num_packed < len(bucket.slots):
                 return
             self._start(bucket)
@@ -317,8 +310,8 @@ class BucketSet:
         """What ends an exchange: after its last bucket, before anything else is encoded."""
         self._holds_means = False
         self._num_started += 1
-        self._num_left -= 1
-        return None if self._num_left or self.algorithm.codec is None else self._finish
+        is_last = self._num_started == len(self.buckets)
+        return self._finish if is_last and self.algorithm.codec is not None else None
 
     def _finish(self) -> None:
         codec = self.algorithm.codec
@@ -441,7 +434,7 @@ class BucketSet:
         total = self.total_weight
         if self._own_squares is None or not total:
             return None
-        squares = [squared_norms(s.buffer[s.start : s.end]) for s in self.slots if s.end > s.start]
+        squares = [squared_norms(slot.values) for slot in self.slots if slot.end > slot.start]
         return GradientNorms(
             step=self.context.step,
             num_samples=self.num_samples,

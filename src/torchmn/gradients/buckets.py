@@ -36,13 +36,12 @@ class Slot:
     parameter: nn.Parameter
     tensor: Tensor
     """Of the parameter's shape and, if that is dense, its strides."""
-    buffer: Tensor
     start: int
-    """The first element in the buffer, and one past the last."""
+    """The first element in the bucket, and one past the last."""
     end: int
     address: int = 0
     may_lend: bool = False
-    """Whether the buffer can be given up to a script: ordinary CPU memory."""
+    """Whether the memory can be given up to a script: ordinary CPU memory."""
     bucket: Bucket = field(init=False)
     is_packed: bool = False
     """Whether this rank's part of the exchange being filled has been written."""
@@ -54,7 +53,7 @@ class Slot:
     def current_tensor(self) -> Tensor:
         """`tensor`, made again if it was given other memory, as ``p.grad.data = ...`` does."""
         if self.tensor.data_ptr() != self.address:
-            self.tensor = _alias(self.buffer, self.start, self.parameter)
+            self.tensor = _alias(self.bucket.buffer, self.start, self.parameter)
         return self.tensor
 
     @property
@@ -84,10 +83,14 @@ class Slot:
             and (num_references(self) != self.unused or self.tensor.data_ptr() != self.address)
         )
 
-    def move_to(self, buffer: Tensor) -> None:
-        """Continue in other memory of the same layout; ``p.grad`` stays where it is."""
-        self.buffer = buffer
-        self.tensor = _alias(buffer, self.start, self.parameter)
+    @property
+    def values(self) -> Tensor:
+        """The elements in the bucket's buffer, (numel,)."""
+        return self.bucket.buffer[self.start : self.end]
+
+    def follow(self) -> None:
+        """Continue in the memory that the bucket has now; ``p.grad`` stays where it is."""
+        self.tensor = _alias(self.bucket.buffer, self.start, self.parameter)
         self.address, self.unused = self.tensor.data_ptr(), None
 
 
@@ -135,8 +138,7 @@ def plan_buckets(
             for kind in _by_kind(list(reversed(parameters)))
             for part in _in_parts(kind, bucket_bytes)
         ]
-    has_own_footer = False
-    footer_dtype = torch.float32
+    has_own_footer, footer_dtype = not groups, torch.float32
     if groups:
         last = groups[-1][0][1]
         footer_device = last.device
@@ -146,8 +148,6 @@ def plan_buckets(
             footer_dtype = last.dtype.to_real() if last.dtype.is_complex else last.dtype
     elif footer_device is None:
         return []
-    else:
-        has_own_footer = True
     buckets = [
         _lay_out(group, 0 if has_own_footer or group is not groups[-1] else num_footer, allocate)
         for group in groups
@@ -157,8 +157,6 @@ def plan_buckets(
         buckets.append(Bucket(footer, Layout((), footer_dtype), num_footer))
     for index, bucket in enumerate(buckets):
         bucket.index = index
-        for slot in bucket.slots:
-            slot.bucket = bucket
     return buckets
 
 
@@ -201,10 +199,13 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
     slots = []
     for start, size, (name, parameter) in zip(starts, sizes, group, strict=True):
         tensor = _alias(buffer, start, parameter)
-        slots.append(Slot(name, parameter, tensor, buffer, start, start + size, tensor.data_ptr()))
+        slots.append(Slot(name, parameter, tensor, start, start + size, tensor.data_ptr()))
         slots[-1].may_lend = CAN_COUNT and is_ordinary and size > 0
     layout = Layout.of(((s.name, s.start, shape_in_memory(s.tensor)) for s in slots), dtype)
-    return Bucket(buffer, layout, num_footer, slots=slots)
+    bucket = Bucket(buffer, layout, num_footer, slots=slots)
+    for slot in slots:
+        slot.bucket = bucket
+    return bucket
 
 
 def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:

@@ -68,14 +68,15 @@ class MeanAssignment:
     def note_late_ranks(self, means: BucketSet) -> None:
         """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
         self.are_late_on_some, self.are_joint = means.is_late_on_some, means.is_joint
-        self._late_states = self._states() if self.are_late_on_some else []
+        self._late_states = self.gradient_states() if self.are_late_on_some else []
 
     @property
     def were_changed(self) -> bool:
         """Whether the script has changed gradients since, where `are_late_on_some`."""
-        return self._late_states != self._states()
+        return self._late_states != self.gradient_states()
 
-    def _states(self) -> list[GradientState]:
+    def gradient_states(self) -> list[GradientState]:
+        """What tells whether a script has changed gradients since. Local."""
         sparse = (parameter for _, parameter in self._parameters.sparse)
         return [gradient_state(p) for p in (*self._buffers.filling.slot_of, *sparse)]
 

@@ -19,16 +19,13 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchmn.compiling import is_compiled_call, leave_to_python
+from torchmn.compiling import leave_to_python
 
 _STATE, _SCRIPTABLE = "__getstate__", "__prepare_scriptable__"
 _FORWARD, _REPLICA = "forward", "_replicate_for_data_parallel"
 _TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
     "_load_state_dict_pre_hooks",
 )
 
@@ -54,7 +51,7 @@ class ModelHooks:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             function(module, args, kwargs)
 
-        leave_to_python(hook, function, is_compiled_call)
+        leave_to_python(hook, function)
         self._keep(
             module, module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
         )

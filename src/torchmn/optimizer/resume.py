@@ -48,8 +48,7 @@ def schedule_state(state: State, schedule: Schedule) -> State:
     ours = state.get("torchmn", {})
     saved = ours.get("schedule", schedule.name)
     own = {key: value for key, value in ours.items() if key not in _NOT_THE_SCHEDULES}
-    # A plan only affects speed.
-    if own.keys() - {"plan"} and saved != schedule.name:
+    if own and saved != schedule.name:
         raise UsageError(
             f"This state was saved with schedule {saved!r} and holds something that "
             f"{schedule.name!r} would lose. Call flush() before saving, or use {saved!r}."

@@ -24,18 +24,6 @@ from torchmn.profiling.records import Phase
 from torchmn.profiling.step_recorder import StepRecorder
 
 
-class OptimizerStepHook:
-    """A hook of all optimizers that looks at no gradient."""
-
-    def __init__(self, function: Callable[[Optimizer], None]) -> None:
-        self._function = function
-
-    @not_compiled
-    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """What torch calls."""
-        self._function(optimizer)
-
-
 class Observers:
     """Tells a recorder what the training thread calls. Local."""
 
@@ -76,7 +64,7 @@ class Observers:
             (register_optimizer_step_pre_hook, self._step_begins),
             (register_optimizer_step_post_hook, self._step_ends),
         ):
-            self._undo.append(register(OptimizerStepHook(function)).remove)
+            self._undo.append(register(function).remove)
 
     def remove(self) -> None:
         """Put everything back as it was."""
@@ -91,11 +79,13 @@ class Observers:
         setattr(owner, name, timed)
         self._undo.append(put_back)
 
-    def _step_begins(self, optimizer: Optimizer) -> None:
+    @not_compiled
+    def _step_begins(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         """Of any optimizer; those inside of another one's step are parts of it."""
         self._before.append(self._recorder.enter("optimizer"))
 
-    def _step_ends(self, optimizer: Optimizer) -> None:
+    @not_compiled
+    def _step_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         before = self._before.pop() if self._before else None
         if before is not None:
             self._recorder.leave("other" if before in ("forward", "backward") else before)

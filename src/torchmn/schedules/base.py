@@ -68,11 +68,6 @@ class Schedule(ABC):
         return 0
 
     @property
-    def num_warm_up_steps(self) -> int:
-        """How many steps it takes until their time is that of all later ones."""
-        return 1 + self.staleness_steps
-
-    @property
     def counts_samples(self) -> bool:
         """Whether it needs the samples that the model's forward has seen."""
         return False

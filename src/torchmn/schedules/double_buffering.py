@@ -31,7 +31,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmn.communicators import Communicator
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.gradients.bucket_set import BucketSet
-from torchmn.gradients.gradient_memory import GradientState, gradient_state
+from torchmn.gradients.gradient_memory import GradientState
 from torchmn.gradients.reducer import GradientReducer
 from torchmn.schedules.base import Schedule
 from torchmn.schedules.delay_compensation import DelayCompensation
@@ -162,7 +162,7 @@ class DoubleBuffering(Schedule):
         else:
             self._assign(before)
             self._has_mean = True
-            self._assigned = self._gradient_states()
+            self._assigned = self._reducer.means.gradient_states()
         if self._compensation is not None:
             self._compensation.note_parameters()
         if self._ahead is not None:
@@ -171,7 +171,9 @@ class DoubleBuffering(Schedule):
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
         loss = closure() if closure is not None else None
-        self._was_changed = bool(self._assigned) and self._assigned != self._gradient_states()
+        self._was_changed = (
+            bool(self._assigned) and self._assigned != self._reducer.means.gradient_states()
+        )
         if self._num_backwards == 0:
             self._reducer.exchange_now(is_late=True)
         elif self._reducer.has_unexchanged:
@@ -242,11 +244,6 @@ class DoubleBuffering(Schedule):
             )
         if self._compensation is not None:
             self._compensation.correct_gradients()
-
-    def _gradient_states(self) -> list[GradientState]:
-        reducer = self._reducer
-        sparse = (parameter for _, parameter in reducer.parameters.sparse)
-        return [gradient_state(p) for p in (*reducer.filling.slot_of, *sparse)]
 
     def close(self) -> None:
         """See `Schedule.close`."""

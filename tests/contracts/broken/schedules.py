@@ -6,7 +6,6 @@ from torchmn.schedules import (
     BlockMomentum,
     DoubleBuffering,
     EveryStep,
-    EveryStepNextForward,
     GrowingBlocks,
     PeriodicAverage,
     Phases,
@@ -168,20 +167,6 @@ class RunsOnOldParameters(EveryStep):
 
 class LooksUpOptionsLater(RunsOnOldParameters):
     """Applies a step with the options that hold when it does so: too late."""
-
-
-class ForgetsALayer(EveryStepNextForward):
-    """Drops the update of one parameter when that of another is waited for."""
-
-    def attach(self, reducer, inner):
-        super().attach(reducer, inner)
-        updates = self._updates
-
-        def apply_all():
-            updates.apply(list(updates._pending)[:-1])
-            updates._pending.clear()
-
-        updates.apply_all = apply_all
 
 
 class SmallBlocks(PeriodicAverage):

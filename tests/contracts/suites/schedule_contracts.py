@@ -20,7 +20,6 @@ from torchmn.communicators import Communicator
 from torchmn.errors import NonFiniteGradientError
 from torchmn.optimizer import SCHEDULES, MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.schedules import (
-    DefersUpdates,
     DoubleBuffering,
     EveryStep,
     GrowingBlocks,
@@ -58,17 +57,12 @@ def check_means(comm: Communicator, make: MakeSchedule, codec: str | None) -> No
 
 
 def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
-    """``p.grad`` is as late as declared when backward returns, and so are the steps.
-
-    Under a `DefersUpdates` schedule it is there after synchronize().
-    """
+    """``p.grad`` is as late as declared when backward returns, and so are the steps."""
     run = TrackedRun(comm, make, codec)
     late = run.optimizer.schedule.staleness_steps
     means: list[tuple[Gradients, Gradients, int, str]] = []
     for step in range(NUM_STEPS):
         run.backward(step)
-        if isinstance(run.optimizer.schedule, DefersUpdates):
-            run.optimizer.synchronize()
         got = run.gradients()
         if step < late:
             require(not got, f"backward pass {step} left gradients, of which step?")
@@ -590,7 +584,6 @@ class TrackedRun:
     @property
     def applied(self) -> list[Gradients]:
         """The gradients of every step that was taken."""
-        self.optimizer.synchronize()
         given = [self._inner.given.get(p, []) for p in self.model.parameters()]
         numbers = {len(gradients) for gradients in given}
         require(len(numbers) == 1, f"the parameters had {sorted(numbers)} steps")
@@ -670,8 +663,6 @@ class TrackedRun:
 
 class _Recorder(Optimizer):
     """SGD with momentum that keeps a copy of every gradient that it is given."""
-
-    is_separable = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), {"lr": 0.05, "momentum": 0.9})

@@ -13,7 +13,7 @@ from torchmn.autotune import tuner
 from torchmn.compression import ErrorFeedback, Quantized
 from torchmn.errors import UsageError
 from torchmn.resharding import mean_state, mean_tensor, reshard_codec
-from torchmn.schedules import EveryStepNextForward, PeriodicAverage
+from torchmn.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
@@ -76,48 +76,6 @@ def test_residuals_without_a_codec_are_dropped_with_a_warning() -> None:
 
     with pytest.warns(RuntimeWarning, match="has residuals of a codec, which are dropped"):
         run_ranks(rank_main, 2)
-
-
-# ---- plans ----
-
-
-def test_a_recorded_plan_is_used_at_once_and_dropped_on_other_ranks() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, schedule=EveryStepNextForward())
-        train(optimizer, model, comm, range(6))
-        state = described(optimizer.state_dict())
-        plan = optimizer.schedule.plan
-        assert state["torchmn"]["plan"]["order"] == list(plan.order)
-        readers = set(state["torchmn"]["plan"]["readers"])
-        assert readers == {name for name, _ in model.named_parameters()}
-        again, other = wrap(comm, schedule=EveryStepNextForward())
-        again.load_state_dict(model.state_dict())
-        other.load_state_dict(state)
-        assert other.schedule.plan == plan
-        for each, network in ((optimizer, model), (other, again)):
-            train(each, network, comm, range(3))
-            each.flush()
-        assert equal(values(model), values(again))
-        states = comm.allgather_obj(state)
-        assert "plan" not in other.reshard_state_dict(states, comm)["torchmn"]
-        plain, every_step = wrap(comm, schedule="every_step")
-        every_step.load_state_dict(state)  # a plan is nothing that could be lost
-
-    run_ranks(rank_main, 2)
-
-
-def test_a_plan_for_another_model_is_not_used() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, schedule=EveryStepNextForward())
-        train(optimizer, model, comm, range(6))
-        state = described(optimizer.state_dict())
-        for damage in ({"order": [0]}, {"readers": {"elsewhere": []}}):
-            wrong = {**state["torchmn"], "plan": {**state["torchmn"]["plan"], **damage}}
-            _, other = wrap(comm, schedule=EveryStepNextForward())
-            other.load_state_dict({**state, "torchmn": wrong})
-            assert other.schedule.plan is None
-
-    run_ranks(rank_main, 2)
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 8, 11, 15])

@@ -15,16 +15,15 @@ from torchmn.autotune import tuner
 from torchmn.autotune.predict import Plan
 from torchmn.compression import Float16
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
-from torchmn.schedules import EveryStep, EveryStepNextForward
+from torchmn.schedules import DoubleBuffering, EveryStep
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
 MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
-MAX_TURN_STEPS = EveryStepNextForward.num_warm_up_steps + tuner.NUM_TIMED
+MAX_TURN_STEPS = 1 + DoubleBuffering.staleness_steps + tuner.NUM_TIMED
 MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MAX_TURNS * MAX_TURN_STEPS
 ALLOWED = {
     "stale": "double_buffering",
-    "deferred": "every_step_next_forward",
     "lossy": "every_step",
 }
 
@@ -43,7 +42,7 @@ def wrap(comm, **options):
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("flat", [2]), ("hierarchical", [2, 1])])
-@pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale", "deferred"), tuple(ALLOWED)])
+@pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale",), tuple(ALLOWED)])
 def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, capfd) -> None:
     topology = Topology.blocks(nodes)
     options = {f"allow_{kind}": True for kind in allowed}
@@ -127,7 +126,6 @@ def test_schedules_that_cannot_work_in_the_script_are_excluded() -> None:
         tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
         assert tried == {"every_step"}
         assert "without double_buffering: " in optimizer.tuner.reason
-        assert "without every_step_next_forward: " in optimizer.tuner.reason
         return values(model)
 
     results = run_ranks(rank_main, 2)
@@ -228,6 +226,11 @@ def test_drift_leads_to_a_new_plan(monkeypatch) -> None:
 def test_what_is_rejected(options: dict, text: str) -> None:
     with pytest.raises(UnsupportedError, match=text):
         run_ranks(lambda comm: wrap(comm, **options), 1)
+
+
+def test_what_takes_the_place_of_the_next_forward_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="Use 'every_step', with a codec"):
+        run_ranks(lambda comm: wrap(comm, schedule="every_step_next_forward"), 1)
 
 
 def test_auto_is_among_the_known_names() -> None:

@@ -90,7 +90,6 @@ def train(optimizer: FrameworkOptimizer, first: int, last: int) -> None:
         {},
         {"codec": "1bit"},
         {"schedule": "double_buffering"},
-        {"schedule": "every_step_next_forward"},
         {"schedule": "periodic_average"},
     ],
     ids=str,

@@ -8,11 +8,9 @@ from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
 from torchmn.communicators.allreduce import create_allreduce
-from torchmn.compression import create_codec
 from torchmn.gradients.bucket_set import BucketSet
 from torchmn.gradients.buckets import plan_buckets
 from torchmn.gradients.weights import PassContext
-from torchmn.units import KiB
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list:
@@ -153,59 +151,3 @@ def test_slots_behave_as_gradients() -> None:
         assert parameter.grad is slot
         optimizer.step()
         assert parameter.detach().real.tolist() == pytest.approx([0.8] * 3)
-
-
-# ---- cut into chunks ----
-
-
-def chunks_of(*numels: int, kib: int = 64, codec=None, bucket_bytes=1 << 20, dtype=torch.float32):
-    named = [(f"p{i}", nn.Parameter(torch.zeros(n, 1, dtype=dtype))) for i, n in enumerate(numels)]
-    return plan_buckets(
-        named,
-        granularity="bucket",
-        bucket_bytes=bucket_bytes,
-        num_footer=3,
-        chunk_bytes=kib * KiB,
-        codec=codec,
-    )
-
-
-def test_chunks_are_smaller_towards_the_first_parameters() -> None:
-    chunks = chunks_of(1_000_000, kib=1024)
-    sizes = [chunk.buffer.nbytes // KiB for chunk in chunks[:-1]]
-    assert sizes[-3:] == pytest.approx([512, 256, 128], abs=8)
-    assert all(size <= 1024 + 8 for size in sizes)
-
-
-@pytest.mark.parametrize("codec", [None, "float16", "int8", "1bit", "power_sgd"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_every_element_travels_once(codec: str | None, dtype: torch.dtype) -> None:
-    made = create_codec(codec) if codec else None
-    numels = (0, 70_001, 3, 0, 150_000, 7, 0)
-    chunks = chunks_of(*numels, codec=made, bucket_bytes=400_000, dtype=dtype)
-    assert len(chunks) > 3 or codec == "power_sgd"
-    for chunk in chunks:
-        chunk.buffer.add_(1)
-        assert chunk.layout.end <= chunk.buffer.numel()
-    slots = {id(slot): slot for chunk in chunks for slot in chunk.slots}.values()
-    assert all((slot.buffer == 1).all() for slot in slots)
-    assert sum(chunk.layout.numel for chunk in chunks) == sum(numels)
-    assert [chunk.index for chunk in chunks] == list(range(len(chunks)))
-    assert chunks[-1].num_exact == 3
-    assert not any(chunk.num_exact for chunk in chunks[:-1])
-    assert len(slots) == len(numels)
-    assert all(slot.buckets for slot in slots)
-
-
-@pytest.mark.parametrize("codec", ["int8", "1bit"])
-def test_cuts_are_where_blocks_begin(codec: str) -> None:
-    made = create_codec(codec)
-    for chunk in chunks_of(500_001, codec=made)[:-1]:
-        for segment in chunk.layout.segments:
-            assert segment.offset % made.block_length == 0
-
-
-def test_power_sgd_gets_whole_parameters() -> None:
-    chunks = chunks_of(100_000, 200_000, 50, codec=create_codec("power_sgd"))
-    assert all(segment.is_whole for chunk in chunks for segment in chunk.layout.segments)
-    assert len(chunks) == 3  # the tiny one goes with its neighbour, then the footer

@@ -13,7 +13,6 @@ from torch import nn
 from tests.unit.models import batch, equal, grads, loss_of, mlp, near
 from torchmn import create_multi_node_optimizer
 from torchmn.gradients.gradient_memory import GradientMemory
-from torchmn.schedules import EveryStepNextForward
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 
@@ -90,7 +89,7 @@ class TestReuse:
 
 
 @pytest.mark.parametrize("name", ["flat", "hierarchical", "naive"])
-@pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "every_step_next_forward"])
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
 def test_gradients_of_earlier_passes_keep_their_values(name: str, schedule: str) -> None:
     def rank_main(comm):
         model = mlp()
@@ -101,7 +100,6 @@ def test_gradients_of_earlier_passes_keep_their_values(name: str, schedule: str)
         for step in range(6):
             optimizer.zero_grad()
             loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.synchronize()
             if model[0].weight.grad is not None:
                 held.append([p.grad for p in model.parameters()])
                 copies.append(grads(model))
@@ -137,21 +135,18 @@ def test_views_of_the_bucket_are_overwritten_by_the_next_pass() -> None:
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_a_bucket_in_use_by_the_script_gets_new_memory(holder: str, is_cut: bool) -> None:
+def test_a_bucket_in_use_by_the_script_gets_new_memory(holder: str) -> None:
     """And only then: without it the same memory holds every mean, with no copy."""
 
     def rank_main(comm):
         model = mlp()
-        schedule = EveryStepNextForward(chunk_bytes=64) if is_cut else "every_step"
         optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=schedule
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
         )
         addresses, held, copy = [], None, None
         for step in range(6):
             optimizer.zero_grad()
             loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.synchronize()
             gradient = model[0].weight.grad
             addresses.append(gradient.data_ptr())
             if step == 2 and comm.rank == 0:
@@ -160,8 +155,7 @@ def test_a_bucket_in_use_by_the_script_gets_new_memory(holder: str, is_cut: bool
             optimizer.step()
         if held is not None and holder not in ("a graph", "a row"):
             assert torch.equal(torch.as_tensor(held).view(-1), copy.view(-1))
-        if not is_cut:
-            assert len(set(addresses)) == (2 if comm.rank == 0 else 1)
+        assert len(set(addresses)) == (2 if comm.rank == 0 else 1)
         return [p.detach().clone() for p in model.parameters()]
 
     first, second = run_ranks(rank_main, 2)

@@ -59,16 +59,12 @@ def train(
         optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps")
-@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
 @pytest.mark.parametrize("change", [clip, replace, clear_first, keep])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_as_one_process(world_size: int, change: Change, schedule: str) -> None:
+def test_as_one_process(world_size: int, change: Change) -> None:
     def rank_main(comm):
         model = mlp()
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule=schedule, weight="samples"
-        )
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
         train(model, optimizer, change, comm.rank, comm.size)
         optimizer.flush()
         return values(model)
@@ -80,8 +76,7 @@ def test_as_one_process(world_size: int, change: Change, schedule: str) -> None:
     assert near(results[0], values(alone))
 
 
-@pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps")
-@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward", "phases"])
+@pytest.mark.parametrize("schedule", ["every_step", "phases"])
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
@@ -299,21 +294,20 @@ def train_both(model: nn.Module, optimizers, change: Change, rank: int, size: in
     return values(model)
 
 
-def both(comm, model: nn.Module, schedule: str):
+def both(comm, model: nn.Module):
     """In the order in which a backward pass reaches their layers."""
     return [
-        create_multi_node_optimizer(sgd(part), comm, part, schedule=schedule, weight="samples")
+        create_multi_node_optimizer(sgd(part), comm, part, weight="samples")
         for part in (model[2], model[0])
     ]
 
 
-@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
-def test_two_optimizers_of_one_backward_pass(schedule: str) -> None:
+def test_two_optimizers_of_one_backward_pass() -> None:
     """Late ranks exchange for one after the other: nothing may come between."""
 
     def rank_main(comm):
         model = mlp()
-        return train_both(model, both(comm, model, schedule), keep, comm.rank, comm.size)
+        return train_both(model, both(comm, model), keep, comm.rank, comm.size)
 
     alone = mlp()
     train_both(alone, [sgd(alone[2]), sgd(alone[0])], keep, 0, 1)
@@ -321,13 +315,11 @@ def test_two_optimizers_of_one_backward_pass(schedule: str) -> None:
         assert near(result, values(alone))
 
 
-@pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps")
-@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
 @pytest.mark.parametrize("change", [clip, replace])
-def test_two_optimizers_of_one_backward_pass_refuse_a_change(change: Change, schedule: str) -> None:
+def test_two_optimizers_of_one_backward_pass_refuse_a_change(change: Change) -> None:
     def rank_main(comm):
         model = mlp()
-        train_both(model, both(comm, model, schedule), change, comm.rank, comm.size)
+        train_both(model, both(comm, model), change, comm.rank, comm.size)
 
     with pytest.raises(RankMismatchError, match="optimizers share a backward pass"):
         run_ranks(rank_main, 2, timeout_s=20)

@@ -23,7 +23,6 @@ from torchmn.testing import run_ranks
 KINDS = {
     "samples": lambda: {"weight": "samples"},
     "blocks": lambda: {"schedule": PeriodicAverage(block_size=1e6)},
-    "next forward": lambda: {"schedule": "every_step_next_forward"},
 }
 
 
@@ -102,20 +101,19 @@ def test_what_is_hidden_is_only_ours() -> None:
     model[0].register_forward_pre_hook(_double)
     hooks = ModelHooks()
     hooks.before_forward(model, lambda module, args, kwargs: calls.append("before"))
-    hooks.after_forward(model[0], lambda module: calls.append("after"))
     hooks.before_copy(model, lambda: calls.append("copy"))
     x = torch.ones(1, 5)
     twin = copy.deepcopy(model)
     assert calls == ["copy"]
     assert torch.equal(model(x), twin(x))
-    assert calls == ["copy", "before", "after"]
+    assert calls == ["copy", "before"]
     assert torch.equal(twin(x), model[0].forward(2 * x))
     hooks.remove()
     plain = nn.Sequential(nn.Linear(5, 3))
     assert model.__dict__.keys() == plain.__dict__.keys()
     model(x)
     copy.deepcopy(model)
-    assert calls == ["copy", "before", "after"]
+    assert calls == ["copy", "before"]
 
 
 def test_code_without_the_hooks_is_not_run_for_a_module_that_has_them() -> None:

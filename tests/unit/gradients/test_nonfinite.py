@@ -130,13 +130,12 @@ def test_the_norm_is_clipped_before_each_step() -> None:
     run_ranks(rank_main, 2)
 
 
-@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
 @pytest.mark.parametrize("has_closure", [False, True])
-def test_one_rank_alone_refuses_too(schedule: str, has_closure: bool) -> None:
+def test_one_rank_alone_refuses_too(has_closure: bool) -> None:
     def rank_main(comm):
         model = mlp()
         optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=schedule
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
         )
         before = values(model)
 

@@ -74,25 +74,21 @@ def train(comm, make, num_steps=4, has_output=True):
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.filterwarnings("ignore:every_step_next_forward:RuntimeWarning")
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 @pytest.mark.parametrize("way", ["gathered", "densified"])
-@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
-def test_is_one_process_on_the_whole_batch(num_ranks, way, schedule, monkeypatch) -> None:
+def test_is_one_process_on_the_whole_batch(num_ranks, way, monkeypatch) -> None:
     if way == "densified":
         monkeypatch.setattr(sparse_gradients, "_INDEX_BYTES", 10**6)
     ways = {
         "sgd": lambda comm: train(
             comm,
             lambda model: (
-                sgd(model)
-                if comm is None
-                else create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+                sgd(model) if comm is None else create_multi_node_optimizer(sgd(model), comm, model)
             ),
         ),
-        "sparse adam": lambda comm: train(comm, lambda model: Both(comm, model, schedule=schedule)),
+        "sparse adam": lambda comm: train(comm, lambda model: Both(comm, model)),
         "nothing dense": lambda comm: train(
-            comm, lambda model: Both(comm, model, schedule=schedule), has_output=False
+            comm, lambda model: Both(comm, model), has_output=False
         ),
     }
     for name, script in ways.items():

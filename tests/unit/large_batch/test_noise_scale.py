@@ -482,7 +482,7 @@ def refuse(make: Callable[[Communicator], object], error: type[Exception], text:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"schedule": "every_step_next_forward"}, "does not hold whole after each backward pass"),
+        ({"schedule": "block_momentum"}, "does not hold whole after each backward pass"),
         ({"schedule": "diloco"}, "Measure in a short run with schedule='every_step'"),
         ({"codec": "int8"}, "codec .*whose error would be taken for noise"),
         ({"reduction": "sum"}, "a sum grows with the batch"),

@@ -443,7 +443,6 @@ def test_copies_of_a_chain_along_a_data_axis(schedule: str, codec: str | None) -
 
 SCHEDULES: dict[str, Callable[[], Any]] = {
     "double_buffering": lambda: "double_buffering",
-    "every_step_next_forward": lambda: "every_step_next_forward",
     "periodic_average": lambda: PeriodicAverage(16),
     "diloco": lambda: DiLoCo(16),
     "block_momentum": lambda: BlockMomentum(16),

@@ -410,7 +410,7 @@ def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["flat", "hierarchical"])
-@pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "every_step_next_forward"])
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
 @pytest.mark.parametrize("codec", [None, "1bit"])
 def test_a_backward_that_raises_on_all_ranks_may_be_repeated(name: str, schedule, codec) -> None:
     def rank_main(comm, *, raises):

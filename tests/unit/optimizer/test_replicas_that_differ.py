@@ -185,13 +185,11 @@ def test_buffers_that_a_script_averages_are_the_same() -> None:
     assert equal(first, second)
 
 
-@pytest.mark.parametrize("schedule", ["every_step", "every_step_next_forward"])
-@pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps")
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_step_that_one_rank_leaves_out_is_refused_on_all(size: int, schedule: str) -> None:
+def test_a_step_that_one_rank_leaves_out_is_refused_on_all(size: int) -> None:
     def rank_main(comm):
         model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
         seen = []
 
         def train():
@@ -248,25 +246,6 @@ def test_what_all_ranks_do_is_no_difference(schedule: str) -> None:
 
     first, second = run_ranks(rank_main, 2, timeout_s=10)
     assert equal(first, second)
-
-
-@pytest.mark.filterwarnings("ignore:(.|\n)*nothing of it overlaps")
-def test_parameters_whose_updates_are_deferred_are_not_compared() -> None:
-    """Updates may be applied on one rank and pending on another."""
-
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule="every_step_next_forward"
-        )
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
-            assert optimizer.reducer.replicas.now.checksum is None
-        optimizer.close()
-
-    run_ranks(rank_main, 2, timeout_s=10)
 
 
 @pytest.mark.parametrize(

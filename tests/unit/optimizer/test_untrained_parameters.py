@@ -31,7 +31,7 @@ def test_it_is_named_once() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(.|\\n)*no multi-node optimizer trains them")
-@pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "every_step_next_forward"])
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
 def test_they_are_means_though_a_rank_has_no_data(schedule: str) -> None:
     def rank_main(comm) -> None:
         model = mlp()

@@ -35,7 +35,7 @@ class Training:
             self.model[2].bias.view(torch.int64)[0] ^= 1
 
 
-SCHEDULES = ["every_step", "double_buffering", "every_step_next_forward"]
+SCHEDULES = ["every_step", "double_buffering"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
