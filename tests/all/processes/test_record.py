@@ -101,7 +101,7 @@ def test_every_schedule_records_its_steps(sections: dict[str, list[list[Line]]])
             elif isinstance(line, Step):
                 name = f"{settings['schedule']} {settings['codec']}"
                 by_schedule.setdefault(name, []).append(line)
-        assert [len(steps) for steps in by_schedule.values()] == [NUM_STEPS] * 6
+        assert [len(steps) for steps in by_schedule.values()] == [NUM_STEPS] * 5
         for steps in by_schedule.values():
             for step in steps:
                 assert {"forward", "backward", "optimizer", "data"} <= step.phases.keys()

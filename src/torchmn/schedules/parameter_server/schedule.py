@@ -19,7 +19,6 @@ at the server, with the worker's hyper-parameters at that step; a shard holds wh
 from __future__ import annotations
 
 import atexit
-import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -39,17 +38,9 @@ from torchmn.gradients.reducer import GradientReducer
 from torchmn.model_tensors import parameters_of
 from torchmn.profiling import recording
 from torchmn.schedules.base import ReplicaConsistency, Schedule
-from torchmn.schedules.parameter_server.channels import (
-    Channel,
-    Kind,
-    LocalChannel,
-    NetworkChannel,
-    Response,
-    ServerClient,
-    start_threads,
-)
+from torchmn.schedules.parameter_server.messages import Messages, ServerClient, WorkerThread
 from torchmn.schedules.parameter_server.pulled_parameters import PulledParameters
-from torchmn.schedules.parameter_server.server import Rules, ShardServer
+from torchmn.schedules.parameter_server.server import Reply, Rules, ShardServer
 from torchmn.schedules.parameter_server.shards import (
     Hyper,
     ShardMemory,
@@ -58,7 +49,7 @@ from torchmn.schedules.parameter_server.shards import (
     hyper_parameters,
 )
 from torchmn.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
-from torchmn.transports.base import Transport, abort_pending_receives
+from torchmn.transports.base import abort_pending_receives
 
 _GRACE_S = 2.0
 
@@ -122,7 +113,7 @@ class ParameterServer(Schedule):
         """Ranks that died or left early; training continued without them."""
         self._own = StalenessRecord()
         self._reported: dict[int, StalenessRecord] = {}
-        self._work: Work[dict[int, Response]] | None = None
+        self._work: Work[dict[int, Any]] | None = None
         self._episode = 0
         self._clock = 0
         self._is_open = False
@@ -132,9 +123,8 @@ class ParameterServer(Schedule):
         self._had_gradients: set[str] = set()
         """Parameters of which a gradient was pushed."""
         self._server: ShardServer | None = None
-        self._channels: list[Channel] = []
-        self._threads: list[threading.Thread] = []
-        self._transport: Transport | None = None
+        self._threads: list[WorkerThread] = []
+        self._messages: Messages | None = None
 
     def __repr__(self) -> str:
         text = (
@@ -180,23 +170,19 @@ class ParameterServer(Schedule):
                 ly.dtype: ly for m in self._memory.values() for ly in m.layouts
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
-        self._transport = comm.new_transport("servers") if comm.size > 1 else None
-        local = self._start_server(shards) if comm.rank in servers else None
+        if comm.size > 1:
+            self._messages = Messages(comm.new_transport("servers"), comm.timeout_s, comm.trust)
+        if comm.rank in servers:
+            self._start_server(shards[comm.rank])
         self._client = ServerClient(
-            self._transport,
-            self._memory,
-            local,
-            self._codec,
-            timeout_s=comm.timeout_s,
-            trust=comm.trust,
-            rank_label=comm.rank_label,
+            self._messages, self._memory, self._server, self._codec, comm.rank, comm.rank_label
         )
         self._engine = Engine(torch.device("cpu"))
         comm.on_finalize(self.close)
         # Before the interpreter takes down its threads, and before MPI is finalized.
         atexit.register(self.close)
 
-    def _start_server(self, shards: Mapping[int, list[NamedParameter]]) -> LocalChannel:
+    def _start_server(self, shard: list[NamedParameter]) -> None:
         comm = self._comm
         rules = Rules(
             max_staleness=self.max_staleness,
@@ -204,25 +190,15 @@ class ParameterServer(Schedule):
             delay_compensation=self.delay_compensation,
             timeout_s=comm.timeout_s,
         )
-        shard = shards[comm.rank]
         self._server = self._server_class(comm.rank, shard, self._inner, comm.size, rules)
-        local = LocalChannel(comm.rank, self._memory[comm.rank])
-        self._channels = [local]
-        if self._transport is not None:
-            self._channels += [
-                NetworkChannel(
-                    self._transport,
-                    worker,
-                    shard,
-                    self._codec,
-                    timeout_s=comm.timeout_s,
-                    trust=comm.trust,
-                )
+        if self._messages is not None:
+            self._threads = [
+                WorkerThread(self._server, worker, self._messages, self._codec)
                 for worker in range(comm.size)
                 if worker != comm.rank
             ]
-        self._threads = start_threads(self._server, self._channels)
-        return local
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """Disconnect from all servers and stop this rank's own. Local; may be called again.
@@ -235,28 +211,29 @@ class ParameterServer(Schedule):
         atexit.unregister(self.close)
         self._comm.cancel_on_finalize(self.close)
         is_stuck = self._work is not None and not self._work.done
-        if is_stuck:  # an error ended the loop while the worker's thread waits for a response
-            for channel in self._channels:
-                channel.end()
-        else:
+        if not is_stuck:  # else an error ended the loop while a request waits for its responses
             self._client.leave(_GRACE_S)
         if self._server is not None:
             self._server.close(f"{self._comm.rank_label} has ended its training.")
         deadline = time.monotonic() + _GRACE_S
         for thread in self._threads:
+            if is_stuck:
+                thread.end()
             thread.join(max(0.0, deadline - time.monotonic()))
+        transport = self._messages.transport if self._messages is not None else None
         if is_stuck or any(thread.is_alive() for thread in self._threads):
-            for channel in self._channels:
-                channel.end()
-            if self._transport is not None:
-                abort_pending_receives(self._transport)
+            for thread in self._threads:
+                thread.end()
+            if transport is not None:
+                abort_pending_receives(transport)
             # A thread that returns from a wait while the interpreter exits would end the process
             # with a signal; by now all of them return.
             for thread in self._threads:
                 thread.join(5 * _GRACE_S)
         self._engine.close()
-        if self._transport is not None and not any(t.is_alive() for t in self._threads):
-            self._comm.close_transport(self._transport)
+        self._client.close()
+        if transport is not None and not any(t.is_alive() for t in self._threads):
+            self._comm.close_transport(transport)
 
     # ---- a step ----
 
@@ -275,21 +252,20 @@ class ParameterServer(Schedule):
         self._collect()
         nonfinite = [name for _, name, p, _ in self._places if not _is_finite(p.grad)]
         self._act_on(nonfinite)
-        metadata = {} if nonfinite else self._pack()
+        fields = dict.fromkeys(self._memory, {}) if nonfinite else self._pack()
         if not nonfinite and (nonfinite := self._client.encode()):  # beyond the codec's range
             self._act_on(nonfinite)
         self._open()
         self._clock += 1
-        kind = Kind.SKIP if nonfinite else Kind.PUSH
-        episode, clock = self._episode, self._clock
+        kind = "skip" if nonfinite else "push"
+        place = {"episode": self._episode, "clock": self._clock}
+        requests = {server: {**place, **own} for server, own in fields.items()}
         if self.pipeline:
-            self._work = self._engine.submit(
-                lambda: self._client.request(kind, episode, clock, metadata)
-            )
+            self._work = self._engine.submit(lambda: self._client.request(kind, requests))
         else:
             with recording.timed("exchange"):
-                responses = self._client.request(kind, episode, clock, metadata)
-            self._pulled(responses)
+                replies = self._client.request(kind, requests)
+            self._pulled(replies)
         self._call_hooks("_optimizer_step_post_hooks")
 
     def _pack(self) -> dict[int, dict[str, Any]]:
@@ -330,22 +306,20 @@ class ParameterServer(Schedule):
             work, self._work = self._work, None
             self._pulled(work.wait())
 
-    def _pulled(self, responses: Mapping[int, Response]) -> None:
+    def _pulled(self, replies: Mapping[int, Reply]) -> None:
         """Install the result of a push and record its staleness."""
-        self._install(responses)
-        replies = [response.reply for response in responses.values()]
+        self._install(replies)
         self._own.add(
-            max(reply.num_updates_late for reply in replies),
-            max(reply.num_steps_ahead for reply in replies),
+            max(reply.num_updates_late for reply in replies.values()),
+            max(reply.num_steps_ahead for reply in replies.values()),
         )
 
-    def _install(self, responses: Mapping[int, Response]) -> None:
+    def _install(self, replies: Mapping[int, Reply]) -> None:
         """Copy the pulled values into the parameters."""
         with torch.no_grad():
             for _, _, parameter, slot in self._places:
                 parameter.copy_(slot)
         self._pulled_parameters.note()
-        replies = {server: response.reply for server, response in responses.items()}
         for server, reply in replies.items():
             self.versions[server] = reply.version
         lost = {worker for reply in replies.values() for worker in reply.lost} - self.lost
@@ -406,24 +380,23 @@ class ParameterServer(Schedule):
         self._raise_if_changed()
         self._collect()
         self._open()
-        metadata = {"record": self._own.as_json()}
-        responses = self._client.request(
-            Kind.FINISH, self._episode, 0, dict.fromkeys(self._memory, metadata)
-        )
-        self._install(responses)
-        for reply in (response.reply for response in responses.values()):
-            for rank, record in reply.records.items():
-                self._reported[rank] = StalenessRecord.from_json(record)
+        episode = {"episode": self._episode}
+        record = {**episode, "record": self._own.as_json()}
+        replies = self._client.request("finish", dict.fromkeys(self._memory, record))
+        self._install(replies)
+        for reply in replies.values():
+            for rank, found in reply.records.items():
+                self._reported[rank] = StalenessRecord.from_json(found)
         self._gather_state()
-        self._client.request(Kind.CONFIRM, self._episode, 0, {})
+        self._client.request("confirm", dict.fromkeys(self._memory, episode))
         self._episode += 1
         self._is_open = False
 
     def _gather_state(self) -> None:
         """Copy the state of the optimizer from the servers into the inner one."""
-        responses = self._client.request(Kind.STATE, self._episode, 0, {})
+        states = self._client.request("state", dict.fromkeys(self._memory, {}))
         for server, name, parameter, _ in self._places:
-            state = responses[server].state.get(name)
+            state = states[server].get(name)
             self._inner.state.pop(parameter, None)
             if state is not None:
                 self._inner.state[parameter] = device_copy(state, parameter)

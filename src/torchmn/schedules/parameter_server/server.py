@@ -20,14 +20,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.gradients.buckets import NamedParameter
 from torchmn.schedules.parameter_server.shards import (
     Hyper,
@@ -35,15 +35,16 @@ from torchmn.schedules.parameter_server.shards import (
     host_copy,
     optimizer_like,
     set_hyper_parameters,
-    state_of,
 )
 
-KeepAlive = Callable[[], None]
-"""Tells a waiting worker that its server is alive; called without the lock."""
+Stay = Callable[[], None]
+"""Makes a waiting worker ask again, so that it knows its server to be alive; without the lock."""
 
+_Pulled = tuple[int, ShardMemory | None]
+"""What a worker pulled: the version, and the values if they are needed again."""
 _NO_WORKER = 2**62
-_KEEPALIVES_PER_LIMIT = 4
-"""How many keepalives a waiting worker receives within the time limit."""
+_ASKS_PER_LIMIT = 4
+"""How often a waiting worker asks within the time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Push:
     memory: ShardMemory
     """Holds the gradients; then the parameters."""
     has_gradients: bool = True
-    absent: frozenset[str] = frozenset()
+    absent: Collection[str] = ()
     """Parameters without a gradient, which are not updated."""
     hyper: Hyper | None = None
     """The worker's options of the groups, if they changed since its last push."""
@@ -107,10 +108,11 @@ class ShardServer:
         )
         self._changed = threading.Condition()
         self._alive = set(range(num_workers))
-        self._lost: dict[int, str] = {}
-        self._closed_because: str | None = None
+        self.lost: dict[int, str] = {}
+        """Workers that died, with the reason."""
         self._time_limit_error: TimeLimitError | None = None
-        self._failure: BaseException | None = None
+        self._closed: CommunicationError | None = None
+        self._failure: CommunicationError | None = None
         self._version = 0
         self._opened = self._episode = -1
         self._arrived = dict.fromkeys(range(num_workers), -1)
@@ -133,7 +135,10 @@ class ShardServer:
     def close(self, why: str) -> None:
         """Reject all requests from now on."""
         with self._changed:
-            self._closed_because = why
+            self._closed = self._time_limit_error or PeerLostError(  # the former names a rank
+                f"{why} Its part of the parameters is not available to the others: end the "
+                "training on all ranks with flush() or optimizer.join()."
+            )
             self._notify()
 
     def fail(self, error: BaseException) -> CommunicationError:
@@ -142,26 +147,39 @@ class ShardServer:
         From any thread.
         """
         with self._changed:
-            self._failure = self._failure or error
+            if self._failure is None:
+                self._failure = CommunicationError(
+                    f"the server on rank {self.rank} raised {type(error).__name__}: {error}. Its "
+                    "part of the parameters may be half updated: resume from the last checkpoint."
+                )
+                self._failure.__cause__ = error
             self._notify()
-            return self._describe_failure(self._failure)
-
-    def _describe_failure(self, error: BaseException) -> CommunicationError:
-        failure = CommunicationError(
-            f"the server on rank {self.rank} raised {type(error).__name__}: {error}. Its part of "
-            "the parameters may be half updated: resume from the last checkpoint."
-        )
-        failure.__cause__ = error
-        return failure
-
-    @property
-    def lost(self) -> dict[int, str]:
-        """Workers that died, with the reason."""
-        return dict(self._lost)
+            return self._failure
 
     # ---- the workers' threads ----
 
-    def push(self, push: Push, keep_alive: KeepAlive) -> Reply:
+    def answer(
+        self, kind: str, worker: int, fields: dict[str, Any], memory: ShardMemory, stay: Stay
+    ) -> Any:
+        """Do what a worker requests: `push` (or ``skip``), `finish`, `confirm` or `state`.
+
+        Raises what they raise; from an error of the user's optimizer the server does not recover.
+        """
+        try:
+            if kind == "state":
+                return self.state()
+            if kind == "confirm":
+                return self.confirm(worker, stay=stay, **fields)
+            if kind == "finish":
+                return self.finish(worker, memory=memory, stay=stay, **fields)
+            fields = {"worker": worker, "memory": memory, "has_gradients": kind == "push", **fields}
+            return self.push(Push(**fields), stay)
+        except TorchmnError:
+            raise
+        except BaseException as error:  # no worker may wait
+            raise self.fail(error) from error
+
+    def push(self, push: Push, stay: Stay) -> Reply:
         """Apply a push; return when the worker may continue, with the parameters in its memory.
 
         Raises TimeLimitError: it may not, and no worker made progress for ``timeout_s``.
@@ -169,45 +187,43 @@ class ShardServer:
         worker, rules = push.worker, self.rules
         with self._changed:
             self._arrive(worker, push.episode)
-            self._wait(lambda: self._has_begun(push.episode), push.episode, keep_alive)
+            self._wait(lambda: self._has_begun(push.episode), push.episode, stay)
             if push.hyper is not None:
                 self._hyper[worker] = push.hyper
             pulled = self._pulled[worker]
             base = pulled.popleft()
-            num_late = self._version - base.version
+            num_late = self._version - base[0]
             if push.has_gradients:
                 self._apply(push, base)
             self._clocks[worker] = push.clock
             self._notify()
             bound = push.clock + rules.lead - rules.max_staleness
-            self._wait(lambda: self._slowest() >= bound, push.episode, keep_alive)
+            self._wait(lambda: self._slowest() >= bound, push.episode, stay)
             ahead = push.clock + rules.lead - min(self._slowest(), push.clock)
             push.memory.copy_(self._values)
-            pulled.append(self._keep(base))
+            pulled.append(self._keep(base[1]))
             return Reply(
                 version=self._version,
                 num_updates_late=num_late,
                 num_steps_ahead=ahead,
-                lost=tuple(self._lost),
+                lost=tuple(self.lost),
             )
 
     def finish(
-        self, worker: int, episode: int, memory: ShardMemory, record: Any, keep_alive: KeepAlive
+        self, worker: int, episode: int, memory: ShardMemory, record: Any, stay: Stay
     ) -> Reply:
         """The worker is done with this episode; return when all are, with the last parameters."""
         with self._changed:
             self._arrive(worker, episode)
-            self._wait(lambda: self._has_begun(episode), episode, keep_alive)
+            self._wait(lambda: self._has_begun(episode), episode, stay)
             self._done[worker] = episode
             self._records[worker] = record
             self._notify()
-            self._wait(
-                lambda: all(self._done[w] >= episode for w in self._alive), episode, keep_alive
-            )
+            self._wait(lambda: all(self._done[w] >= episode for w in self._alive), episode, stay)
             memory.copy_(self._values)
-            return Reply(version=self._version, lost=tuple(self._lost), records=dict(self._records))
+            return Reply(version=self._version, lost=tuple(self.lost), records=dict(self._records))
 
-    def confirm(self, worker: int, episode: int, keep_alive: KeepAlive) -> Reply:
+    def confirm(self, worker: int, episode: int, stay: Stay) -> None:
         """The worker has all results of this episode; return when all workers have.
 
         So no rank exits, and ends its server, while another still requests the state.
@@ -216,15 +232,15 @@ class ShardServer:
             self._confirmed[worker] = episode
             self._notify()
             self._wait(
-                lambda: all(self._confirmed[w] >= episode for w in self._alive), episode, keep_alive
+                lambda: all(self._confirmed[w] >= episode for w in self._alive), episode, stay
             )
-            return Reply(version=self._version)
 
     def state(self) -> dict[str, Any]:
         """The optimizer state of the shard, by parameter name. A copy."""
         with self._changed:
             self._raise_if_closed()
-            return state_of(self._optimizer, self._copies)
+            states = self._optimizer.state
+            return {n: host_copy(states[p]) for n, p in self._copies.items() if p in states}
 
     def leave(self, worker: int, why: str | None = None) -> None:
         """The worker has left, or is lost because of ``why``. It is no longer waited for."""
@@ -233,7 +249,7 @@ class ShardServer:
             if why is None and self._arrived[worker] > self._done[worker]:
                 why = "it left before the end of the training"
             if why is not None:
-                self._lost[worker] = why
+                self.lost[worker] = why
             self._notify()
 
     # ---- inside, with the lock ----
@@ -244,15 +260,9 @@ class ShardServer:
         self._notify()
 
     def _raise_if_closed(self) -> None:
-        if self._failure is not None:
-            raise self._describe_failure(self._failure)
-        if self._closed_because is not None:
-            if self._time_limit_error is not None:  # the reason, which names the missing rank
-                raise TimeLimitError(str(self._time_limit_error))
-            raise PeerLostError(
-                f"{self._closed_because} Its part of the parameters is not available to the "
-                "others: end the training on all ranks with flush() or optimizer.join()."
-            )
+        error = self._failure or self._closed
+        if error is not None:
+            raise type(error)(str(error)) from error
 
     def _notify(self) -> None:
         self._progress_s = time.monotonic()
@@ -283,14 +293,13 @@ class ShardServer:
         }
         self._notify()
 
-    def _keep(self, free: _Pulled | None) -> _Pulled:
+    def _keep(self, free: ShardMemory | None) -> _Pulled:
         """Keep the values that a worker pulls now, in memory that is free again."""
         if not self.rules.delay_compensation:
-            return _Pulled(self._version, None)
-        values = free.values if free is not None else None
-        values = values or ShardMemory(self.parameters)
+            return self._version, None
+        values = free or ShardMemory(self.parameters)
         values.copy_(self._values)
-        return _Pulled(self._version, values)
+        return self._version, values
 
     def _apply(self, push: Push, base: _Pulled) -> None:
         if push.worker in self._hyper:
@@ -300,8 +309,8 @@ class ShardServer:
             if name in push.absent:
                 copy.grad = None
                 continue
-            if base.values is not None:
-                drift = self._values.slots[name] - base.values.slots[name]
+            if base[1] is not None:
+                drift = self._values.slots[name] - base[1].slots[name]
                 # |g|^2 for complex numbers, so that the diagonal stays real.
                 size = (grad * grad.conj()).real if grad.is_complex() else grad * grad
                 grad.add_(drift.mul_(size), alpha=self.rules.delay_compensation)
@@ -321,24 +330,24 @@ class ShardServer:
             default=_NO_WORKER,
         )
 
-    def _wait(self, is_ready: Callable[[], bool], episode: int, keep_alive: KeepAlive) -> None:
+    def _wait(self, is_ready: Callable[[], bool], episode: int, stay: Stay) -> None:
         limit_s = self.rules.timeout_s
-        next_keepalive_s = time.monotonic() + limit_s / _KEEPALIVES_PER_LIMIT
+        ask_s = time.monotonic() + limit_s / _ASKS_PER_LIMIT
         while not is_ready():
             self._raise_if_closed()
-            now = time.monotonic()
-            if now >= self._progress_s + limit_s:
+            now, end_s = time.monotonic(), self._progress_s + limit_s
+            if now >= end_s:
                 self._time_limit_error = TimeLimitError(self._describe_wait(episode))
                 raise self._time_limit_error
-            if now < next_keepalive_s:
-                self._changed.wait(min(next_keepalive_s, self._progress_s + limit_s) - now)
+            if now < ask_s:
+                self._changed.wait(min(ask_s, end_s) - now)
                 continue
             self._changed.release()
             try:
-                keep_alive()
+                stay()
             finally:
                 self._changed.acquire()
-            next_keepalive_s = now + limit_s / _KEEPALIVES_PER_LIMIT
+            ask_s = now + limit_s / _ASKS_PER_LIMIT
 
     def _describe_wait(self, episode: int) -> str:
         seen = []
@@ -355,11 +364,3 @@ class ShardServer:
             "limit (raise timeout_s=), may hang, or have left its loop without optimizer.join() "
             "or flush()."
         )
-
-
-@dataclass
-class _Pulled:
-    """What a worker pulled: the version, and the values if they are needed again."""
-
-    version: int
-    values: ShardMemory | None

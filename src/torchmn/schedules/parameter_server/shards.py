@@ -98,33 +98,20 @@ def hyper_parameters(inner: Optimizer) -> Hyper:
 def set_hyper_parameters(optimizer: Optimizer, hyper: Hyper) -> None:
     """Apply received options. Local."""
     for group, values in zip(optimizer.param_groups, hyper, strict=True):
-        group.update({k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        group.update(values)
 
 
 _OMIT = object()
 
 
 def _plain(key: str, value: object) -> object:
-    if key in _NOT_SENT:
-        return _OMIT
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    items = value if isinstance(value, (tuple, list)) else (value,)
-    if all(isinstance(item, (bool, int, float, str, type(None))) for item in items):
-        return list(items) if isinstance(value, (tuple, list)) else value
-    return _OMIT
-
-
-def state_of(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """The optimizer's state of each parameter, by name. A copy."""
-    return {
-        name: {
-            key: value.detach().clone() if isinstance(value, Tensor) else value
-            for key, value in optimizer.state[parameter].items()
-        }
-        for name, parameter in parameters.items()
-        if parameter in optimizer.state
-    }
+    if isinstance(value, list):
+        value = tuple(value)  # a copy, with which later ones are compared
+    items = value if isinstance(value, tuple) else (value,)
+    is_plain = all(isinstance(item, (bool, int, float, str, type(None))) for item in items)
+    return value if is_plain and key not in _NOT_SENT else _OMIT
 
 
 def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:

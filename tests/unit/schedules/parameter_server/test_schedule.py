@@ -23,7 +23,7 @@ from torchmn.errors import (
 )
 from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.schedules import ParameterServer
-from torchmn.schedules.parameter_server.channels import NetworkChannel
+from torchmn.schedules.parameter_server.messages import WorkerThread
 from torchmn.testing import run_ranks
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit
@@ -593,7 +593,7 @@ class TestWaiting:
 
         run_ranks(job, 3, timeout_s=2)
 
-    @pytest.mark.parametrize("place", ["step", "respond", "next_request"])
+    @pytest.mark.parametrize("place", ["step", "_send", "_receive"])
     @pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
     def test_an_error_of_a_server_is_raised_on_all_workers(
         self, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], place: str
@@ -603,14 +603,14 @@ class TestWaiting:
 
         def failing(original: Callable[..., object]) -> Callable[..., object]:
             def call(*arguments: object) -> object:
-                result = original(*arguments) if place == "next_request" else None
+                result = original(*arguments) if place == "_receive" else None
                 if next(num_calls) == 4:
                     raise kind("out of memory")
                 return result or original(*arguments)
 
             return call
 
-        owner = torch.optim.SGD if place == "step" else NetworkChannel
+        owner = torch.optim.SGD if place == "step" else WorkerThread
         monkeypatch.setattr(owner, place, failing(getattr(owner, place)))
 
         def job(comm: Communicator) -> str:

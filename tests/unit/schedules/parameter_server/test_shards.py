@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from torchmn.communicators.object_codec import build, describe
 from torchmn.schedules.parameter_server.shards import (
     ShardMemory,
     assign_shards,
@@ -68,7 +69,7 @@ class TestStripeMemory:
 
 
 class TestHyperParameters:
-    def test_are_sent_as_json_and_keep_every_bit(self) -> None:
+    def test_keep_every_bit_in_a_message(self) -> None:
         model = nn.Linear(3, 2)
         inner = torch.optim.AdamW(
             [{"params": [model.weight], "lr": 0.1 / 3}, {"params": [model.bias], "amsgrad": True}]
@@ -77,12 +78,21 @@ class TestHyperParameters:
         clone = optimizer_like(inner, {model.weight: copy})
         inner.param_groups[0]["lr"] = torch.tensor(0.25)
         inner.param_groups[1]["betas"] = (0.5, 1 / 3)
-        set_hyper_parameters(clone, json.loads(json.dumps(hyper_parameters(inner))))
+        body, _ = describe(hyper_parameters(inner))
+        set_hyper_parameters(clone, build(json.loads(json.dumps(body)), []))
         assert clone.param_groups[0]["lr"] == 0.25
         assert clone.param_groups[1]["betas"] == (0.5, 1 / 3)
         assert clone.param_groups[1]["amsgrad"] is True
         assert clone.param_groups[0]["params"] == [copy]
         assert clone.param_groups[1]["params"] == []
+
+    def test_a_list_that_is_changed_in_place_is_seen(self) -> None:
+        inner = torch.optim.AdamW([nn.Parameter(torch.zeros(2))])
+        inner.param_groups[0]["betas"] = [0.9, 0.99]
+        before = hyper_parameters(inner)
+        inner.param_groups[0]["betas"][0] = 0.5
+        assert before[0]["betas"] == (0.9, 0.99)
+        assert hyper_parameters(inner) != before
 
     def test_a_clone_shares_neither_hooks_nor_schedulers(self) -> None:
         model = nn.Linear(3, 2)
