@@ -10,6 +10,7 @@ from tests.contracts.suites import call_contracts
 from tests.contracts.suites.call_contracts import check_calls
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.mpi_pool import MpiPool
+from tests.limits import limit
 from torchmn.communicators import create, create_communicator
 from torchmn.testing import run_ranks
 from torchmn.testing.ranks import run_threads
@@ -43,12 +44,12 @@ def test_over_tcp(size: int) -> None:
     store = HashStore()
 
     def rank_main(rank: int) -> None:
-        inner = TorchDistributedTransport(store, rank, size, timeout_s=20, is_trusted=True)
+        inner = TorchDistributedTransport(store, rank, size, timeout_s=limit(20), is_trusted=True)
         comm = create_communicator(
             "hierarchical",
             transport=TcpTransport.connect(inner, TimeLimit(20)),
             topology=Topology.blocks([1] * size),
-            timeout_s=20,
+            timeout_s=limit(20),
         )
         with contextlib.closing(comm.world.transport):
             check_calls(comm)

@@ -112,7 +112,7 @@ def test_is_caught(wrong: type, contract, schedule: type, codec) -> None:
         with pytest.raises(ContractError):
             contract(comm, schedule, codec() if isinstance(codec, type) else codec)
 
-    run_ranks(rank_main, 3, timeout_s=20)
+    run_ranks(rank_main, 3)
 
 
 def test_every_contract_has_one_that_breaks_it() -> None:

@@ -533,7 +533,7 @@ def test_lost_rank_ends_a_save_with_an_error(tmp_path: Path) -> None:
 def test_ranks_that_do_not_share_the_file_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For real with mount namespaces: tests/smoke/test_checkpoint.py."""
+    """For real with mount namespaces: tests/all/processes/test_checkpoint.py."""
     from torchmn.checkpoint import create
 
     monkeypatch.setattr(create, "_sees", lambda token, comm: comm.rank != 1)

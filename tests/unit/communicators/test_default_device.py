@@ -8,6 +8,7 @@ from torch._C._distributed_c10d import HashStore
 
 import torchmn
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
+from tests.limits import limit
 from torchmn.communicators import ROUTES, Communicator
 from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
@@ -50,10 +51,12 @@ def test_everything_stays_on_the_cpu(name: str) -> None:
 
     def rank_main(rank: int) -> None:
         with torch.device("meta"):  # of this thread; set_default_device does the same
-            transport = TorchDistributedTransport(store, rank, 2, timeout_s=20, is_trusted=True)
+            transport = TorchDistributedTransport(
+                store, rank, 2, timeout_s=limit(20), is_trusted=True
+            )
             nodes = [1, 1] if name == "hierarchical" else [2]
             comm = torchmn.create_communicator(
-                name, transport=transport, topology=Topology.blocks(nodes), timeout_s=20
+                name, transport=transport, topology=Topology.blocks(nodes), timeout_s=limit(20)
             )
             try:
                 everything(comm)

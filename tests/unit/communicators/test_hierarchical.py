@@ -7,6 +7,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import torchmn
+from tests.limits import limit
 from torchmn.testing.ranks import run_threads
 from torchmn.topology import Topology
 from torchmn.transports.base import TimeLimit
@@ -23,7 +24,7 @@ def test_large_sums_between_nodes_of_different_sizes(ranks_per_node) -> None:
     store = HashStore()
 
     def rank_main(rank):
-        inner = TorchDistributedTransport(store, rank, size, timeout_s=10)
+        inner = TorchDistributedTransport(store, rank, size, timeout_s=limit(10))
         comm = torchmn.create_communicator(
             "hierarchical",
             transport=TcpTransport.connect(inner, TimeLimit(10)),

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.mpi_pool import MpiPool
+from tests.limits import limit
 from torchmn.data import scatter_dataset, scatter_index, shard_bounds
 from torchmn.data.packed_samples import PackedSamples
 from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
@@ -338,7 +339,7 @@ def test_memory_that_one_rank_cannot_map(
         scatter = functools.partial(scatter_dataset, encoded if comm.rank == 0 else None)
         return outcome(scatter, comm)
 
-    for error, seconds in run_ranks(attempt, 2, topology=topology, timeout_s=30):
+    for error, seconds in run_ranks(attempt, 2, topology=topology, timeout_s=limit(30)):
         assert isinstance(error, DataError)
         assert f"Rank {failing} on {topology.hosts[failing]}: " in str(error)
         assert "Cannot allocate memory" in str(error)

@@ -88,7 +88,7 @@ def test_one_rank_raises_and_all_ranks_raise(kind: Any, failing: int, own: type[
             return error
         return None
 
-    errors = run_ranks(body, 3, timeout_s=30)
+    errors = run_ranks(body, 3, timeout_s=limit(30))
     assert time.monotonic() - begin_s < limit(15)
     for rank, error in enumerate(errors):
         assert isinstance(error, own if rank == failing else CommunicationError)

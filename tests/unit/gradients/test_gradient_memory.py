@@ -281,5 +281,5 @@ def test_views_of_buckets_outlast_another_layout(route: str) -> None:
         return [p.detach().clone() for p in model.parameters()]
 
     expected = train(None)
-    for got in run_ranks(train, 2, name=route, topology=Topology.blocks([2]), timeout_s=10):
+    for got in run_ranks(train, 2, name=route, topology=Topology.blocks([2])):
         assert near(got, expected)

@@ -112,7 +112,7 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
     alone = mlp(dtype=torch.float32)
     scales, expected = train_scaled(alone, sgd(alone))
     assert scales[:3] == [64.0, 32.0, 16.0]
-    results = run_ranks(rank_main, world_size, timeout_s=20)
+    results = run_ranks(rank_main, world_size)
     assert all(found == scales and equal(held, results[0][1]) for found, held in results)
     assert near(results[0][1], expected, 1e-5)
 
@@ -311,7 +311,7 @@ def test_two_optimizers_of_one_backward_pass() -> None:
 
     alone = mlp()
     train_both(alone, [sgd(alone[2]), sgd(alone[0])], keep, 0, 1)
-    for result in run_ranks(rank_main, 2, timeout_s=20):
+    for result in run_ranks(rank_main, 2):
         assert near(result, values(alone))
 
 
@@ -322,7 +322,7 @@ def test_two_optimizers_of_one_backward_pass_refuse_a_change(change: Change) -> 
         train_both(model, both(comm, model), change, comm.rank, comm.size)
 
     with pytest.raises(RankMismatchError, match="optimizers share a backward pass"):
-        run_ranks(rank_main, 2, timeout_s=20)
+        run_ranks(rank_main, 2)
 
 
 def test_two_optimizers_of_two_backward_passes() -> None:
@@ -349,7 +349,7 @@ def test_two_optimizers_of_two_backward_passes() -> None:
 
     models = [mlp(), mlp(1)]
     expected = train_in_turn(models, [sgd(model) for model in models], 0, 1)
-    for result in run_ranks(rank_main, 2, timeout_s=20):
+    for result in run_ranks(rank_main, 2):
         assert near(result, expected)
 
 
@@ -382,7 +382,7 @@ def test_a_rank_that_is_late_when_a_phase_ends(phases: dict, route: str) -> None
         optimizer.flush()
         return seen[:3], values(model), made.began_at
 
-    first, second = run_ranks(rank_main, 2, name=route, topology=Topology.blocks([2]), timeout_s=10)
+    first, second = run_ranks(rank_main, 2, name=route, topology=Topology.blocks([2]))
     assert first[2] == second[2]
     assert len(first[2]) >= 2
     for ours, theirs in zip(first[0], second[0], strict=True):
@@ -408,5 +408,5 @@ def test_sparse_gradients_without_pickle() -> None:
             optimizer.step()
         return values(model)
 
-    first, second = run_ranks(rank_main, 2, is_trusted=False, timeout_s=10)
+    first, second = run_ranks(rank_main, 2, is_trusted=False)
     assert equal(first, second)

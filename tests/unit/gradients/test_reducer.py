@@ -132,7 +132,7 @@ def test_two_optimizers_in_turn_as_a_gan_has_them(schedule: str) -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        results = run_ranks(rank_main, 3, timeout_s=10)
+        results = run_ranks(rank_main, 3)
     for result in results[1:]:
         assert equal(result, results[0])
     if schedule == "every_step":
@@ -208,7 +208,7 @@ def test_frozen_and_later_unfrozen(schedule: str, name: str) -> None:
         check = same_everywhere if schedule == "every_step" else None
         return train(model, optimizer, [comm.rank], check)
 
-    results = run_ranks(rank_main, 3, name=name, timeout_s=10)
+    results = run_ranks(rank_main, 3, name=name)
     for result in results:
         assert equal(result, results[0])
     if schedule == "every_step":
@@ -376,7 +376,7 @@ def test_hooks_never_block() -> None:
         buckets = {e.bucket for e in comm.flight_recorder.entries() if e.step == 0}
         assert buckets == {0, 1, 2, 3}
 
-    run_ranks(rank_main, 2, name="hierarchical", timeout_s=15)
+    run_ranks(rank_main, 2, name="hierarchical")
 
 
 def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:

@@ -73,7 +73,7 @@ def test_equals_one_process(lengths: list[int], inner: str, schedule: str, name:
         assert different_tensors(comm, [model]) == []
         return values(model), state_tensors(optimizer), optimizer.reducer.step
 
-    results = run_ranks(rank_main, len(lengths), name=name, timeout_s=10)
+    results = run_ranks(rank_main, len(lengths), name=name)
     for after, state, step in results:
         assert equal(after, results[0][0])
         assert list(state) == list(results[0][1])
@@ -99,7 +99,7 @@ def test_one_epoch_after_the_other(schedule: str) -> None:
                     optimizer.step()
         return values(model)
 
-    results = run_ranks(rank_main, 3, timeout_s=10)
+    results = run_ranks(rank_main, 3)
     for result in results:
         assert equal(result, results[0])
     assert near(results[0], simulate(INNER["momentum"], epochs, schedule), 1e-11)
@@ -140,7 +140,7 @@ def test_with_samples_as_weights(codec: str | None) -> None:
                     optimizer.step()
         return values(model)
 
-    results = run_ranks(rank_main, 3, timeout_s=10)
+    results = run_ranks(rank_main, 3)
     model = mlp()
     inner = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
@@ -166,7 +166,7 @@ def test_accumulation_inside_join() -> None:
                 optimizer.step()
         return values(model)
 
-    assert equal(*run_ranks(rank_main, 2, timeout_s=10))
+    assert equal(*run_ranks(rank_main, 2))
 
 
 def test_buffers_are_of_the_rank_that_ran_to_the_end() -> None:
@@ -180,7 +180,7 @@ def test_buffers_are_of_the_rank_that_ran_to_the_end() -> None:
                 optimizer.step()
         return int(model[1].num_batches_tracked), model[1].running_mean.clone()
 
-    (count_0, mean_0), (count_1, mean_1) = run_ranks(rank_main, 2, timeout_s=10)
+    (count_0, mean_0), (count_1, mean_1) = run_ranks(rank_main, 2)
     assert count_0 == count_1 == 2
     assert torch.equal(mean_0, mean_1)
 

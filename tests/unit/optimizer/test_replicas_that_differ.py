@@ -61,7 +61,7 @@ def test_parameters_that_a_script_changes_are_warned_of(
                 change(comm.rank, model)
 
     with pytest.raises(UserWarning, match=DIFFER):
-        run_ranks(rank_main, size, timeout_s=10)
+        run_ranks(rank_main, size)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -83,7 +83,7 @@ def test_gradients_that_differ_are_warned_of(schedule: str) -> None:
             optimizer.step()
 
     with pytest.raises(UserWarning, match=DIFFER):
-        run_ranks(rank_main, 2, timeout_s=10)
+        run_ranks(rank_main, 2)
 
 
 def test_rows_of_an_embedding_that_each_rank_renormalizes() -> None:
@@ -96,7 +96,7 @@ def test_rows_of_an_embedding_that_each_rank_renormalizes() -> None:
             optimizer.step()
 
     with pytest.raises(UserWarning, match="max_norm="):
-        run_ranks(rank_main, 2, timeout_s=10)
+        run_ranks(rank_main, 2)
 
 
 class Codebook(nn.Module):
@@ -150,7 +150,7 @@ def train_with(layer: nn.Module, schedule: str, *, syncs: bool = False) -> list[
         optimizer.close()
         return [*model.buffers()]
 
-    return run_ranks(rank_main, 2, timeout_s=10)
+    return run_ranks(rank_main, 2)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -205,7 +205,7 @@ def test_a_step_that_one_rank_leaves_out_is_refused_on_all(size: int) -> None:
         assert seen == [0, 1, 2, 3]
         optimizer.close()
 
-    run_ranks(rank_main, size, timeout_s=10)
+    run_ranks(rank_main, size)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -244,7 +244,7 @@ def test_what_all_ranks_do_is_no_difference(schedule: str) -> None:
         optimizer.close()
         return values(model)
 
-    first, second = run_ranks(rank_main, 2, timeout_s=10)
+    first, second = run_ranks(rank_main, 2)
     assert equal(first, second)
 
 

@@ -95,7 +95,7 @@ def test_the_exchange_runs_on_after_the_step() -> None:
         optimizer.flush()
         return values(model)
 
-    assert equal(*run_ranks(rank_main, 2, timeout_s=15))
+    assert equal(*run_ranks(rank_main, 2))
 
 
 @pytest.mark.parametrize("zero_fill", [True, False])

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from tests.limits import limit
 from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from tests.unit.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
 from torchmn import create_multi_node_optimizer, scatter_loader
@@ -169,7 +170,7 @@ def test_ranks_leave_their_loops_in_any_phase(lengths: list[int], overlap_steps:
         assert len(set(comm.allgather_obj(schedule.num_samples))) == 1
         return values(model)
 
-    results = run_ranks(rank_main, 2, timeout_s=30)
+    results = run_ranks(rank_main, 2, timeout_s=limit(30))
     assert all(v.isfinite().all() for v in results[0])
 
 

@@ -55,7 +55,7 @@ def test_ranks_that_have_left_switch_as_well() -> None:
         assert optimizer.schedule.num_warmup_samples == 16
         assert num_encoded(comm) > 0
 
-    run_ranks(rank_main, 2, timeout_s=10)
+    run_ranks(rank_main, 2)
 
 
 @pytest.mark.parametrize("saved_after", [1, 4])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from tests.limits import limit
 from torchmn.testing.ranks import run_threads
 from torchmn.transports import base, gloo_nccl
 from torchmn.transports.base import MAX_DIRECT_RANKS, TimeLimit
@@ -45,7 +46,7 @@ def run(function, size):
 
     def rank_main(rank):
         with contextlib.closing(
-            TorchDistributedTransport(store, rank, size, timeout_s=20)
+            TorchDistributedTransport(store, rank, size, timeout_s=limit(20))
         ) as transport:
             result = function(transport)
             transport.barrier(TimeLimit(20))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from tests.limits import limit
 from torchmn.errors import TimeLimitError, UnsupportedError
 from torchmn.testing.ranks import run_threads
 from torchmn.transports.base import TimeLimit
@@ -21,16 +22,16 @@ def test_what_is_sent_arrives_in_the_tensors_of_the_caller(dtype: torch.dtype) -
     store = HashStore()
 
     def rank_main(rank: int) -> list[torch.Tensor]:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=20)
-        staging, limit, peer = Staging(), TimeLimit(20), 1 - rank
+        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(20))
+        staging, until, peer = Staging(), TimeLimit(limit(20)), 1 - rank
         for numel in (5, 1, 3000):  # the buffer grows, and is used again
             own = [torch.arange(n).add(rank).to(dtype) for n in (numel, 0, 3)]
             arrived = [torch.zeros_like(x) for x in own]
             staging.exchange(
                 [(peer, x) for x in own],
                 [(peer, x) for x in arrived],
-                limit,
-                lambda out, into: transport.exchange(out, into, limit, 5),
+                until,
+                lambda out, into: transport.exchange(out, into, until, 5),
             )
         transport.close()
         return arrived
@@ -75,7 +76,7 @@ def test_without_a_gpu_there_is_nothing_to_wait_for() -> None:
 
 
 def test_a_rank_without_a_gpu_refuses_tensors_of_one() -> None:
-    transport = TorchDistributedTransport(HashStore(), 0, 1, timeout_s=20)
+    transport = TorchDistributedTransport(HashStore(), 0, 1, timeout_s=limit(20))
     tensor = SimpleNamespace(is_cuda=True, device="cuda:0", numel=lambda: 1)
     with pytest.raises(UnsupportedError, match="this rank was given no GPU to exchange from"):
         transport._is_staged(tensor)

@@ -32,8 +32,10 @@ def run(function, size, timeout_s=20.0):
     store = HashStore()
 
     def rank_main(rank):
-        inner = TorchDistributedTransport(store, rank, size, timeout_s=timeout_s)
-        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(timeout_s))) as transport:
+        inner = TorchDistributedTransport(store, rank, size, timeout_s=limit(timeout_s))
+        with contextlib.closing(
+            TcpTransport.connect(inner, TimeLimit(limit(timeout_s)))
+        ) as transport:
             return function(transport)
 
     return run_threads(rank_main, size)
@@ -246,7 +248,7 @@ def test_unauthenticated_clients_are_rejected_and_do_not_block_ranks(monkeypatch
     store, clients = HashStore(), []
 
     def rank_main(rank):
-        inner = DisturbedTransport(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
+        inner = DisturbedTransport(store, rank, 2, timeout_s=limit(20), own_address="127.0.0.1")
         inner.clients = clients
         with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
             assert transport.name == "tcp"
@@ -269,7 +271,7 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
 
     def rank_main(rank):
         known.secret = f"of job {rank}"
-        inner = TorchDistributedTransport(store, rank, 2, timeout_s=20)
+        inner = TorchDistributedTransport(store, rank, 2, timeout_s=limit(20))
         with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
             return transport.name, transport.fallback_reason
 
@@ -313,7 +315,9 @@ def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
 
     def rank_main(transport):
         topology = Topology.blocks(ranks_per_node)
-        comm = create_communicator(name, transport=transport, topology=topology, timeout_s=20)
+        comm = create_communicator(
+            name, transport=transport, topology=topology, timeout_s=limit(20)
+        )
         reason = comm.reason
         comm.finalize()
         return reason
@@ -343,7 +347,7 @@ def test_a_library_that_sends_in_calls_only_is_called_while_a_rank_waits() -> No
     store = HashStore()
 
     def rank_main(rank):
-        inner = Lazy(store, rank, 2, timeout_s=20)
+        inner = Lazy(store, rank, 2, timeout_s=limit(20))
         with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
             if rank == 1:
                 assert released.wait(limit(10))
@@ -367,7 +371,9 @@ def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
     store = HashStore()
 
     def rank_main(rank):
-        inner = TorchDistributedTransport(store, rank, 2, timeout_s=20, own_address="127.0.0.1")
+        inner = TorchDistributedTransport(
+            store, rank, 2, timeout_s=limit(20), own_address="127.0.0.1"
+        )
         with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
             return transport.name
 

@@ -371,7 +371,7 @@ def test_a_rank_that_leaves_during_the_warmup(lengths: list[int], nodes: list[in
         return values(model)
 
     topology = Topology.blocks(nodes or [2])
-    results = run_ranks(rank_main, 2, topology=topology, timeout_s=10)
+    results = run_ranks(rank_main, 2, topology=topology)
     assert all(v.isfinite().all() for v in results[0])
 
 
@@ -456,7 +456,7 @@ def test_loops_of_different_lengths(make: type, lengths: list[int], k: int, frag
         assert schedule.num_samples == 2 * 4 * sum(lengths)
         return values(model)
 
-    run_ranks(rank_main, len(lengths), timeout_s=10)
+    run_ranks(rank_main, len(lengths))
 
 
 def test_what_a_rank_had_learned_before_it_left_is_part_of_the_next_block() -> None:
@@ -488,7 +488,7 @@ def test_uneven_loops_with_every_step_within_the_node(lengths: list[int], k: int
         optimizer.close()
 
     topology = Topology.blocks([2, 2])
-    run_ranks(rank_main, 4, name="hierarchical", topology=topology, timeout_s=10)
+    run_ranks(rank_main, 4, name="hierarchical", topology=topology)
 
 
 def test_loops_within_the_node_are_weighted_by_samples() -> None:
@@ -512,7 +512,7 @@ def test_loops_within_the_node_are_weighted_by_samples() -> None:
     expected = [
         (16 * a + 12 * b) / 28 for a, b in zip(*(values(model) for model in models), strict=True)
     ]
-    for result in run_ranks(rank_main, 3, topology=Topology.blocks([2, 1]), timeout_s=10):
+    for result in run_ranks(rank_main, 3, topology=Topology.blocks([2, 1])):
         assert near(result, expected)
 
 

@@ -625,7 +625,7 @@ class TestWaiting:
             comm.barrier()  # no rank leaves before all have their error
             return str(caught.value)
 
-        for text in run_ranks(job, 3, timeout_s=30):
+        for text in run_ranks(job, 3, timeout_s=limit(30)):
             assert f"the server on rank 2 raised {kind.__name__}: out of memory" in text
 
     def test_a_rank_that_leaves_is_reported_and_others_continue(self) -> None:
@@ -651,12 +651,15 @@ def test_over_a_transport_for_one_thread_at_a_time() -> None:
     """Streams have one order for all tags: the servers go by what is under them."""
 
     def job(comm: Communicator) -> list[torch.Tensor]:
-        limit = TimeLimit(20)
-        inner = comm.world.transport.split(range(comm.size), "for-streams", limit)
-        streams = TcpTransport.connect(inner, limit)
+        until = TimeLimit(limit(20))
+        inner = comm.world.transport.split(range(comm.size), "for-streams", until)
+        streams = TcpTransport.connect(inner, until)
         assert isinstance(streams, TcpTransport)
         own = create_communicator(
-            "flat", transport=streams, topology=Topology.blocks([1] * comm.size), timeout_s=20
+            "flat",
+            transport=streams,
+            topology=Topology.blocks([1] * comm.size),
+            timeout_s=limit(20),
         )
         model = fill(nn.Sequential(*(nn.Linear(200, 200) for _ in range(3))).double())
         optimizer = make(own, model, ParameterServer(pipeline=True))
