@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -27,12 +26,6 @@ class Finding(Record, frozen=True, kw_only=True):
     cure: str
     value: float | None = None
     unit: str = ""
-
-
-def median_of_others(values: Mapping[str, float], name: str) -> float | None:
-    """The median without that of ``name``; ``None`` if there is no other."""
-    others = [value for other, value in values.items() if other != name]
-    return statistics.median(others) if others else None
 
 
 def deviating(values: Mapping[str, str]) -> tuple[str, dict[str, list[str]]]:

@@ -38,9 +38,8 @@ class Job:
     The slots of ``hosts`` are the numbers of ranks on them. ``exported`` names variables that go to
     all hosts, and ``launcher_args`` are passed verbatim to the launcher. When the job fails, the
     time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
-    is ``signal_grace_s``, ``None`` to leave that to the scheduler. A rank whose agent does not
-    connect within ``start_limit_s`` has not started. Each run makes a folder of its own in
-    ``log_dir``. ``warning`` is what the launcher says besides its first line, if anything.
+    is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
+    own in ``log_dir``. ``warning`` is what the launcher says besides its first line, if anything.
 
     >>> from torchmn.launch import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
@@ -62,7 +61,6 @@ class Job:
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     grace_s: float = FAILURE_GRACE_S
     signal_grace_s: float | None = SIGNAL_GRACE_S
-    start_limit_s: float = 60.0
     warning: str = ""
 
     def __post_init__(self) -> None:

@@ -24,6 +24,8 @@ from torchmn.units import listed
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace period we wait before we kill the agents themselves."""
 _NUM_QUOTED_LINES = 40
+_START_LIMIT_S = 60.0
+"""A rank whose agent does not connect within this time has not started."""
 
 
 class Supervisor:
@@ -38,7 +40,7 @@ class Supervisor:
         self._owner = ProcessOwner(output)
         self._session = AgentSession(listener, job.num_ranks, job, job.log_dir, output)
         self._processes: dict[int, Command] = {}
-        self._start_by = self._session.clock.now + job.start_limit_s
+        self._start_by = self._session.clock.now + _START_LIMIT_S
         self._kill_at = math.inf
         self._is_closing = False
         self._stopped = StoppedProcesses[int]()
@@ -114,7 +116,7 @@ class Supervisor:
             missing = [str(record.rank) for record in session.records if not record.host]
             if missing and now > self._start_by and not self._launcher_problem:
                 self._launcher_problem = (
-                    f"{listed('rank', missing)} did not start within {self._job.start_limit_s:g} s"
+                    f"{listed('rank', missing)} did not start within {_START_LIMIT_S:g} s"
                 )
             by = self._owner.interrupted_by
             is_interrupted = by is not None and (by != signal.SIGTERM or session.leave_by is None)

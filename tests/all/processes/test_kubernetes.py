@@ -10,18 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
-import torchmn
-from torchmn.control.ports import find_free_port
+from tests.marks import ON_TEST_HOSTS
+from tests.netlab import netlab
+from tests.processes.runner import PYTHON_PATH
 from torchmn.topology import read_launcher_env
 
-ROOT = Path(torchmn.__file__).parents[2]
 PAGE = next(
     path / "docs" / "how-to" / "kubernetes.md"
-    for path in (*Path(__file__).parents, ROOT)
-    if (path / "docs" / "how-to" / "kubernetes.md").exists()
+    for path in Path(__file__).parents
+    if (path / "docs" / "how-to").is_dir()
 )
 TRAINS = """
 import json, os, pathlib, torchmn
@@ -54,35 +53,36 @@ def test_names_and_numbers_of_the_manifest_fit() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(env["RANKS_PER_POD"])
 
 
-@pytest.mark.processes
-def test_its_pods_are_one_job(tmp_path: Path) -> None:
-    """Each pod is a process of this machine that runs the command of the manifest."""
-    job = manifest()["Job"]["spec"]
-    (container,) = job["template"]["spec"]["containers"]
-    (tmp_path / "train.py").write_text(TRAINS)
-    pods = []
-    given = {each["name"]: each["value"] for each in container["env"]}
-    given |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(find_free_port()),
-        "RANKS_PER_POD": "2",
-    }
-    for index in range(job["completions"]):
-        env = {
-            **os.environ,
-            **given,
-            "JOB_COMPLETION_INDEX": str(index),
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(Path(torchmn.__file__).parents[1]),
-            "OMP_NUM_THREADS": "1",
-        }
-        command = container["command"]
-        pods.append(subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE))
-    ends = [(pod.communicate(timeout=90)[1], pod.returncode) for pod in pods]
-    assert [status for _, status in ends] == [0, 0], ends
-    for rank in range(4):
-        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert seen == [[each, 4] for each in range(4)]
+class TestPods:
+    """A pod is a test host that runs the command of the manifest, with its variables."""
+
+    pytestmark = ON_TEST_HOSTS
+
+    def test_they_are_one_job(self, tmp_path: Path) -> None:
+        job = manifest()["Job"]["spec"]
+        (container,) = job["template"]["spec"]["containers"]
+        (tmp_path / "train.py").write_text(TRAINS)
+        given = {each["name"]: each["value"] for each in container["env"]}
+        with netlab(job["completions"], None) as lab:
+            given |= {"MASTER_ADDR": lab.hosts[0].name, "RANKS_PER_POD": "2"}
+            pods = []
+            for index, host in enumerate(lab.hosts):
+                env = {
+                    **os.environ,
+                    **given,
+                    "JOB_COMPLETION_INDEX": str(index),
+                    "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+                    "PYTHONPATH": PYTHON_PATH,
+                    "OMP_NUM_THREADS": "1",
+                }
+                pods.append(
+                    host.popen(container["command"], cwd=tmp_path, env=env, stderr=subprocess.PIPE)
+                )
+            errors = [pod.communicate(timeout=90)[1] for pod in pods]
+        assert [pod.returncode for pod in pods] == [0, 0], errors
+        for rank in range(4):
+            seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+            assert seen == [[each, 4] for each in range(4)]
 
 
 def test_variables_of_the_ranks_are_read() -> None:
