@@ -62,7 +62,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--data-root", help="folder with CIFAR-10; the digits of scikit-learn without it")
-    add("--epoch", type=int, default=20, help="number of epochs")
+    add("--epoch", type=int, default=10, help="number of epochs")
     add("--out", default="result/make-train", help="folder for what the runs leave")
     return parser.parse_args()
 

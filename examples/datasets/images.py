@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -229,16 +230,18 @@ def _tensors(part: RawImages) -> TensorDataset:
 
 
 def _read_digits() -> RawImageSet:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
+    """The file that ``load_digits`` reads: to import scikit-learn takes two seconds."""
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
         raise DataError(
             "The digits come with scikit-learn, which is not installed here. Install it with: "
             "pip install 'torchmn[examples]', or pass --dataset mnist or cifar10."
-        ) from error
-    pixels, labels = load_digits(return_X_y=True)
+        )
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(path, delimiter=",")  # 64 pixels and the digit
+    labels = table[:, -1]
     # 0 .. 16 in the scans.
-    images = np.rint(pixels.reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.uint8)
+    images = np.rint(table[:, :-1].reshape(-1, 1, 8, 8) * (255 / 16)).astype(np.uint8)
     order = np.random.RandomState(0).permutation(len(images))
     test, train = order[:_NUM_TEST_DIGITS], order[_NUM_TEST_DIGITS:]
     labels = labels.astype(np.int64)

@@ -61,7 +61,7 @@ def test_digits_for_a_network_of_colour_images() -> None:
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(DataError, match=r"pip install 'torchmn\[examples\]'"):
         load_images("digits")
 
