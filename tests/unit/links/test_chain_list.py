@@ -98,7 +98,7 @@ def test_arguments() -> None:
             chain.forward_backward(*batch(), mse, reduction="max")  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="inputs=None"):
             chain.forward_backward(None, None, mse)
-        with pytest.raises(UsageError, match=r"\[5, 6\] samples"):
+        with pytest.raises(UsageError, match=r"\[5, 6\] in dim 0"):
             chain.forward_backward((batch()[0], batch(5)[0]), None, mse)
         with pytest.raises(UsageError, match="no samples"):
             chain.forward_backward(batch(0)[0], None, mse)
