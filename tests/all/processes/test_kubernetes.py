@@ -14,7 +14,7 @@ import yaml
 
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import netlab
-from tests.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH
 from torchmn.topology import read_launcher_env
 
 PAGE = next(
