@@ -31,7 +31,7 @@ _MIN_STEPS = 5
 _MAX_DEVIATIONS = 1000
 _MIN_LATENCY_S = 5e-6
 _MAX_CORES = 2.0
-_MOST_SEND_S_PER_BYTE = 20e-9
+_MAX_SEND_S_PER_BYTE = 20e-9
 _NUM_HALVINGS = 20
 
 
@@ -145,7 +145,7 @@ def _with_link(
     )
     if is_encoded and not codecs:
         return facts
-    low, high = 0.0, _MOST_SEND_S_PER_BYTE
+    low, high = 0.0, _MAX_SEND_S_PER_BYTE
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
         tried = msgspec.structs.replace(facts, send_s_per_byte=middle)
