@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from record import RECORDS, Bar, environment, median_bar, ratio_bar, report, run_workers
 
-from torchmn.units import MiB
+from torchmn.cluster.units import MiB
 
 ROOT = Path(__file__).parents[1]
 NUM_ELEMENTS = 64 * MiB  # 256 MiB of float32: many times any cache
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def codecs() -> list[Bar]:
-    from torchmn.compression import ErrorFeedback, Layout, Quantized
+    from torchmn.comm.codecs import ErrorFeedback, Layout, Quantized
 
     device = torch.device("cuda", 0)
     layout = Layout.of([("w", 0, (NUM_ELEMENTS // 1024, 1024))], torch.float32)

@@ -34,7 +34,7 @@ def worker(backend: str, folder: str, kind: str) -> None:
     import torch
 
     import torchmn
-    from torchmn.schedules import ParameterServer
+    from torchmn.exchange.schedules import ParameterServer
 
     torch.set_num_threads(1)
     is_large = kind == "large"

@@ -24,8 +24,8 @@ from record import Bar, report
 from torch import nn
 
 from torchmn import GlobalSampler, create_multi_node_optimizer
-from torchmn.communicators import Communicator
-from torchmn.schedules import BlockMomentum, DiLoCo, EveryStep, PeriodicAverage, Warmup
+from torchmn.comm import Communicator
+from torchmn.exchange.schedules import BlockMomentum, DiLoCo, EveryStep, PeriodicAverage, Warmup
 from torchmn.testing import run_ranks
 
 _ROOT = Path(__file__).parents[1]

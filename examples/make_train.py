@@ -18,8 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchmn.errors import DataError, LaunchError
-from torchmn.script import run_main
-from torchmn.topology.cpus import available_processors
+from torchmn.control.script import run_main
+from torchmn.cluster.cpus import available_processors
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "cifar" / "train_cifar_multi_node.py"

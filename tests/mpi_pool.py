@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from torchmn.errors import LaunchError, TorchmnError
-from torchmn.launch.backend import find_mpirun
-from torchmn.launch.open_mpi_folders import SESSION_VARIABLE
-from torchmn.topology import Topology
+from torchmn.run.backend import find_mpirun
+from torchmn.run.open_mpi_folders import SESSION_VARIABLE
+from torchmn.cluster import Topology
 
 _START_S = 60.0
 
@@ -135,11 +135,11 @@ def _worker(address: str) -> None:
 
     import torch
 
-    from torchmn.communicators import create_communicator
-    from torchmn.transports import base, mpi
-    from torchmn.transports.base import TimeLimit
-    from torchmn.transports.mpi import MpiTransport, load_mpi
-    from torchmn.transports.tcp import TcpTransport
+    from torchmn.comm import create_communicator
+    from torchmn.comm.transports import base, mpi
+    from torchmn.comm.transports.base import TimeLimit
+    from torchmn.comm.transports.mpi import MpiTransport, load_mpi
+    from torchmn.comm.transports.tcp import TcpTransport
 
     torch.set_num_threads(1)
     comm = load_mpi().COMM_WORLD

@@ -57,8 +57,8 @@ def _outcome(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any
 def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
     """One run. *Collective.* The workers are on two hosts, so that all messages are encoded."""
     import torchmn
-    from torchmn.evaluation import sync_buffers_
-    from torchmn.topology import Topology
+    from torchmn.train.evaluation import sync_buffers_
+    from torchmn.cluster import Topology
 
     options = dict(side.options)
     if side.block_steps is not None:
@@ -137,8 +137,8 @@ def make_schedule(name: str, options: Mapping[str, object]) -> Any:
     exchanged.
     """
     from torchmn.errors import UnknownNameError
-    from torchmn.optimizer import SCHEDULES
-    from torchmn.schedules import EveryStep, Phases
+    from torchmn.exchange.optimizer import SCHEDULES
+    from torchmn.exchange.schedules import EveryStep, Phases
 
     if name not in SCHEDULES:
         raise UnknownNameError("schedule", name, SCHEDULES)

@@ -11,7 +11,7 @@ from chaos.injection import NO_SPACE
 from chaos.job import Line
 from chaos.settings import Setting
 from torchmn.control.messages.monitor import ProcessState
-from torchmn.exit_status import shell_code
+from torchmn.cluster.exit_status import shell_code
 
 _OURS = "torchmn: "
 _STARTS = ", logs in "

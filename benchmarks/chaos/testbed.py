@@ -18,7 +18,7 @@ from tests.netlab import Lab, missing_requirement, netlab
 import torchmn
 from chaos.job import MARK, SCRIPT, Job
 from chaos.settings import Setting
-from torchmn.launch.backend import find_mpirun
+from torchmn.run.backend import find_mpirun
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from datasets import load_images

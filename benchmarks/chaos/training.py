@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
 from torchmn.errors import TorchmnError
-from torchmn.resilience import install_crash_handler
-from torchmn.schedules import BlockMomentum, DiLoCo, PeriodicAverage
+from torchmn.run import install_crash_handler
+from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 from models.small_cnn import SmallCNN

@@ -20,7 +20,7 @@ from rank_processes import one_core_each
 from tests.netlab import Host, Lab, netlab
 
 from exchange.table import SIDES, Line, Runtime
-from torchmn.launch.backend import find_mpirun
+from torchmn.run.backend import find_mpirun
 
 SCRIPT = Path(__file__).parents[1] / "bench_exchange.py"
 CNTK_SCRIPT = Path(__file__).parent / "cntk_worker.py"

@@ -122,7 +122,7 @@ def _ddp(options: Mapping[str, object]) -> Runner:
         )
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     elif hook:
-        from torchmn.optimizer import ddp_hook
+        from torchmn.exchange.optimizer import ddp_hook
 
         ddp_hook(hook.removeprefix("torchmn ")).register(wrapped)
     return Runner(_step_of(wrapped, optimizer))
@@ -280,8 +280,8 @@ def _horovod(options: Mapping[str, object]) -> Runner:
 def communicator(options: Mapping[str, object]) -> Any:
     """A communicator of all workers. *Collective.*"""
     import torchmn
-    from torchmn.communicators.create import ROUTES
-    from torchmn.communicators.flat import FlatCommunicator
+    from torchmn.comm.create import ROUTES
+    from torchmn.comm.routes.flat import FlatCommunicator
 
     class FlatInBuckets(FlatCommunicator):
         """One all-reduce over all workers for each bucket: what DDP does."""
@@ -343,33 +343,33 @@ def _mlp_alone(options: Mapping[str, object]) -> Runner:
 
 def _mlp_with_cntk_names(options: Mapping[str, object]) -> Runner:
     """The learners under their CNTK names, to be compared with `cntk_worker.py`."""
-    import torchmn.optimizer
+    import torchmn.exchange.optimizer
 
     model, inner = _mlp()
     comm = communicator(options)
     if options.get("block"):
         size = BLOCK_STEPS * BATCH * dist.get_world_size()
-        learner = torchmn.optimizer.block_momentum_distributed_learner(
+        learner = torchmn.exchange.optimizer.block_momentum_distributed_learner(
             inner, size, comm=comm, model=model
         )
     else:
-        learner = torchmn.optimizer.data_parallel_distributed_learner(
+        learner = torchmn.exchange.optimizer.data_parallel_distributed_learner(
             inner, num_quantization_bits=options["bits"], comm=comm, model=model
         )
     return Runner(_step_of(model, learner, shape=(784,)), comm.barrier)
 
 
 def _torchmn_blocks(options: Mapping[str, object]) -> Runner:
-    import torchmn.schedules
+    import torchmn.exchange.schedules
 
-    schedule = getattr(torchmn.schedules, str(options["schedule"]))
+    schedule = getattr(torchmn.exchange.schedules, str(options["schedule"]))
     block_size = BLOCK_STEPS * BATCH * dist.get_world_size()
     make = schedule.recommended if options["recommended"] else schedule
     return _torchmn(options, make(block_size, **options["schedule_options"]))  # type: ignore[arg-type]
 
 
 def _double_buffering_recommended(options: Mapping[str, object]) -> Runner:
-    from torchmn.schedules import DoubleBuffering
+    from torchmn.exchange.schedules import DoubleBuffering
 
     return _torchmn(options, DoubleBuffering.recommended())
 

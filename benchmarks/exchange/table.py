@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torchmn.units import MiB
+from torchmn.cluster.units import MiB
 
 BATCH = 32  # samples of one worker in one step
 BLOCK_STEPS = 16
@@ -90,7 +90,7 @@ def _torchmn(name: str, accuracy: tuple[str, ...] = (), **options: object) -> Si
 
 
 def _auto(name: str, accuracy: tuple[str, ...] | None, **options: object) -> Side:
-    """All trials of `torchmn.autotune.tuner` run in the warm-up, before the first turn."""
+    """All trials of `torchmn.exchange.auto.tuner` run in the warm-up, before the first turn."""
     return Side(
         name=name,
         build="torchmn",

@@ -36,9 +36,9 @@ from torchmn.control.messages.monitor import (
     StatusReply,
     StatusRequest,
 )
-from torchmn.launch.agent_session import AgentSession
-from torchmn.launch.console import RankOutput
-from torchmn.launch.job import Job
+from torchmn.run.agent_session import AgentSession
+from torchmn.run.console import RankOutput
+from torchmn.run.job import Job
 
 LIMIT_S = 2.0
 PHASE_LIMIT_S = 150.0

@@ -21,7 +21,7 @@ LIMIT_S = 5.0
 """Of joining, in the job that hangs."""
 SCRIPT = f"""
 import os, sys, time
-from torchmn.monitor import script_monitor
+from torchmn.run.monitor import script_monitor
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 kind, path = sys.argv[1:]
 with open(path, "ab", buffering=0) as file:

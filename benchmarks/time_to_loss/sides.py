@@ -91,7 +91,7 @@ def _gradients(
 
 def _diloco(model: nn.Module, inner: torch.optim.Optimizer, options: Mapping[str, Any]) -> Training:
     import torchmn
-    from torchmn.schedules import DiLoCo
+    from torchmn.exchange.schedules import DiLoCo
 
     comm = torchmn.create_communicator()
     schedule = DiLoCo(

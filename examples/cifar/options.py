@@ -11,7 +11,7 @@ from torch import nn
 
 from torchmn import Communicator
 from torchmn.errors import UsageError
-from torchmn.training import Classifier
+from torchmn.train import Classifier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets import ImageData, load_images

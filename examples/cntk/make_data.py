@@ -21,7 +21,7 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 import torchmn
-from torchmn.readers import write_mean_image
+from torchmn.cntk.readers import write_mean_image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets import load_images

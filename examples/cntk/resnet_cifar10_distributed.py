@@ -98,7 +98,7 @@ def main() -> None:
     train = create_source(options.datadir, "train", options.num_epochs * options.epoch_size)
     test = create_source(options.datadir, "test", C.io.FULL_DATA_SWEEP)
     inputs = {"features": train.streams.features, "labels": train.streams.labels}
-    with torchmn.profiling.trace() if options.profile else contextlib.nullcontext():
+    with torchmn.record.trace() if options.profile else contextlib.nullcontext():
         C.train.training_session(
             trainer=trainer,
             mb_source=train,

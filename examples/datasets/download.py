@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 from torchmn.errors import DataError, UsageError
-from torchmn.units import KiB
+from torchmn.cluster.units import KiB
 
 if TYPE_CHECKING:
     from rich.progress import Progress

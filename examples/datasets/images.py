@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from torchmn.communicators.heartbeat import raise_if_any_failed, run_on_one_rank
+from torchmn.comm.heartbeat import raise_if_any_failed, run_on_one_rank
 from torchmn.errors import DataError, UnknownNameError, UsageError
 
 from .cifar import find_cifar10, read_cifar10
@@ -23,7 +23,7 @@ from .files import RawImages, RawImageSet, reading
 from .mnist import find_mnist, read_mnist
 
 if TYPE_CHECKING:
-    from torchmn.communicators import Communicator
+    from torchmn.comm import Communicator
 
 
 @dataclass(frozen=True)

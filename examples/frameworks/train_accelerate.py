@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
-from torchmn.frameworks import ExchangeOptions, attach  # (1)
+from torchmn.train.frameworks import ExchangeOptions, attach  # (1)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets import load_images

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from torchmn.frameworks import ExchangeOptions, lightning_strategy  # (1)
+from torchmn.train.frameworks import ExchangeOptions, lightning_strategy  # (1)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets import load_images

@@ -21,7 +21,7 @@ from transformers import (
     set_seed,
 )
 
-from torchmn.frameworks import ExchangeOptions, attach  # (1)
+from torchmn.train.frameworks import ExchangeOptions, attach  # (1)
 
 
 def sequences(number: int, seed: int) -> list[dict[str, object]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from torchmn.large_batch import (
+from torchmn.train.large_batch import (
     BatchSchedule,
     Cosine,
     GlobalBatch,

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Subset
 
 import torchmn
 from torchmn import Communicator
-from torchmn.evaluation import Ratio
-from torchmn.large_batch import GlobalBatch
+from torchmn.train.evaluation import Ratio
+from torchmn.train.large_batch import GlobalBatch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets.photos import Photos, find_photos, whole_batch

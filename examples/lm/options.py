@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from torchmn.errors import DataError, UsageError
-from torchmn.schedules import BlockMomentum, DiLoCo
+from torchmn.exchange.schedules import BlockMomentum, DiLoCo
 
 _SCHEDULES = ("every_step", "block_momentum", "diloco", "streaming")
 _CODECS = ("float32", "bfloat16", "int8", "int4", "1bit")

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import torchmn
-from torchmn.large_batch import Cosine, GlobalBatch, GradualWarmup, weight_decay_groups
+from torchmn.train.large_batch import Cosine, GlobalBatch, GradualWarmup, weight_decay_groups
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import GPT

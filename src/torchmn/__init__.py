@@ -10,33 +10,28 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from torchmn.version import __version__ as __version__
-
 if TYPE_CHECKING:
     from torchmn import checkpoint as checkpoint
+    from torchmn import cluster as cluster
     from torchmn import cntk as cntk
-    from torchmn import communicators as communicators
-    from torchmn import compression as compression
+    from torchmn import comm as comm
     from torchmn import data as data
     from torchmn import errors as errors
-    from torchmn import evaluation as evaluation
-    from torchmn import frameworks as frameworks
+    from torchmn import exchange as exchange
     from torchmn import functions as functions
-    from torchmn import large_batch as large_batch
-    from torchmn import launch as launch
     from torchmn import links as links
-    from torchmn import optimizer as optimizer
-    from torchmn import profiling as profiling
-    from torchmn import readers as readers
-    from torchmn import resilience as resilience
-    from torchmn import schedules as schedules
+    from torchmn import nn as nn
+    from torchmn import observe as observe
+    from torchmn import record as record
+    from torchmn import run as run
+    from torchmn import submit as submit
     from torchmn import testing as testing
-    from torchmn import topology as topology
-    from torchmn import training as training
-    from torchmn import transports as transports
-    from torchmn import units as units
+    from torchmn import train as train
+    from torchmn.comm import codecs as codecs
+    from torchmn.exchange import schedules as schedules
+    from torchmn.train import frameworks as frameworks
     from torchmn.checkpoint import create_multi_node_checkpointer, seed_ranks
-    from torchmn.communicators import Communicator, Grid, create_communicator
+    from torchmn.comm import Communicator, Grid, create_communicator
     from torchmn.data import (
         GlobalSampler,
         SerialIterator,
@@ -49,14 +44,14 @@ if TYPE_CHECKING:
     )
     from torchmn.data.scatter_loader import scatter_loader
     from torchmn.errors import TorchmnError
-    from torchmn.evaluation import GenericMultiNodeEvaluator, Ratio, create_multi_node_evaluator
-    from torchmn.launch.launch_local import launch_local
-    from torchmn.launch.multiprocess_updater import MultiprocessParallelUpdater
-    from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
-    from torchmn.resilience import Preemption, ReplicaCheck
-    from torchmn.script import run_main
-    from torchmn.topology import RankPlacement, Topology
-    from torchmn.training import (
+    from torchmn.train.evaluation import GenericMultiNodeEvaluator, Ratio, create_multi_node_evaluator
+    from torchmn.run.launch_local import launch_local
+    from torchmn.run.multiprocess_updater import MultiprocessParallelUpdater
+    from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+    from torchmn.run import Preemption, ReplicaCheck
+    from torchmn.control.script import run_main
+    from torchmn.cluster import RankPlacement, Topology
+    from torchmn.train import (
         AllreducePersistent,
         MultiNodeEarlyStoppingTrigger,
         ObservationAggregator,
@@ -65,33 +60,33 @@ if TYPE_CHECKING:
     )
 
 _HOME = {
-    "AllreducePersistent": "torchmn.training",
-    "Communicator": "torchmn.communicators",
-    "GenericMultiNodeEvaluator": "torchmn.evaluation",
+    "AllreducePersistent": "torchmn.train",
+    "Communicator": "torchmn.comm",
+    "GenericMultiNodeEvaluator": "torchmn.train.evaluation",
     "GlobalSampler": "torchmn.data",
-    "Grid": "torchmn.communicators",
-    "MultiNodeEarlyStoppingTrigger": "torchmn.training",
-    "MultiNodeOptimizer": "torchmn.optimizer",
-    "MultiprocessParallelUpdater": "torchmn.launch.multiprocess_updater",
-    "ObservationAggregator": "torchmn.training",
-    "RankPlacement": "torchmn.topology",
-    "Preemption": "torchmn.resilience",
-    "Ratio": "torchmn.evaluation",
-    "ReplicaCheck": "torchmn.resilience",
+    "Grid": "torchmn.comm",
+    "MultiNodeEarlyStoppingTrigger": "torchmn.train",
+    "MultiNodeOptimizer": "torchmn.exchange.optimizer",
+    "MultiprocessParallelUpdater": "torchmn.run.multiprocess_updater",
+    "ObservationAggregator": "torchmn.train",
+    "RankPlacement": "torchmn.cluster",
+    "Preemption": "torchmn.run",
+    "Ratio": "torchmn.train.evaluation",
+    "ReplicaCheck": "torchmn.run",
     "SerialIterator": "torchmn.data",
-    "StandardUpdater": "torchmn.training",
-    "Topology": "torchmn.topology",
+    "StandardUpdater": "torchmn.train",
+    "Topology": "torchmn.cluster",
     "TorchmnError": "torchmn.errors",
-    "Trainer": "torchmn.training",
-    "create_communicator": "torchmn.communicators",
+    "Trainer": "torchmn.train",
+    "create_communicator": "torchmn.comm",
     "create_empty_dataset": "torchmn.data",
     "create_multi_node_checkpointer": "torchmn.checkpoint",
-    "create_multi_node_evaluator": "torchmn.evaluation",
+    "create_multi_node_evaluator": "torchmn.train.evaluation",
     "create_multi_node_iterator": "torchmn.data",
-    "create_multi_node_optimizer": "torchmn.optimizer",
+    "create_multi_node_optimizer": "torchmn.exchange.optimizer",
     "create_synchronized_iterator": "torchmn.data",
-    "launch_local": "torchmn.launch.launch_local",
-    "run_main": "torchmn.script",
+    "launch_local": "torchmn.run.launch_local",
+    "run_main": "torchmn.control.script",
     "scatter_dataset": "torchmn.data",
     "scatter_index": "torchmn.data",
     "scatter_loader": "torchmn.data",
@@ -135,37 +130,33 @@ __all__ = [
 ]
 
 
-_SUBMODULES = frozenset(
-    {
-        "checkpoint",
-        "cntk",
-        "communicators",
-        "compression",
-        "data",
-        "errors",
-        "evaluation",
-        "frameworks",
-        "functions",
-        "large_batch",
-        "launch",
-        "links",
-        "optimizer",
-        "profiling",
-        "readers",
-        "resilience",
-        "schedules",
-        "testing",
-        "topology",
-        "training",
-        "transports",
-        "units",
-    }
-)
+_SUBMODULES = {
+    "checkpoint": "torchmn.checkpoint",
+    "cluster": "torchmn.cluster",
+    "cntk": "torchmn.cntk",
+    "comm": "torchmn.comm",
+    "data": "torchmn.data",
+    "errors": "torchmn.errors",
+    "exchange": "torchmn.exchange",
+    "functions": "torchmn.functions",
+    "links": "torchmn.links",
+    "nn": "torchmn.nn",
+    "observe": "torchmn.observe",
+    "record": "torchmn.record",
+    "run": "torchmn.run",
+    "submit": "torchmn.submit",
+    "testing": "torchmn.testing",
+    "train": "torchmn.train",
+    "compression": "torchmn.comm.codecs",
+    "frameworks": "torchmn.train.frameworks",
+    "schedules": "torchmn.exchange.schedules",
+}
+"""Attributes that are modules. The last three are short names of wings within wings."""
 
 
 def __getattr__(name: str) -> object:
     if name in _SUBMODULES:
-        return import_module(f"torchmn.{name}")
+        return import_module(_SUBMODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'torchmn' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

@@ -5,7 +5,7 @@ import pytest
 from tests.contracts.broken import communicators as broken
 from tests.contracts.suites import communicator_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
-from torchmn.communicators import create
+from torchmn.comm import create
 from torchmn.testing import run_ranks
 
 CAUGHT_BY = {

@@ -11,13 +11,13 @@ from tests.contracts.suites.call_contracts import check_calls
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.mpi_pool import MpiPool
 from tests.limits import limit
-from torchmn.communicators import create, create_communicator
+from torchmn.comm import create, create_communicator
 from torchmn.testing import run_ranks
 from torchmn.testing.ranks import run_threads
-from torchmn.topology import Topology
-from torchmn.transports.base import TimeLimit
-from torchmn.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.transports.tcp import TcpTransport
+from torchmn.cluster import Topology
+from torchmn.comm.transports.base import TimeLimit
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.comm.transports.tcp import TcpTransport
 
 SIZES = (1, 2, 3, 4)
 

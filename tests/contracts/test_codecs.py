@@ -8,16 +8,8 @@ import torch
 from tests.contracts.broken import codecs as broken
 from tests.contracts.suites import codec_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
-from torchmn.compression import (
-    CODECS,
-    BFloat16,
-    ErrorFeedback,
-    Float16,
-    Quantized,
-    create_codec,
-    residuals,
-)
-from torchmn.compression.base import StripeCodec
+from torchmn.comm.codecs import CODECS, BFloat16, ErrorFeedback, Float16, Quantized, create_codec, residuals
+from torchmn.comm.codecs.base import StripeCodec
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Gradients on cpu are quantized by plain torch"),

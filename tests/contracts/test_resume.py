@@ -18,9 +18,9 @@ from tests.contracts.suites.resume_contracts import (
     check_resume_is_exact,
     leave,
 )
-from torchmn.compression import CODECS, Quantized
-from torchmn.optimizer import SCHEDULES
-from torchmn.schedules import (
+from torchmn.comm.codecs import CODECS, Quantized
+from torchmn.exchange.optimizer import SCHEDULES
+from torchmn.exchange.schedules import (
     BlockMomentum,
     DiLoCo,
     DoubleBuffering,
@@ -32,7 +32,7 @@ from torchmn.schedules import (
     Warmup,
 )
 from torchmn.testing import run_ranks
-from torchmn.topology import Topology
+from torchmn.cluster import Topology
 
 PLACEMENTS = {
     "1": ("flat", Topology.blocks([1])),

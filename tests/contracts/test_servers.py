@@ -7,7 +7,7 @@ from tests.contracts.suites import server_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.mpi_pool import MpiPool
 from torchmn.testing import run_ranks
-from torchmn.topology import Topology
+from torchmn.cluster import Topology
 
 SAMPLE = [
     (world_size, servers, codec)

@@ -9,7 +9,7 @@ from tests.contracts.broken import sources as broken
 from tests.contracts.suites import source_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.contracts.suites.source_contracts import Numbers
-from torchmn.readers import (
+from torchmn.cntk.readers import (
     MinibatchSource,
     MinibatchSourceFromData,
     StreamInformation,

@@ -13,7 +13,7 @@ from tests.contracts.suites.trainer_contracts import (
     check_ends_together,
     check_sums_over_all_samples,
 )
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.testing import run_ranks
 
 

@@ -169,7 +169,7 @@ def _data() -> tuple[Any, Any]:
 
 
 def _schedule(name: str) -> Any:
-    from torchmn.schedules import BlockMomentum, DiLoCo
+    from torchmn.exchange.schedules import BlockMomentum, DiLoCo
 
     # Blocks of three steps of 12 samples.
     return {"block_momentum": BlockMomentum(36), "diloco": DiLoCo(36)}.get(name, name)

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from tests.netlab.cleanup import end_lab, running_labs, sweep
 from tests.netlab.lab import Lab, netlab
-from torchmn.script import run_main
+from torchmn.control.script import run_main
 
 
 def main(args: Sequence[str] | None = None) -> None:

@@ -23,7 +23,7 @@ from tests.netlab.construction import (
 )
 from tests.netlab.namespaces import call, entering, missing_requirement, pinned, tool
 from torchmn.errors import LaunchError, UsageError
-from torchmn.topology.network import rate_bytes_per_s
+from torchmn.cluster.network import rate_bytes_per_s
 
 _START = '[ -e "$0" ] && cd -- "$1" && shift && exec "$@"'
 Stream = int | IO[Any] | None

@@ -1,7 +1,7 @@
 """Runs examples of docstrings.
 
 ``python -m tests.project.docstrings NAME`` runs those of one object, such as
-``torchmn.launch.start.run_job``, in a process of their own.
+``torchmn.run.start.run_job``, in a process of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 import torchmn
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 
 
 def examples(module: str) -> list[doctest.DocTest]:

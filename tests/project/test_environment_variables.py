@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchmn import environment_variables
+from torchmn.cluster import environment_variables
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "torchmn"

@@ -46,14 +46,14 @@ ALONE: dict[str, Callable[[], str | None]] = {
     "torchmn.cntk.tensorboard_progress_writer.TensorBoardProgressWriter": partial(
         no_package, "tensorboard"
     ),
-    "torchmn.frameworks.accelerate.attach": partial(no_package, "accelerate"),
-    "torchmn.frameworks.lightning.fabric_strategy": partial(no_package, "lightning"),
-    "torchmn.frameworks.lightning.lightning_strategy": partial(no_package, "lightning"),
-    "torchmn.launch.multiprocess_updater.MultiprocessParallelUpdater": lambda: None,
-    "torchmn.launch.rank_environment.run_as_rank": lambda: None,
-    "torchmn.launch.start.run_elastic_job": lambda: None,
-    "torchmn.launch.start.run_job": lambda: None,
-    "torchmn.readers.in_memory.from_pandas": partial(no_package, "pandas"),
+    "torchmn.train.frameworks.accelerate.attach": partial(no_package, "accelerate"),
+    "torchmn.train.frameworks.lightning.fabric_strategy": partial(no_package, "lightning"),
+    "torchmn.train.frameworks.lightning.lightning_strategy": partial(no_package, "lightning"),
+    "torchmn.run.multiprocess_updater.MultiprocessParallelUpdater": lambda: None,
+    "torchmn.run.rank_environment.run_as_rank": lambda: None,
+    "torchmn.run.start.run_elastic_job": lambda: None,
+    "torchmn.run.start.run_job": lambda: None,
+    "torchmn.cntk.readers.in_memory.from_pandas": partial(no_package, "pandas"),
 }
 """Examples that start processes, or need more than torchmn does, and what of that is missing.
 

@@ -107,12 +107,12 @@ def test_imports_point_down() -> None:
 @pytest.mark.parametrize(
     ("file", "line", "imported"),
     [
-        ("topology/wrong.py", "from torchmn.schedules import EveryStep", "schedules"),
+        ("topology/wrong.py", "from torchmn.exchange.schedules import EveryStep", "schedules"),
         ("topology/wrong.py", "from torchmn import schedules", "schedules"),
-        ("compression/wrong.py", "import torchmn.transports.base", "transports"),
+        ("compression/wrong.py", "import torchmn.comm.transports.base", "transports"),
         ("checkpoint/wrong.py", "import torchmn", "torchmn"),
         ("checkpoint/wrong.py", "from torchmn import __version__", "torchmn"),
-        ("data/wrong.py", "def f():\n    import torchmn.training.trainer", "training"),
+        ("data/wrong.py", "def f():\n    import torchmn.train.trainer", "training"),
     ],
 )
 def test_the_check_sees_an_import_that_points_up(
@@ -131,8 +131,8 @@ def test_the_check_sees_an_import_that_points_up(
     "module",
     [
         "torchmn",
-        "torchmn.topology",
-        "torchmn.launch",
+        "torchmn.cluster",
+        "torchmn.run",
         "torchmn.doctor.examination",
         "torchmn.cli.main",
     ],

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
 from torchmn.cli.main import app
-from torchmn.profiling import recording
+from torchmn.record import recording
 
 from .snippets import ROOT, Block, blocks, commands, pages
 

@@ -8,12 +8,12 @@ import pytest
 from torch import Tensor, nn
 
 from torchmn.errors import TorchmnError
-from torchmn.gradients.bucket_set import BucketSet
-from torchmn.gradients.buckets import Slot
-from torchmn.gradients.exchanged_parameters import ExchangedParameters
-from torchmn.gradients.reducer import GradientReducer
-from torchmn.gradients.weights import Contribution
-from torchmn.optimizer import closure, create, multi_node_optimizer
+from torchmn.exchange.bucket_set import BucketSet
+from torchmn.exchange.buckets import Slot
+from torchmn.exchange.exchanged_parameters import ExchangedParameters
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.weights import Contribution
+from torchmn.exchange.optimizer import closure, create, multi_node_optimizer
 
 from .running import check_exact, on_ranks
 from .suite import all_scripts

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from torchmn import create_multi_node_optimizer
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.data import EmptyBatchCollate, scatter_loader, shard_bounds
-from torchmn.links import convert_batch_norm
-from torchmn.schedules.base import Schedule
+from torchmn.nn import convert_batch_norm
+from torchmn.exchange.schedules.base import Schedule
 
 NUM_STEPS = 8
 """Enough for each schedule to have measured, planned and deferred updates."""

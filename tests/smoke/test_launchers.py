@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.launch.backend import find_mpirun
+from torchmn.run.backend import find_mpirun
 
 SCRIPT = """
 import json, sys

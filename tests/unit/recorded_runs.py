@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchmn.control.codec import encode
-from torchmn.profiling.records import (
+from torchmn.record.records import (
     FORMAT,
     Bucket,
     ClockOffset,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmn import rng_state
+from torchmn.data import rng_state
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.folder_owner import FolderOwner
@@ -24,7 +24,7 @@ from torchmn.checkpoint.retention import Best, is_checkpoint, order_of
 from torchmn.checkpoint.snapshot import CopyMemory, Stateful
 from torchmn.checkpoint.storage import Storage
 from torchmn.checkpoint.writer import Outcome, Request, Writer, read_manifest
-from torchmn.communicators import Communicator, Grid
+from torchmn.comm import Communicator, Grid
 from torchmn.errors import (
     CommunicationError,
     DataError,
@@ -32,7 +32,7 @@ from torchmn.errors import (
     TorchmnError,
     UsageError,
 )
-from torchmn.profiling import recording
+from torchmn.record import recording
 
 OnFailure = Literal["warn", "raise"]
 _PAUSE_S = 0.05

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.communicators.base import Communicator
-from torchmn.communicators.flight_recorder import FlightRecorder
+from torchmn.comm.base import Communicator
+from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.errors import PeerLostError, TimeLimitError
-from torchmn.monitor import script_monitor
-from torchmn.transports.base import BackoffTimeLimit, Transport, abort_pending_receives
+from torchmn.control import script_monitor
+from torchmn.comm.transports.base import BackoffTimeLimit, Transport, abort_pending_receives
 
 _SLOWEST_BYTES_PER_S = 10e6
 _LONGEST_PAUSE_S = 0.01

@@ -32,9 +32,9 @@ from typing import Literal
 
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.processes import is_running, start_time
-from torchmn.environment_variables import JOB_VARIABLE, ROUND_VARIABLE
+from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE
 from torchmn.errors import DataError, TopologyError
-from torchmn.topology import allocation
+from torchmn.cluster import allocation
 
 OWNER = ".owner"
 PERIOD_S = 5.0

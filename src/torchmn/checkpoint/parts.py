@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchmn.communicators.local_tensors import (
+from torchmn.comm.local_tensors import (
     PART,
     describe_part,
     from_part,
@@ -24,7 +24,7 @@ from torchmn.communicators.local_tensors import (
     overlap,
 )
 from torchmn.errors import DataError
-from torchmn.model_tensors import parameters_of
+from torchmn.exchange.model_tensors import parameters_of
 
 Path = tuple[Any, ...]
 Targets = Callable[[Path, Sequence[int]], "Tensor | None"]

@@ -14,9 +14,9 @@ from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.shard_file import ShardReader
 from torchmn.checkpoint.snapshot import SavedRank
 from torchmn.checkpoint.storage import Reader, Storage, read_text
-from torchmn.communicators import object_codec
-from torchmn.communicators.checksums import digest
-from torchmn.communicators.local_tensors import PART
+from torchmn.comm import object_codec
+from torchmn.comm.checksums import digest
+from torchmn.comm.local_tensors import PART
 from torchmn.errors import DataError, UsageError
 
 _MAX_READERS = 64

@@ -8,18 +8,18 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn import rng_state
-from torchmn.batch_settings import batch_settings_by_name
+from torchmn.data import rng_state
+from torchmn.data.batch_settings import batch_settings_by_name
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.parts import place_parts, targets_of
 from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.snapshot import RANDOM, HasReplicatedTensors, Stateful
-from torchmn.communicators import Communicator, Grid
-from torchmn.communicators.grid import num_model_parts
-from torchmn.communicators.local_tensors import is_divided
+from torchmn.comm import Communicator, Grid
+from torchmn.comm.grid import num_model_parts
+from torchmn.comm.local_tensors import is_divided
 from torchmn.errors import UsageError
-from torchmn.model_tensors import parameters_of
-from torchmn.resharding import (
+from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.resharding import (
     Resharding,
     for_other_split,
     raise_if_other_optimizer,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torchmn.checkpoint.storage import Reader
-from torchmn.communicators.checksums import digest
+from torchmn.comm.checksums import digest
 from torchmn.errors import DataError
 
 _DTYPES = {

@@ -33,9 +33,9 @@ from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.snapshot import Copy, SavedRank
 from torchmn.checkpoint.storage import MANIFEST, Storage, read_text
-from torchmn.communicators.checksums import describe_differences, differences, digest
-from torchmn.communicators.grid import num_model_parts
-from torchmn.communicators.object_codec import as_bytes
+from torchmn.comm.checksums import describe_differences, differences, digest
+from torchmn.comm.grid import num_model_parts
+from torchmn.comm.object_codec import as_bytes
 from torchmn.errors import DataError
 from torchmn.version import __version__
 

@@ -54,10 +54,10 @@ def doctor(
     from torchmn.doctor.report import as_json as json_of
     from torchmn.doctor.report import as_text, exit_status
     from torchmn.errors import UsageError
-    from torchmn.launch import RunOptions
-    from torchmn.launch.plan import assign_slots
-    from torchmn.topology import allocation, is_this_host
-    from torchmn.topology.network import rate_bytes_per_s
+    from torchmn.run import RunOptions
+    from torchmn.run.plan import assign_slots
+    from torchmn.cluster import allocation, is_this_host
+    from torchmn.cluster.network import rate_bytes_per_s
 
     if is_quick and is_full:
         raise UsageError("--quick and --full are mutually exclusive: use one of them.")

@@ -14,8 +14,8 @@ import typer
 from torchmn.cli.options import values_of
 from torchmn.cli.submit import SCHEDULER_NAMES
 from torchmn.errors import UnknownNameError, UsageError
-from torchmn.launch.submit.settings import Settings
-from torchmn.units import counted
+from torchmn.submit.settings import Settings
+from torchmn.cluster.units import counted
 
 KINDS = ("image", "text", "tabular")
 NO_SCHEDULER = "none"
@@ -59,7 +59,7 @@ def init(
     checkpoints, and saving before the job's time limit. Asks nothing, and replaces nothing without
     --force.
     """
-    from torchmn.launch import submit as jobs
+    from torchmn import submit as jobs
 
     if kind not in KINDS:
         raise UnknownNameError("kind", kind, KINDS)
@@ -92,7 +92,7 @@ def init(
 
 def _installed(path: str | None) -> str:
     """The scheduler of this cluster; none where there are several, for one must be chosen."""
-    from torchmn.launch.submit import installed_schedulers
+    from torchmn.submit import installed_schedulers
 
     names = installed_schedulers(path)
     return names[0] if len(names) == 1 else NO_SCHEDULER
@@ -102,7 +102,7 @@ def _job_file(
     scheduler: str, settings: Settings, num_nodes: int, ranks_per_node: int
 ) -> tuple[str, str]:
     """Name and text of what `torchmn submit` would submit in the folder of the script."""
-    from torchmn.launch import submit as jobs
+    from torchmn import submit as jobs
 
     if settings.activate and Path(settings.activate).expanduser().is_dir():
         # the job is submitted in another folder
@@ -133,7 +133,7 @@ def _make(folder: Path) -> None:
 
 
 def _next_steps(folder: Path, scheduler: str, job_file: str, num_ranks: int) -> list[str]:
-    from torchmn.launch import submit as jobs
+    from torchmn import submit as jobs
 
     change = [] if folder == Path() else [f"  cd {shlex.quote(str(folder))}"]
     lines = ["", "Try it here, on two workers:", *change, f"  torchmn run -n 2 {SCRIPT}"]

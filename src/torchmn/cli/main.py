@@ -11,7 +11,7 @@ import typer
 
 from torchmn.cli import doctor, init, plan, report, run, submit
 from torchmn.cli.versions import versions_text
-from torchmn.environment_variables import TRACEBACK_VARIABLE
+from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 
 app = typer.Typer(
@@ -70,7 +70,7 @@ def _instead_of(error: Exception) -> str:
             "each rank waited for data."
         )
     if option in ("--image", "--namespace", "--memory", "--volume"):
-        from torchmn.launch.submit.choose import NO_KUBERNETES
+        from torchmn.submit.choose import NO_KUBERNETES
 
         return NO_KUBERNETES
     return ""

@@ -14,8 +14,8 @@ from torchmn.cli.options import values_of
 from torchmn.errors import TorchmnError, UsageError
 
 if TYPE_CHECKING:
-    from torchmn.autotune.predict import PredictedStep
-    from torchmn.planning.facts import Training
+    from torchmn.exchange.auto.predict import PredictedStep
+    from torchmn.observe.plan.facts import Training
 
 # What a shell completes. The registries import torch, for which it would wait seconds.
 CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
@@ -97,8 +97,8 @@ def plan(
     """
     import msgspec
 
-    from torchmn.planning.facts import predict, rate_bytes_per_s, read_table
-    from torchmn.planning.run_facts import facts_of
+    from torchmn.observe.plan.facts import predict, rate_bytes_per_s, read_table
+    from torchmn.observe.plan.run_facts import facts_of
 
     for rate in _texts(links):
         rate_bytes_per_s(rate)

@@ -45,7 +45,7 @@ def report(
     Runs may continue meanwhile. Several runs with different numbers of ranks show how the training
     scales.
     """
-    from torchmn.report.metrics import metrics_server, parse_address, write_metrics
+    from torchmn.observe.report.metrics import metrics_server, parse_address, write_metrics
 
     runs = runs or [Path("torchmn-logs", "latest")]
     if sum((is_text, is_json, metrics is not None)) > 1:
@@ -79,14 +79,14 @@ def _report(
 ) -> None:
     from rich.console import Console
 
-    from torchmn.profiling.run_reader import MAX_NBYTES, read_run
-    from torchmn.report.as_json import as_json
-    from torchmn.report.findings import find
-    from torchmn.report.page import page, plotly_script
-    from torchmn.report.scaling import scaling_of
-    from torchmn.report.summary import summarize
-    from torchmn.report.tensorboard import summary_writer, write_scalars
-    from torchmn.report.text import show, show_findings
+    from torchmn.observe.read.run_reader import MAX_NBYTES, read_run
+    from torchmn.observe.report.as_json import as_json
+    from torchmn.observe.report.findings import find
+    from torchmn.observe.report.page import page, plotly_script
+    from torchmn.observe.report.scaling import scaling_of
+    from torchmn.observe.report.summary import summarize
+    from torchmn.observe.report.tensorboard import summary_writer, write_scalars
+    from torchmn.observe.report.text import show, show_findings
 
     writer_class = None if tensorboard is None else summary_writer()
     script = "" if is_text or is_json else plotly_script()

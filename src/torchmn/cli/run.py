@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchmn import launch
+from torchmn import run as launch
 from torchmn.cli.options import add_options, given
 
 CONTEXT = {"allow_interspersed_args": False}

@@ -11,10 +11,10 @@ import typer
 
 from torchmn.cli.options import add_options, given, values_of
 from torchmn.errors import UsageError
-from torchmn.launch.submit.settings import Settings
+from torchmn.submit.settings import Settings
 
 SCHEDULER_NAMES = ("pbs", "slurm", "grid_engine")
-"""As in `torchmn.launch.submit.NAMES`, which takes longer to import than a completion may."""
+"""As in `torchmn.submit.NAMES`, which takes longer to import than a completion may."""
 CONTEXT = {"allow_interspersed_args": False}
 """What follows the script are arguments of the script, options too."""
 
@@ -65,8 +65,8 @@ def submit(
 
     The job script is plain shell: edit it and submit it by hand as you like.
     """
-    from torchmn.launch import python_command
-    from torchmn.launch import submit as jobs
+    from torchmn.run import python_command
+    from torchmn import submit as jobs
 
     if max_requeues is not None and not requeues:
         raise UsageError(f"--max-requeues {max_requeues} has no effect without --requeue: add it.")

@@ -59,7 +59,7 @@ def _cuda_of_torch() -> str:
 
 
 def _mpi(env: Mapping[str, str]) -> str:
-    from torchmn.launch.backend import find_mpirun
+    from torchmn.run.backend import find_mpirun
 
     path, binding = find_mpirun(env), _version_of("mpi4py")
     parts = [
@@ -79,7 +79,7 @@ def _kernels() -> str:
 
 
 def _schedulers(env: Mapping[str, str]) -> list[str]:
-    from torchmn.launch.submit.choose import SCHEDULERS, installed_schedulers
+    from torchmn.submit.choose import SCHEDULERS, installed_schedulers
 
     path = env.get("PATH")
     found = [SCHEDULERS[name] for name in installed_schedulers(path)]

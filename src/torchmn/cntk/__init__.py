@@ -52,7 +52,7 @@ from torchmn.cntk.training_session import (
     training_session,
 )
 from torchmn.cntk.training_summary_callback import TrainingSummaryProgressCallback
-from torchmn.readers import (
+from torchmn.cntk.readers import (
     FULL_DATA_SWEEP,
     INFINITELY_REPEAT,
     MinibatchData,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchmn.communicators import Communicator as Ranks
-from torchmn.communicators import create_communicator
+from torchmn.comm import Communicator as Ranks
+from torchmn.comm import create_communicator
 from torchmn.errors import UsageError
 
 _of_process: list[Ranks] = []

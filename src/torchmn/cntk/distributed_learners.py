@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from torchmn.cntk.communicator import default_communicator
 from torchmn.cntk.learner import LearnerSet
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.optimizer import MultiNodeOptimizer
-from torchmn.optimizer import cntk as multi_node
-from torchmn.topology.launcher_env import read_launcher_env
+from torchmn.exchange.optimizer import MultiNodeOptimizer
+from torchmn.exchange.optimizer import cntk as multi_node
+from torchmn.cluster.launcher_env import read_launcher_env
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class DistributedLearner:
     options: Mapping[str, Any]
     """Of `make`."""
     make: Callable[..., MultiNodeOptimizer]
-    """A function of `torchmn.optimizer`."""
+    """A function of `torchmn.exchange.optimizer`."""
     comm: Communicator | None = None
     """None: all ranks of the job."""
 

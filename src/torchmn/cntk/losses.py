@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.errors import UsageError
-from torchmn.readers.minibatch import MinibatchData
+from torchmn.cntk.readers.minibatch import MinibatchData
 
 
 def cross_entropy_with_softmax(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import UsageError
 
 

@@ -10,7 +10,7 @@ from torchmn.checkpoint import create_multi_node_checkpointer
 from torchmn.checkpoint.retention import is_checkpoint
 from torchmn.cntk.session_config import CheckpointConfig
 from torchmn.cntk.session_loop import SessionUpdater
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import UsageError
 
 

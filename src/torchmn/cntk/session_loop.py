@@ -9,9 +9,9 @@ import torch
 
 from torchmn.checkpoint import MultiNodeCheckpointer
 from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
-from torchmn.profiling import recording
-from torchmn.readers import MinibatchSource
-from torchmn.readers.user import UserSourceMinibatches
+from torchmn.record import recording
+from torchmn.cntk.readers import MinibatchSource
+from torchmn.cntk.readers.user import UserSourceMinibatches
 
 if TYPE_CHECKING:
     from torchmn.cntk.training_session import TrainingSession

@@ -1,6 +1,6 @@
 """CNTK's training session: checkpoints, progress, cross validation and a test around a trainer.
 
-A session is a `torchmn.training.Trainer` whose iteration is a minibatch of the source, and whose
+A session is a `torchmn.train.Trainer` whose iteration is a minibatch of the source, and whose
 extensions are CNTK's actions. After each minibatch those that are due run in this order: the
 checkpoint, the summary of the progress, cross validation. An action of frequency f is due when the
 training has passed a multiple of f; once, even if it has passed several. At the end each runs once
@@ -39,17 +39,17 @@ from torchmn.cntk.session_loop import (
     limited,
 )
 from torchmn.cntk.trainer import Trainer
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import UsageError
-from torchmn.evaluation import sync_buffers_
-from torchmn.readers import (
+from torchmn.train.evaluation import sync_buffers_
+from torchmn.cntk.readers import (
     MinibatchData,
     MinibatchSource,
     as_minibatch_source,
 )
-from torchmn.readers.streams import wanted_streams
-from torchmn.readers.user import UserSourceMinibatches
-from torchmn.resilience import Preemption
+from torchmn.cntk.readers.streams import wanted_streams
+from torchmn.cntk.readers.user import UserSourceMinibatches
+from torchmn.run import Preemption
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class TrainingSession:
             UnsupportedError: pytorch-pfn-extras, whose loop it is, is not installed.
             SystemExit: the job is about to end and was saved, with status 85: see `Preemption`.
         """
-        from torchmn.training import Trainer as Loop  # needs the extra `trainer`, as no other part
+        from torchmn.train import Trainer as Loop  # needs the extra `trainer`, as no other part
 
         updater = SessionUpdater(self, device)
         loop = Loop(updater, lambda _: updater.has_ended, None, comm=self.comm)

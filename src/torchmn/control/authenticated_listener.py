@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message, decode, encode
-from torchmn.environment_variables import SECRET_VARIABLE
+from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.errors import LaunchError, UsageError
 
 HANDSHAKE_S = 5.0

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from torchmn.control.connection import Channel
 from torchmn.control.messages.monitor import Alive, HeartbeatRequest, StoppedProcess
 from torchmn.control.processes import ancestors, children, is_stopped, process_name
-from torchmn.environment_variables import HEARTBEAT_VARIABLE
+from torchmn.cluster.environment_variables import HEARTBEAT_VARIABLE
 from torchmn.errors import UsageError
 
 _DEFAULT_LIMIT_S = 30.0

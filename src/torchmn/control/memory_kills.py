@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchmn.topology.cpus import control_groups
-from torchmn.topology.memory import memory_limit
-from torchmn.units import GiB
+from torchmn.cluster.cpus import control_groups
+from torchmn.cluster.memory import memory_limit
+from torchmn.cluster.units import GiB
 
 _ROOT = Path("/")
 

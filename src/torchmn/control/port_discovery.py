@@ -27,9 +27,9 @@ from torchmn.control.connection import address_of
 from torchmn.control.ports import listen_on
 from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.errors import LaunchError
-from torchmn.topology import LauncherInfo, allocation, route_of
-from torchmn.topology.hostlists import parse_node_list
-from torchmn.topology.network import addresses_of_host, is_loopback
+from torchmn.cluster import LauncherInfo, allocation, route_of
+from torchmn.cluster.hostlists import parse_node_list
+from torchmn.cluster.network import addresses_of_host, is_loopback
 
 _LOOKUP_S = 2.0
 _PAUSE_S = 0.05

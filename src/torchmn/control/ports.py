@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from torchmn.topology.network import addresses_of_host, family_of
+from torchmn.cluster.network import addresses_of_host, family_of
 
 
 def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:

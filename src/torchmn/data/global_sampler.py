@@ -17,15 +17,15 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler, default_collate
 
-from torchmn.batch_settings import BatchSettings, HasBatchSettings
+from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.permutations import Order, epoch_permutation
-from torchmn.data.sampler_pass import IteratingLoader, SamplerPass, iterating_loader
+from torchmn.data.sampler_position import IteratingLoader, SamplerPass, iterating_loader
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
-    from torchmn.communicators import Communicator
+    from torchmn.comm import Communicator
 
 
 class SamplerState(TypedDict):

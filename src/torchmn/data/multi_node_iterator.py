@@ -9,7 +9,7 @@ from torchmn.data.empty_dataset import EmptyDataset
 from torchmn.errors import DataError, UsageError
 
 if TYPE_CHECKING:
-    from torchmn.communicators import Communicator
+    from torchmn.comm import Communicator
 
 _PROGRESS = (
     "epoch",

@@ -1,12 +1,12 @@
-"""Permutations of data sets and their seeds. See `torchmn.permutations`."""
+"""Permutations of data sets and their seeds. See `torchmn.data.keyed_permutation`."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from torchmn.errors import UsageError
-from torchmn.permutations import Order as Order
-from torchmn.permutations import keyed_permutation
+from torchmn.data.keyed_permutation import Order as Order
+from torchmn.data.keyed_permutation import keyed_permutation
 
 SEED_RULE = "A seed must be an integer from 0 to 2**32 - 1, or None."
 

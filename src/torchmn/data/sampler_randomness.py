@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchmn import rng_state
+from torchmn.data import rng_state
 
 Batch = TypeVar("Batch")
 _CPU = torch.device("cpu")

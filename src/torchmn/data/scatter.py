@@ -9,11 +9,11 @@ from torchmn.data.node_shared_dataset import copy_to_nodes
 from torchmn.data.permutations import SEED_RULE, draw_seed, is_seed, permutation
 from torchmn.data.sub_dataset import SizedDataset, SubDataset
 from torchmn.errors import RankMismatchError, UsageError
-from torchmn.transports.shared_segment import SHARED_DIRECTORY
-from torchmn.units import MiB
+from torchmn.comm.transports.shared_segment import SHARED_DIRECTORY
+from torchmn.cluster.units import MiB
 
 if TYPE_CHECKING:
-    from torchmn.communicators import Communicator
+    from torchmn.comm import Communicator
 
 Sample = TypeVar("Sample")
 SHARDS_DIFFER = (

@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from torchmn.communicators.divided_batches import PassParts
+from torchmn.comm.scattered_loaders import PassParts
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
-from torchmn.data.sampler_pass import SamplerPass, iterating_loader
+from torchmn.data.sampler_position import SamplerPass, iterating_loader
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import DataError, RankMismatchError, UsageError
-from torchmn.units import counted
+from torchmn.cluster.units import counted
 
 if TYPE_CHECKING:
-    from torchmn.communicators import Communicator
+    from torchmn.comm import Communicator
 
 Sample = TypeVar("Sample")
 
@@ -479,7 +479,7 @@ def _problem(loader: Any) -> str:
             f"a DataLoader of a {type(loader.dataset).__name__}, a stream, whose samples have no "
             "indices to divide. Let the data set yield the samples of this rank (comm.rank of "
             "comm.size) with batch_size // comm.size samples in a batch, or use a source of "
-            "torchmn.readers, which divides streams."
+            "torchmn.cntk.readers, which divides streams."
         )
     if loader.batch_sampler is None:
         return (

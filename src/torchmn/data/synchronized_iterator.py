@@ -12,7 +12,7 @@ from torchmn.data.serial_iterator import SerialIterator
 from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
-    from torchmn.communicators import Communicator
+    from torchmn.comm import Communicator
 
 Batches = TypeVar("Batches")
 

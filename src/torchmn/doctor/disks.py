@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding
 from torchmn.doctor.orders import Request
-from torchmn.units import GiB, MiB
+from torchmn.cluster.units import GiB, MiB
 
 _FULL_SHARE = 0.02
 

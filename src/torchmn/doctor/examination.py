@@ -27,8 +27,8 @@ from torchmn.doctor.links import Link, better_link, link_findings, links_between
 from torchmn.doctor.orders import Begin, Examine, LinkMeasured, MeasureLink, Request
 from torchmn.doctor.tournament import Pair, apart, rounds_of
 from torchmn.errors import LaunchError, UsageError
-from torchmn.launch.starters.remote import remote_shell
-from torchmn.units import counted
+from torchmn.run.starters.remote import remote_shell
+from torchmn.cluster.units import counted
 
 _START_S = 20.0
 _CHECK_S = 60.0

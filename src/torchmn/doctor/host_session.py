@@ -14,7 +14,7 @@ from typing import IO, TypeVar
 from torchmn.control.codec import Record, decode_union, encode
 from torchmn.doctor.orders import AskTime, Begin, Failed, Ready, TimeIs
 from torchmn.errors import LaunchError
-from torchmn.launch.starters.remote import to_host
+from torchmn.run.starters.remote import to_host
 
 _NUM_CLOCK_ROUNDS = 7
 _CLOCK_S = 5.0

@@ -19,7 +19,7 @@ from torchmn.control.codec import Record, decode, encode
 from torchmn.control.ports import listen_on
 from torchmn.doctor.orders import LinkMeasured, MeasureLink
 from torchmn.errors import LaunchError
-from torchmn.units import KiB
+from torchmn.cluster.units import KiB
 
 _ROLE = "doctor's link probe"
 _CONNECT_S = 3.0

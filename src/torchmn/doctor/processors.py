@@ -9,9 +9,9 @@ from pathlib import Path
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding
 from torchmn.doctor.orders import Request
-from torchmn.topology import available_processors
-from torchmn.topology.memory import memory_of_host
-from torchmn.units import GiB, counted
+from torchmn.cluster import available_processors
+from torchmn.cluster.memory import memory_of_host
+from torchmn.cluster.units import GiB, counted
 
 _MIN_FREE_SHARE = 0.1
 _MIN_LIMIT_PER_RANK = 2 * GiB

@@ -11,8 +11,8 @@ import msgspec
 
 from torchmn.doctor.examination import Examination
 from torchmn.doctor.findings import Finding, worst
-from torchmn.exit_status import DOCTOR_STATUS
-from torchmn.units import GiB, counted
+from torchmn.cluster.exit_status import DOCTOR_STATUS
+from torchmn.cluster.units import GiB, counted
 
 _MAX_HOSTS = 16
 _WIDTH = 100

@@ -13,8 +13,8 @@ from importlib import metadata
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, deviating, listed
 from torchmn.doctor.orders import Request
-from torchmn.launch.backend import find_mpirun
-from torchmn.launch.host_checks import COMPARED, find_problem, versions
+from torchmn.run.backend import find_mpirun
+from torchmn.run.host_checks import COMPARED, find_problem, versions
 
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _ANSWER_S = 10.0

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchmn.frameworks import ExchangeOptions, attach, lightning_strategy
+from torchmn.train.frameworks import ExchangeOptions, attach, lightning_strategy
 
 FRAMEWORK, FAULT = sys.argv[1:]
 OPTIONS = ExchangeOptions(timeout_s=4)

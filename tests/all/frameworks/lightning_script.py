@@ -41,7 +41,7 @@ from tests.all.frameworks.task import (
     uneven,
 )
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.frameworks import ExchangeOptions, fabric_strategy, lightning_strategy
+from torchmn.train.frameworks import ExchangeOptions, fabric_strategy, lightning_strategy
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 comm = torchmn.create_communicator("flat", timeout_s=60)

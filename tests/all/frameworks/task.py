@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn import create_multi_node_optimizer
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 
 NUM_SAMPLES, NUM_FEATURES, BATCH, NUM_EPOCHS = 48, 6, 8, 2
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -38,7 +38,7 @@ from tests.all.frameworks.task import (
     train,
 )
 from torchmn.errors import UsageError
-from torchmn.frameworks import ExchangeOptions, attach
+from torchmn.train.frameworks import ExchangeOptions, attach
 
 comm = torchmn.create_communicator("flat", timeout_s=60)
 FLAT = {"communicator": "flat", "timeout_s": 60}

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from tests.limits import limit
 from torchmn.checkpoint import manifest, shard_file
 from torchmn.checkpoint.reader import SavedCheckpoint
-from torchmn.communicators import object_codec
-from torchmn.communicators.object_codec import Trust
+from torchmn.comm import object_codec
+from torchmn.comm.object_codec import Trust
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import (
     MAX_IDENTITY_BYTES,
@@ -34,15 +34,15 @@ from torchmn.control.authenticated_listener import (
 from torchmn.control.connection import Channel
 from torchmn.control.messages import decode, encode
 from torchmn.errors import CommunicationError, DataError, LaunchError, TopologyError, UsageError
-from torchmn.launch.submit.site import read_site
-from torchmn.topology.allocation import allocation
-from torchmn.topology.hostlists import (
+from torchmn.submit.site import read_site
+from torchmn.cluster.allocation import allocation
+from torchmn.cluster.hostlists import (
     parse_hostfile,
     parse_hosts,
     parse_node_list,
     parse_task_counts,
 )
-from torchmn.topology.walltime import parse_duration
+from torchmn.cluster.walltime import parse_duration
 
 fuzzed = settings(
     derandomize=True,

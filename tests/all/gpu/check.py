@@ -28,12 +28,12 @@ from benchmarks.record import RECORDS, environment
 from rich.console import Console
 from rich.table import Table
 
-from torchmn.topology import count_gpus
+from torchmn.cluster import count_gpus
 
 ROOT = Path(__file__).parents[3]
 RECORD = RECORDS / "gpu.jsonl"
 TESTS = ("tests/all/gpu/test_one_process.py", "tests/all/gpu/test_ranks.py",
-         "tests/unit/compression/kernels/test_cuda.py")  # fmt: skip
+         "tests/unit/comm/codecs/kernels/test_cuda.py")  # fmt: skip
 CHECK_LIMIT_S = 240.0
 TOTAL_LIMIT_S = 1140.0
 """A minute is left for the table."""

@@ -28,7 +28,7 @@ _TAIL = 1500
 
 def needed(over: Over, size: int) -> str | None:
     """What is missing for ranks over a library, if anything is."""
-    from torchmn.launch.backend import find_mpirun
+    from torchmn.run.backend import find_mpirun
 
     num_gpus = torch.cuda.device_count()
     if over == "nccl" and num_gpus < size:
@@ -69,7 +69,7 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         env["CUDA_VISIBLE_DEVICES"] = first
     if over == "mpi":
-        from torchmn.launch.backend import find_mpirun
+        from torchmn.run.backend import find_mpirun
 
         env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         env["OMPI_MCA_btl"] = "^ofi"

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import torchmn
 from tests.limits import limit
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError, TimeLimitError, UnsupportedError
-from torchmn.schedules import BlockMomentum, DiLoCo, DoubleBuffering, PeriodicAverage
+from torchmn.exchange.schedules import BlockMomentum, DiLoCo, DoubleBuffering, PeriodicAverage
 
 NUM_STEPS = 6
 SHARED = {"folder": Path()}
@@ -360,7 +360,7 @@ def ddp_hook(comm: Communicator) -> None:
     )
     model = network(comm, torch.float32)
     ddp = nn.parallel.DistributedDataParallel(model)
-    hook = torchmn.optimizer.ddp_hook("int8").register(ddp)
+    hook = torchmn.exchange.optimizer.ddp_hook("int8").register(ddp)
     losses = train(comm, ddp, torch.optim.SGD(ddp.parameters(), 0.05), [0] * 20)
     assert_replicas(comm, model)
     assert losses[-1] < losses[0]

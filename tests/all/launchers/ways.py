@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
 from tests.netlab import Host, Lab
-from torchmn.launch.backend import find_mpirun
+from torchmn.run.backend import find_mpirun
 
 ROOT = Path(__file__).parents[3]
 NUM_RANKS = 4

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH, Runner
-from torchmn.launch.backend import this_machine
+from torchmn.run.backend import this_machine
 
 
 @pytest.fixture(autouse=True)

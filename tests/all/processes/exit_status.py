@@ -24,7 +24,7 @@ from tests.all.schedulers.cluster import running
 from tests.all.schedulers.slurm import Slurm
 from tests.limits import limit
 from tests.netlab import missing_requirement, netlab
-from torchmn.launch.backend import find_mpirun, this_machine
+from torchmn.run.backend import find_mpirun, this_machine
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "exit-status.md"
 Launcher = Literal["local", "ssh", "mpirun", "torchrun", "srun", "plain mpirun", "plain torchrun"]

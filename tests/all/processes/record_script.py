@@ -84,7 +84,7 @@ def trainer(comm: torchmn.Communicator) -> None:
             comm, os.path.join(comm.bcast_obj(folder), "checkpoints"), "run"
         )
         train.extend(checkpointer, trigger=(3, "iteration"))
-        train.extend(torchmn.training.LogReport(comm, trigger=(2, "iteration")))
+        train.extend(torchmn.train.LogReport(comm, trigger=(2, "iteration")))
         train.run()
         comm.barrier()
     optimizer.close()
@@ -124,7 +124,7 @@ def endless(comm: torchmn.Communicator) -> None:
 def ddp(comm: torchmn.Communicator) -> None:
     torch.distributed.init_process_group("gloo")
     net = torch.nn.parallel.DistributedDataParallel(model())
-    torchmn.optimizer.ddp_hook("int8", comm=comm).register(net)
+    torchmn.exchange.optimizer.ddp_hook("int8", comm=comm).register(net)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     for (x,) in loader():
         optimizer.zero_grad()
@@ -136,5 +136,5 @@ def ddp(comm: torchmn.Communicator) -> None:
 if __name__ == "__main__":
     world = torchmn.create_communicator("flat")
     for kind in sys.argv[1:]:
-        torchmn.profiling.report_value(f"begins {kind}", 0)
+        torchmn.record.report_value(f"begins {kind}", 0)
         globals()[kind](world)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
-from torchmn.training import EpochLoader
+from torchmn.train import EpochLoader
 
 NUM_STEPS = 14  # epochs of five steps
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import torchmn
 from torchmn.checkpoint.parts import nowhere, place_parts
-from torchmn.communicators.local_tensors import with_parts
+from torchmn.comm.local_tensors import with_parts
 
 NUM_STEPS = 4
 _GENERATOR = threading.Lock()
@@ -602,7 +602,7 @@ def uneven_inside(side: OnGrid) -> Result:
 
 def too_early(side: OnGrid) -> Result:
     """Broken on purpose: one exchange, before `fully_shard` has reduced what it reduces last."""
-    from torchmn.gradients import reducer
+    from torchmn.exchange import reducer
 
     right_end, right_take = reducer.AtEnd, reducer.GradientReducer._take_gradient
     num_exchanged = 0

@@ -17,9 +17,9 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.messages.job import StartScript
 from torchmn.control.messages.monitor import Alive, HeartbeatRequest
-from torchmn.launch import Job
-from torchmn.launch.starters import local
-from torchmn.launch.worker_environment import worker_environment
+from torchmn.run import Job
+from torchmn.run.starters import local
+from torchmn.run.worker_environment import worker_environment
 
 pytestmark = pytest.mark.processes
 

@@ -22,8 +22,8 @@ import torch
 from torch.distributed import FileStore
 import torchmn
 from torchmn.checkpoint import dcp  # whatever takes time to import
-from torchmn.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.topology import Topology
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.cluster import Topology
 
 torch.set_num_threads(1)
 

@@ -12,14 +12,14 @@ import pytest
 
 from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
 from tests.limits import limit
-from torchmn.launch.backend import find_mpirun, this_machine
+from torchmn.run.backend import find_mpirun, this_machine
 
 pytestmark = pytest.mark.processes
 
 TRAINING = """
 import os, signal, sys, time
 import torch, torchmn
-from torchmn.resilience import install_crash_handler
+from torchmn.run import install_crash_handler
 fault = sys.argv[1]
 first_timeout_s = 20
 if fault == "stop at the start":
@@ -124,7 +124,7 @@ def test_a_hang_is_reported(runner: Runner, backend: str, fault: str, words: str
 SAVES_LAST = """
 import pathlib, time
 import torchmn
-from torchmn.transports import mpi
+from torchmn.comm.transports import mpi
 mpi._NOTE_AFTER_S = 0.5
 comm = torchmn.create_communicator("naive", timeout_s=1)
 comm.barrier()
@@ -265,7 +265,7 @@ def by_hand(runner: Runner, text: str, *args: str) -> tuple[list[int], list[str]
 FEW_FILES = """
 import resource
 import torchmn
-from torchmn.resilience import install_crash_handler
+from torchmn.run import install_crash_handler
 comm = torchmn.create_communicator("naive", timeout_s=20)
 if comm.rank == 0:
     resource.setrlimit(resource.RLIMIT_NOFILE, (66, 66))
@@ -294,7 +294,7 @@ def test_a_killed_rank_under_a_launcher_that_does_nothing(runner: Runner) -> Non
 
 
 BEFORE_THE_COMMUNICATOR = """
-from torchmn.resilience import install_crash_handler
+from torchmn.run import install_crash_handler
 install_crash_handler()
 if rank == 1:
     raise ValueError("no data")
@@ -312,7 +312,7 @@ def test_a_rank_that_fails_before_there_is_a_communicator(runner: Runner) -> Non
 
 WITH_THE_COMMUNICATOR_LATER = """
 import sys
-from torchmn.resilience import install_crash_handler
+from torchmn.run import install_crash_handler
 install_crash_handler()
 import torch, torchmn
 comm = torchmn.create_communicator("naive", timeout_s=2, first_timeout_s=2)
@@ -351,7 +351,7 @@ def test_a_python_script_that_a_shell_script_starts(runner: Runner) -> None:
     starter = """
 import os
 from pathlib import Path
-from torchmn.launch import Job, run_job
+from torchmn.run import Job, run_job
 job = Job(argv=("sh", "run.sh"), num_ranks=2, backend="gloo", log_dir=Path("logs"))
 raise SystemExit(run_job(job, os.environ))
 """
@@ -419,7 +419,7 @@ def test_a_rank_that_leaves_too_early_is_the_first_failure(runner: Runner) -> No
 
 TORCHRUN = """
 import os, signal, sys, torch, torchmn
-from torchmn.resilience import install_crash_handler
+from torchmn.run import install_crash_handler
 comm = torchmn.create_communicator("naive", timeout_s=60)
 install_crash_handler(comm)
 comm.barrier()

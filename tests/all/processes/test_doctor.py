@@ -17,7 +17,7 @@ from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
 from tests.netlab import Lab, missing_requirement, netlab
 from tests.netlab.construction import INTERFACE, shape
-from torchmn.exit_status import DOCTOR_STATUS
+from torchmn.cluster.exit_status import DOCTOR_STATUS
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 needs_hosts = pytest.mark.skipif(

@@ -144,7 +144,7 @@ def parts_of_host(run: Run, rank: int) -> list[psutil.Process]:
     assert agent is not None
     node = agent.parent()
     assert node is not None
-    assert "torchmn.launch.elastic.host_main" in node.cmdline()
+    assert "torchmn.run.elastic.host_main" in node.cmdline()
     return [node, *node.children(recursive=True)]
 
 
@@ -153,7 +153,7 @@ def the_store(folder: Path) -> psutil.Process:
     (found,) = [
         process
         for process in psutil.process_iter()
-        if "torchmn.launch.elastic.rendezvous_main" in words_of(process)
+        if "torchmn.run.elastic.rendezvous_main" in words_of(process)
         and process.cwd() == str(folder.resolve())
     ]
     return found

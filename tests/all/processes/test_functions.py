@@ -17,7 +17,7 @@ TRAINING = """
 import os, signal, sys
 import torch
 import torchmn
-import torchmn.functions as F
+import torchmn.nn.functions as F
 from torch.nn.functional import mse_loss
 
 def main():

@@ -22,7 +22,7 @@ from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import Lab, netlab
-from torchmn.launch.backend import find_mpirun
+from torchmn.run.backend import find_mpirun
 
 pytestmark = [
     *ON_TEST_HOSTS,

@@ -15,7 +15,7 @@ import yaml
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import netlab
 from tests.all.processes.runner import PYTHON_PATH
-from torchmn.topology import read_launcher_env
+from torchmn.cluster import read_launcher_env
 
 PAGE = next(
     path / "docs" / "how-to" / "kubernetes.md"
@@ -24,7 +24,7 @@ PAGE = next(
 )
 TRAINS = """
 import json, os, pathlib, torchmn
-from torchmn.topology import read_launcher_env
+from torchmn.cluster import read_launcher_env
 comm = torchmn.create_communicator("naive")
 place = read_launcher_env(os.environ)
 ranks = comm.allgather_obj((place.rank, comm.size))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
-from torchmn.launch.backend import find_mpirun
+from torchmn.run.backend import find_mpirun
 
 SCRIPT = """
 import sys
@@ -19,7 +19,7 @@ mpi4py.rc.thread_level = sys.argv[1]
 from mpi4py import MPI
 import torchmn
 from tests.contracts.suites.communicator_contracts import check_exactness, check_started_sums
-from torchmn.topology import Topology
+from torchmn.cluster import Topology
 comm = torchmn.create_communicator("hierarchical", topology=Topology.blocks([1, 1]))
 print("threaded", comm.engine.is_threaded)
 check_exactness(comm)

@@ -22,7 +22,7 @@ from tests.netlab import Host, Lab, missing_requirement, netlab
 from tests.netlab.cleanup import OPEN, processes_inside, running_labs, sweep
 from tests.netlab.namespaces import call, tool
 from torchmn.errors import LaunchError, UsageError
-from torchmn.launch.backend import find_mpirun
+from torchmn.run.backend import find_mpirun
 
 pytestmark = [pytest.mark.processes, pytest.mark.root]
 

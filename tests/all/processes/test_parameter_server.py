@@ -20,9 +20,9 @@ import os, signal, sys, time
 import torch
 from torch.distributed import FileStore
 import torchmn
-from torchmn.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.schedules import ParameterServer
-from torchmn.topology import Topology
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.exchange.schedules import ParameterServer
+from torchmn.cluster import Topology
 
 rank, size, folder, event = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 servers = "all" if sys.argv[5] == "all" else int(sys.argv[5])

@@ -18,7 +18,7 @@ import pytest
 
 from tests.limits import limit
 from torchmn.control.processes import is_running, python_module
-from torchmn.launch.starters.remote import PBS_SHELL
+from torchmn.run.starters.remote import PBS_SHELL
 
 pytestmark = pytest.mark.processes
 

@@ -17,7 +17,7 @@ HOST = os.uname().nodename
 TRAINING = """
 import torch
 import torchmn
-from tests.unit.links.test_chain_list import batch, line, mse
+from tests.unit.nn.test_chain_list import batch, line, mse
 comm = torchmn.create_communicator("flat", timeout_s=2, first_timeout_s=10)
 chain = line(comm, num_microbatches=4)
 {extra}

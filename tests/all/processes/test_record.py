@@ -13,7 +13,7 @@ import pytest
 from tests.all.processes.runner import Runner
 from tests.limits import limit
 from torchmn.control.codec import decode_union
-from torchmn.profiling.records import (
+from torchmn.record.records import (
     ClockOffset,
     GradientTimes,
     Line,

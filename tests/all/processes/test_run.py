@@ -271,7 +271,7 @@ def test_killed_supervisor_leaves_nothing(runner: Runner, backend: str) -> None:
 
 def test_killed_agent_leaves_nothing(runner: Runner, backend: str) -> None:
     process = start_with_grandchildren(runner, backend)
-    agents = [p for p in runner.processes("torchmn.launch.agent_main") if "mpirun" not in p.name()]
+    agents = [p for p in runner.processes("torchmn.run.agent_main") if "mpirun" not in p.name()]
     next(p for p in agents if "prterun" not in p.name()).kill()
     _, err = process.communicate(timeout=limit(20))
     assert process.returncode == 137, err

@@ -14,7 +14,7 @@ import pytest
 from tests.all.processes.conftest import skip_without_mpi
 from tests.all.processes.runner import Runner
 from tests.limits import limit
-from torchmn.launch.backend import find_mpirun
+from torchmn.run.backend import find_mpirun
 
 pytestmark = pytest.mark.processes
 
@@ -95,7 +95,7 @@ def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
         "--max-restarts",
         "0",
     )
-    (stopped,) = runner.processes(f"torchmn.launch.elastic.{module}")
+    (stopped,) = runner.processes(f"torchmn.run.elastic.{module}")
     stopped.suspend()
     if module == "host_main":
         assert process.stderr is not None
@@ -111,7 +111,7 @@ def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
 
 MONITORED = """
 import time, torchmn
-from torchmn.resilience import install_crash_handler
+from torchmn.run import install_crash_handler
 comm = torchmn.create_communicator("naive")
 install_crash_handler(comm)
 comm.barrier()
@@ -139,8 +139,8 @@ def test_under_another_launcher(runner: Runner, module: str) -> None:
     process = start_under_mpirun(runner, MONITORED, TORCHMN_HEARTBEAT_S=LIMIT_S)
     assert process.stdout is not None
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    assert not runner.processes("torchmn.monitor.mpi_start")
-    (server,) = runner.processes("torchmn.monitor.server")
+    assert not runner.processes("torchmn.control.mpi_start")
+    (server,) = runner.processes("torchmn.run.monitor.server")
     runner.wait_until(
         lambda: [c.status for c in server.net_connections()].count("ESTABLISHED") == 2,
         "the monitors did not connect",
@@ -148,7 +148,7 @@ def test_under_another_launcher(runner: Runner, module: str) -> None:
     if module == "script":
         found = [p for p in runner.processes("script.py") if "mpirun" not in p.cmdline()[0]]
     else:
-        found = runner.processes(f"torchmn.monitor.{module}")
+        found = runner.processes(f"torchmn.run.monitor.{module}")
     stopped = sorted(found, key=lambda p: p.pid)[-1]
     stopped.suspend()
     _, err = process.communicate(timeout=limit(50))

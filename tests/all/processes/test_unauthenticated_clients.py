@@ -28,7 +28,7 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
 from torchmn.control.messages.job import AgentHello
 from torchmn.errors import LaunchError
-from torchmn.launch.backend import this_machine
+from torchmn.run.backend import this_machine
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 

@@ -21,7 +21,7 @@ TWO_ON_EACH = ("-N", 2, "--ntasks-per-node", 2)
 
 CRASH = """
 import os, signal, sys, torch, torchmn
-from torchmn.resilience import install_crash_handler
+from torchmn.run import install_crash_handler
 comm = torchmn.create_communicator("naive", timeout_s=300)
 install_crash_handler(comm)
 comm.barrier()

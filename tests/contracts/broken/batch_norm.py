@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from torchmn.communicators import Communicator
-from torchmn.links import batch_norm
-from torchmn.links.batch_norm import _BatchNorm
-from torchmn.links.layer_communicator import LayerCommunicator, Ranks
-from torchmn.optimizer import multi_node_optimizer
+from torchmn.comm import Communicator
+from torchmn.nn import batch_norm
+from torchmn.nn.batch_norm import _BatchNorm
+from torchmn.nn.layer_communicator import LayerCommunicator, Ranks
+from torchmn.exchange.optimizer import multi_node_optimizer
 
 _gather = LayerCommunicator.gather_rows
 _forward, _backward = _BatchNorm.forward, _BatchNorm.backward

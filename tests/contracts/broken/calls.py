@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torchmn.communicators.collective_checks import Call
-from torchmn.communicators.flat import FlatCommunicator
-from torchmn.communicators.point_to_point import ANY_TAG
+from torchmn.comm.collective_checks import Call
+from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.comm.point_to_point import ANY_TAG
 
 
 class ComparesNothing(FlatCommunicator):

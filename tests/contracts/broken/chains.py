@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchmn.links import chain_graph, forward_pass, pipeline
+from torchmn.nn import chain_graph, forward_pass, pipeline
 
 
 class AddsMeans(pipeline._Step):

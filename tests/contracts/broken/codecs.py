@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from torchmn.compression import ErrorFeedback, Layout, Quantized, Segment
+from torchmn.comm.codecs import ErrorFeedback, Layout, Quantized, Segment
 
 
 class Base(ErrorFeedback):

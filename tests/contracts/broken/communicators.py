@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torchmn.communicators.allreduce import ReduceBlock
-from torchmn.communicators.flat import FlatCommunicator
+from torchmn.comm.allreduce import ReduceBlock
+from torchmn.comm.routes.flat import FlatCommunicator
 
 
 class ForgetsTheLastRank(FlatCommunicator):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-import torchmn.functions as right
+import torchmn.nn.functions as right
 
 
 def _changed(**functions):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from torchmn.links import parallel_layer
-from torchmn.links.parallel_layer import ParallelLayer
+from torchmn.nn import parallel_layer
+from torchmn.nn.parallel_layer import ParallelLayer
 
 _divide = ParallelLayer._divide
 

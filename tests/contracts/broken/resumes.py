@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tests.contracts.suites.resume_contracts import Recipe
-from torchmn.compression import ErrorFeedback, Quantized
-from torchmn.gradients.reducer import GradientReducer
-from torchmn.optimizer import MultiNodeOptimizer, resume
-from torchmn.schedules import (
+from torchmn.comm.codecs import ErrorFeedback, Quantized
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.optimizer import MultiNodeOptimizer, resume
+from torchmn.exchange.schedules import (
     DoubleBuffering,
     EveryStep,
     GrowingBlocks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.schedules import (
+from torchmn.exchange.schedules import (
     BlockMomentum,
     DoubleBuffering,
     EveryStep,
@@ -10,7 +10,7 @@ from torchmn.schedules import (
     PeriodicAverage,
     Phases,
 )
-from torchmn.schedules.local_updates.growing_blocks import highest_rate
+from torchmn.exchange.schedules.local_updates.growing_blocks import highest_rate
 
 
 class SumsInsteadOfMean(EveryStep):

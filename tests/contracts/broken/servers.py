@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchmn.schedules import ParameterServer
-from torchmn.schedules.parameter_server.server import ShardServer
+from torchmn.exchange.schedules import ParameterServer
+from torchmn.exchange.schedules.parameter_server.server import ShardServer
 
 
 def _with(server_class):

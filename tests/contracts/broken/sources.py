@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from torchmn.readers import randomization, read_ahead
-from torchmn.readers.minibatch_plan import Progress
-from torchmn.readers.minibatch_source import MinibatchSource
-from torchmn.readers.minibatches_ahead import MinibatchesAhead
-from torchmn.readers.randomization import GlobalMinibatch, SequenceOrder
+from torchmn.cntk.readers import randomization, read_ahead
+from torchmn.cntk.readers.minibatch_plan import Progress
+from torchmn.cntk.readers.minibatch_source import MinibatchSource
+from torchmn.cntk.readers.minibatches_ahead import MinibatchesAhead
+from torchmn.cntk.readers.randomization import GlobalMinibatch, SequenceOrder
 
 _partition, _take, _next = GlobalMinibatch.partition, SequenceOrder.take, MinibatchSource._next
 

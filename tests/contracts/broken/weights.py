@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchmn.compression import ErrorFeedback, PowerSGD, Quantized
-from torchmn.schedules import BlockMomentum, DiLoCo, EveryStep
+from torchmn.comm.codecs import ErrorFeedback, PowerSGD, Quantized
+from torchmn.exchange.schedules import BlockMomentum, DiLoCo, EveryStep
 
 from .schedules import CountsFinishedRanks, SmallBlocks
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.contracts.suites.communicator_contracts import require
 from torchmn import create_multi_node_optimizer
-from torchmn.communicators import Communicator
-from torchmn.links import convert_batch_norm
-from torchmn.links.batch_norm import LossWeight
+from torchmn.comm import Communicator
+from torchmn.nn import convert_batch_norm
+from torchmn.nn.batch_norm import LossWeight
 
 EXACT = 1e-12
 SPLITS = ([7, 0, 2, 5], [1, 1, 1, 1], [0, 4, 0, 3], [3, 3, 3, 3])

@@ -22,11 +22,11 @@ from tests.contracts.suites.communicator_contracts import require
 from torchmn.cntk import trainer as cntk_trainer
 from torchmn.data import EmptyBatchCollate, num_samples
 from torchmn.errors import UsageError
-from torchmn.evaluation.recorder import Recorder
-from torchmn.frameworks.lightning import TrainerStrategy
-from torchmn.gradients.weights import Contribution
-from torchmn.links.micro_batches import samples_to_cut, tensors_of
-from torchmn.readers import MinibatchData
+from torchmn.train.evaluation.recorder import Recorder
+from torchmn.train.frameworks.lightning import TrainerStrategy
+from torchmn.exchange.weights import Contribution
+from torchmn.nn.micro_batches import samples_to_cut, tensors_of
+from torchmn.cntk.readers import MinibatchData
 
 Count = Callable[[Any], int | None]
 """None: the number is not known."""

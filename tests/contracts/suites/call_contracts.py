@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.contracts.suites.communicator_contracts import ContractError, require, seeded
-from torchmn.communicators import ANY_SOURCE, ANY_TAG, Communicator, Status
+from torchmn.comm import ANY_SOURCE, ANY_TAG, Communicator, Status
 from torchmn.errors import RankMismatchError, UsageError
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.contracts.suites.communicator_contracts import require, seeded
-from torchmn.communicators import Communicator
-from torchmn.links import MultiNodeChainList
+from torchmn.comm import Communicator
+from torchmn.nn import MultiNodeChainList
 
 WIDTH = 3
 Ranks = int | list[int] | None

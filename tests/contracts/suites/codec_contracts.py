@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tests.contracts.suites.communicator_contracts import require
-from torchmn.compression import residuals
-from torchmn.compression.base import StripeCodec
-from torchmn.compression.layout import Layout
-from torchmn.compression.residuals import State
+from torchmn.comm.codecs import residuals
+from torchmn.comm.codecs.base import StripeCodec
+from torchmn.comm.codecs.layout import Layout
+from torchmn.comm.codecs.residuals import State
 
 Factory = Callable[[], StripeCodec]
 

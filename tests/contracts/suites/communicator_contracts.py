@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmn.communicators import Communicator
-from torchmn.communicators.allreduce import ReduceBlock, create_allreduce
-from torchmn.compression import create_codec
-from torchmn.optimizer import create_multi_node_optimizer
+from torchmn.comm import Communicator
+from torchmn.comm.allreduce import ReduceBlock, create_allreduce
+from torchmn.comm.codecs import create_codec
+from torchmn.exchange.optimizer import create_multi_node_optimizer
 
 SIZES = (1, 2, 3, 7, 16, 1000, 40_003)
 MOVED_DTYPES = (

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import torchmn.functions
+import torchmn.nn.functions
 from tests.contracts.suites.communicator_contracts import require, seeded
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 Program = Callable[[Any, list[Tensor]], list[Tensor]]
@@ -125,7 +125,7 @@ def _shapes(comm: Communicator, may_differ: bool) -> list[list[tuple[int, ...]]]
     return equal + uneven if may_differ else equal
 
 
-def check_collectives(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_collectives(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Results and gradients of one process, for all roots, uneven, empty and 0-dim tensors."""
     for name, (may_differ, run, reference) in COLLECTIVES.items():
         for shapes in _shapes(comm, may_differ):
@@ -147,7 +147,7 @@ def _strided(x: Tensor) -> Tensor:
     return torch.stack([x, x], dim=-1)[..., 0]
 
 
-def check_dtypes(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_dtypes(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Every floating dtype keeps itself, forward and backward; 16 bits are summed exactly once."""
     for dtype in DTYPES:
         x = torch.full((3,), 1.5, dtype=dtype, requires_grad=True)
@@ -175,7 +175,7 @@ def _around(comm: Communicator, f: Any, x: Tensor) -> Tensor:
     return f.pseudo_connect(f.send(x, comm, following), got)
 
 
-def check_who_requires_a_gradient(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_who_requires_a_gradient(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Results require one where any rank's input does; nothing is recorded under no_grad."""
     for name, (_, run, reference) in COLLECTIVES.items():
         only = comm.size - 1
@@ -275,7 +275,7 @@ def _compare(comm: Communicator, f: Any, what: str, program: Callable[[_Worlds],
         _close(own.gradients()[comm.rank], wanted, f"gradients of {what} {how}")
 
 
-def check_graphs(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_graphs(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Cycles, crossing messages, branches and twists have the gradients of one process."""
     ranks = range(comm.size)
 
@@ -314,7 +314,7 @@ def check_graphs(comm: Communicator, f: Any = torchmn.functions) -> None:
         _compare(comm, f, program.__name__, program)
 
 
-def check_random_programs(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_random_programs(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Programs that mix messages, moves, collectives and layers in any order."""
     for seed in range(6):
         dice = random.Random(1000 * comm.size + seed)
@@ -335,7 +335,7 @@ def check_random_programs(comm: Communicator, f: Any = torchmn.functions) -> Non
         _compare(comm, f, f"program {seed}", program)
 
 
-def check_chains(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_chains(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Layers on ranks one after another: ranks without a loss call backward on the delegate."""
     weights = [_leaf(rank, 3, 3, salt=5) for rank in range(comm.size)]
     x = seeded(0, 4, 3, salt=6) / 10
@@ -356,7 +356,7 @@ def check_chains(comm: Communicator, f: Any = torchmn.functions) -> None:
         _close(own.grad, weights[comm.rank].grad, "gradients of a chain")
 
 
-def check_tuples(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_tuples(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Several tensors of any shapes and dtypes in one message, with and without gradients."""
     if comm.size == 1:
         return
@@ -384,7 +384,7 @@ def check_tuples(comm: Communicator, f: Any = torchmn.functions) -> None:
 # ---- ways to run backward ----
 
 
-def check_double_backward(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_double_backward(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Gradients of gradients, as a gradient penalty takes them."""
     for name, (_, run, reference) in COLLECTIVES.items():
         leaves = [_leaf(rank, 2, salt=3) for rank in range(comm.size)]
@@ -405,7 +405,7 @@ def check_double_backward(comm: Communicator, f: Any = torchmn.functions) -> Non
         _close(own.grad, leaves[comm.rank].grad, f"double backward of {name}")
 
 
-def check_retained_graphs(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_retained_graphs(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Two passes over a graph that is retained on all ranks give twice the gradient."""
     own = _leaf(comm.rank, 2)
     loss = _loss(f.allgather(comm, own), comm.rank)
@@ -418,7 +418,7 @@ def check_retained_graphs(comm: Communicator, f: Any = torchmn.functions) -> Non
     _close(own.grad, None if once is None else 2 * once, "a second pass")
 
 
-def check_checkpointed(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_checkpointed(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Checkpointed functions exchange once, and have the same gradients."""
 
     def block(x: Tensor, weight: Tensor) -> Tensor:
@@ -454,7 +454,7 @@ def check_checkpointed(comm: Communicator, f: Any = torchmn.functions) -> None:
             _close(grad, wanted, f"gradients {how}, use_reentrant={use_reentrant}")
 
 
-def check_autocast(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_autocast(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Under autocast dtypes are those of the inputs."""
     own = torch.full((2, 2), 0.5 + comm.rank, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -467,7 +467,7 @@ def check_autocast(comm: Communicator, f: Any = torchmn.functions) -> None:
     require(own.grad is not None and own.grad.dtype == torch.float32, "autocast: the gradient")
 
 
-def check_dropped_graphs(comm: Communicator, f: Any = torchmn.functions) -> None:
+def check_dropped_graphs(comm: Communicator, f: Any = torchmn.nn.functions) -> None:
     """Graphs without backward, as of an evaluation, are released and change no later gradient."""
     weight = _leaf(comm.rank, 3, 3)
     alive: list[weakref.ref[Tensor]] = []

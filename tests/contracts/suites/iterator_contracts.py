@@ -16,7 +16,7 @@ from torchmn import (
     create_multi_node_iterator,
     create_synchronized_iterator,
 )
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import DataError
 
 SEED = 7

@@ -17,14 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from tests.contracts.suites.batch_norm_contracts import _require_equal as require_equal
 from tests.contracts.suites.batch_norm_contracts import drawn
 from tests.contracts.suites.communicator_contracts import require
-from torchmn.communicators import Communicator
-from torchmn.links import (
+from torchmn.comm import Communicator
+from torchmn.nn import (
     ParallelConv2d,
     ParallelLinear,
     gather_state_dict,
     load_whole_state_dict,
 )
-from torchmn.links.parallel_layer import Split
+from torchmn.nn.parallel_layer import Split
 
 SPLITS: tuple[Split, ...] = ("output", "input")
 _BUILDING = threading.Lock()

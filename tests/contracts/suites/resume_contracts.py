@@ -19,13 +19,13 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.contracts.suites.communicator_contracts import require, seeded
 from tests.contracts.suites.schedule_contracts import block_schedule
-from torchmn.communicators import Communicator
-from torchmn.communicators.object_codec import Trust, as_bytes, pack, unpack, unpack_head
-from torchmn.compression import Codec
+from torchmn.comm import Communicator
+from torchmn.comm.object_codec import Trust, as_bytes, pack, unpack, unpack_head
+from torchmn.comm.codecs import Codec
 from torchmn.data import GlobalSampler
-from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
-from torchmn.optimizer.multi_node_optimizer import Weight
-from torchmn.schedules import (
+from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.exchange.optimizer.multi_node_optimizer import Weight
+from torchmn.exchange.schedules import (
     DoubleBuffering,
     EveryStep,
     LocalUpdateSchedule,

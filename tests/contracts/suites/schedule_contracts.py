@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tests.contracts.suites.communicator_contracts import ContractError, require, seeded
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import NonFiniteGradientError
-from torchmn.optimizer import SCHEDULES, MultiNodeOptimizer, create_multi_node_optimizer
-from torchmn.schedules import (
+from torchmn.exchange.optimizer import SCHEDULES, MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.exchange.schedules import (
     DoubleBuffering,
     EveryStep,
     GrowingBlocks,
@@ -29,7 +29,7 @@ from torchmn.schedules import (
     PseudoGradient,
     Schedule,
 )
-from torchmn.schedules.base import ReplicaConsistency
+from torchmn.exchange.schedules.base import ReplicaConsistency
 
 MakeSchedule = Callable[[], Schedule]
 Gradients = list[Tensor]

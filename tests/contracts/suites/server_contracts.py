@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.contracts.suites.communicator_contracts import require, seeded
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import NonFiniteGradientError
-from torchmn.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
-from torchmn.schedules import ParameterServer
+from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.exchange.schedules import ParameterServer
 
 MakeServer = Callable[..., ParameterServer]
 

@@ -19,7 +19,7 @@ import torch
 
 from tests.contracts.suites.communicator_contracts import require
 from torchmn.errors import DataError
-from torchmn.readers import ChunkInfo, MinibatchSource, StreamInformation
+from torchmn.cntk.readers import ChunkInfo, MinibatchSource, StreamInformation
 
 NUMBER = {"n": "number"}
 PARTITIONS = (1, 2, 3, 4)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import torchmn.cntk as C
 from tests.contracts.suites.communicator_contracts import require
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 
 Array = npt.NDArray[np.float64]
 MakeTrainer = Callable[..., C.Trainer]

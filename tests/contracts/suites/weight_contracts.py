@@ -26,11 +26,11 @@ from tests.contracts.suites.schedule_contracts import (
     block_schedule,
     variants,
 )
-from torchmn.communicators import Communicator
-from torchmn.compression import Codec
-from torchmn.optimizer import MultiNodeOptimizer
-from torchmn.schedules.base import ReplicaConsistency
-from torchmn.schedules.local_updates.fragments import Fragment, PseudoGradient
+from torchmn.comm import Communicator
+from torchmn.comm.codecs import Codec
+from torchmn.exchange.optimizer import MultiNodeOptimizer
+from torchmn.exchange.schedules.base import ReplicaConsistency
+from torchmn.exchange.schedules.local_updates.fragments import Fragment, PseudoGradient
 
 Weights = Sequence[Sequence[float]]
 """Of each step, by rank."""

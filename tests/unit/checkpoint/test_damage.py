@@ -16,7 +16,7 @@ import torch
 
 import torchmn
 from tests.unit.checkpoint.training import Training, checkpointer_of, names, on_ranks, train
-from torchmn import rng_state
+from torchmn.data import rng_state
 from torchmn.checkpoint import manifest as manifest_file
 from torchmn.checkpoint import shard_file
 from torchmn.checkpoint.manifest import Manifest

@@ -14,8 +14,8 @@ from torch import nn
 
 import torchmn
 from torchmn.checkpoint import checkpointer as checkpointer_file
-from torchmn.communicators import Communicator
-from torchmn.schedules import ParameterServer
+from torchmn.comm import Communicator
+from torchmn.exchange.schedules import ParameterServer
 from torchmn.testing import run_ranks
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchmn.checkpoint.parts import nowhere, place_parts
-from torchmn.communicators.local_tensors import PART
+from torchmn.comm.local_tensors import PART
 from torchmn.errors import DataError
 
 WHOLE = torch.arange(35.0).view(7, 5)

@@ -13,7 +13,7 @@ import torch
 
 import torchmn
 from tests.unit.checkpoint.training import assert_same, checkpointer_of, on_ranks, train
-from torchmn import rng_state
+from torchmn.data import rng_state
 from torchmn.errors import UsageError
 
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.retention import checkpoints_to_delete, name_of, order_of
 from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import ShardReader, TensorEntry, header_of, in_file_order
-from torchmn.communicators.checksums import digest
+from torchmn.comm.checksums import digest
 from torchmn.errors import DataError, UnsupportedError, UsageError
 
 

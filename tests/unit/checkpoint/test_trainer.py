@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchmn
 from tests.unit.checkpoint.training import assert_same, names, on_ranks
 from torchmn.checkpoint import Best
-from torchmn.training import Classifier, LogReport
+from torchmn.train import Classifier, LogReport
 
 X = torch.randn(40, 5, generator=torch.Generator().manual_seed(0))
 Y = (X.sum(1) > 0).long()

@@ -19,7 +19,7 @@ from tests.all.processes.runner import PYTHON_PATH
 from torchmn.cli.init import KINDS
 from torchmn.cli.main import app
 from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
-from torchmn.launch.submit import SCHEDULERS
+from torchmn.submit import SCHEDULERS
 
 TEMPLATES = Path(sys.modules["torchmn.cli.main"].__file__ or "").with_name("templates")
 

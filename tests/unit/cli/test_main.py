@@ -140,10 +140,10 @@ def test_bash_itself_completes(tmp_path: Path) -> None:
 
 def test_completed_names_are_the_registered_ones() -> None:
     from torchmn.cli import plan, submit
-    from torchmn.communicators.create import ROUTES
-    from torchmn.compression import CODECS
-    from torchmn.launch.submit import NAMES
-    from torchmn.optimizer.create import SCHEDULES
+    from torchmn.comm.create import ROUTES
+    from torchmn.comm.codecs import CODECS
+    from torchmn.submit import NAMES
+    from torchmn.exchange.optimizer.create import SCHEDULES
 
     assert tuple(CODECS) == plan.CODEC_NAMES
     assert tuple(SCHEDULES) == plan.SCHEDULE_NAMES
@@ -179,7 +179,7 @@ def test_unknown_subcommand_is_one_message() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "module",
-    ["torchmn.cli.main", "torchmn.launch", "torchmn.launch.agent_main", "torchmn.topology"],
+    ["torchmn.cli.main", "torchmn.run", "torchmn.run.agent_main", "torchmn.cluster"],
 )
 def test_starts_without_heavy_modules(module: str) -> None:
     code = f"import sys, {module}; print([m for m in sys.modules if m in {HEAVY}])"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.unit.planning.tables import TEXT
+from tests.unit.observe.plan.tables import TEXT
 from torchmn.cli.main import app
 from torchmn.errors import UsageError
 

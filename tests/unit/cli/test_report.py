@@ -17,7 +17,7 @@ from tests.limits import limit
 from tests.unit.cli.test_main import SOURCES, run
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn.cli.main import main
-from torchmn.profiling.records import PHASES
+from torchmn.record.records import PHASES
 
 
 @pytest.fixture(scope="module")

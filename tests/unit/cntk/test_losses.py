@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchmn.cntk as C
 from torchmn.errors import UsageError
-from torchmn.readers.minibatch import MinibatchData
+from torchmn.cntk.readers.minibatch import MinibatchData
 
 OUTPUT = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.5, 2.0], [0.1, 0.2, 0.3]])
 CLASSES = torch.tensor([0, 2, 2, 1])

@@ -14,12 +14,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchmn
 import torchmn.cntk as C
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import DataError, UnsupportedError, UsageError
-from torchmn.links import convert_batch_norm
-from torchmn.optimizer import MultiNodeOptimizer
-from torchmn.readers import MinibatchSourceFromData
-from torchmn.readers.minibatch import MinibatchData
+from torchmn.nn import convert_batch_norm
+from torchmn.exchange.optimizer import MultiNodeOptimizer
+from torchmn.cntk.readers import MinibatchSourceFromData
+from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.testing import run_ranks
 
 FEATURES, CLASSES = 5, 3
@@ -575,10 +575,10 @@ def test_workers_that_train_by_themselves_are_warned(monkeypatch: pytest.MonkeyP
 
 
 def test_multi_node_optimizers_are_learners() -> None:
-    """The forms with ``comm`` and ``model`` of `torchmn.optimizer`."""
+    """The forms with ``comm`` and ``model`` of `torchmn.exchange.optimizer`."""
 
     def older(model: nn.Module, comm: Communicator) -> Any:
-        return torchmn.optimizer.data_parallel_distributed_learner(
+        return torchmn.exchange.optimizer.data_parallel_distributed_learner(
             C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME), comm=comm, model=model
         )
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import torchmn.cntk as C
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from torchmn.control.codec import decode, encode
-from torchmn.launch.elastic.rendezvous_state import Limits
-from torchmn.launch.host_checks import HostFacts
-from torchmn.launch.orders import ProbeHost, RendezvousStarted, ServeRendezvous
-from torchmn.monitor.rank_monitor import Order
+from torchmn.run.elastic.rendezvous_state import Limits
+from torchmn.run.host_checks import HostFacts
+from torchmn.run.orders import ProbeHost, RendezvousStarted, ServeRendezvous
+from torchmn.run.monitor.rank_monitor import Order
 
 ORDER = ServeRendezvous(
     secret="s",

@@ -20,7 +20,7 @@ import torchmn
 from tests.limits import limit
 from torchmn.control import port_discovery
 from torchmn.errors import LaunchError
-from torchmn.topology import read_launcher_env
+from torchmn.cluster import read_launcher_env
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -132,7 +132,7 @@ ATTACK = """
 import encodings.idna, os, sys, time
 from pathlib import Path
 from torchmn.control import port_discovery
-from torchmn.topology import read_launcher_env
+from torchmn.cluster import read_launcher_env
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)

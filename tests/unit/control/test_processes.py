@@ -18,7 +18,7 @@ from torchmn.control.processes import (
     kill_descendants,
     signal_name,
 )
-from torchmn.exit_status import shell_code
+from torchmn.cluster.exit_status import shell_code
 
 TREE = """
 import subprocess, sys, time

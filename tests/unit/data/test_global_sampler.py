@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn import create_multi_node_optimizer
 from torchmn.data import EmptyBatchCollate, GlobalSampler
-from torchmn.data.sampler_pass import _COUNT, _KEPT, _NEXT, SamplerPass
+from torchmn.data.sampler_position import _COUNT, _KEPT, _NEXT, SamplerPass
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchmn.communicators.object_codec import Trust
+from torchmn.comm.object_codec import Trust
 from torchmn.data.packed_samples import Layout, PackedSamples, pack_dataset
 from torchmn.errors import DataError, UnsupportedError
 

@@ -21,8 +21,8 @@ from torchmn.data import scatter_dataset, scatter_index, shard_bounds
 from torchmn.data.packed_samples import PackedSamples
 from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
-from torchmn.topology import Topology
-from torchmn.transports.shared_segment import SharedMemorySegment
+from torchmn.cluster import Topology
+from torchmn.comm.transports.shared_segment import SharedMemorySegment
 
 SIZES = range(1, 9)
 LENGTHS = range(51)

@@ -658,7 +658,7 @@ def test_a_framework_that_makes_the_batch_sampler_again_is_refused() -> None:
 def test_ranks_in_different_passes_raise(is_of_another_loader: bool) -> None:
     """One rank validates by itself while the others continue: no rank gets the order of another."""
 
-    def rank_main(comm: torchmn.communicators.Communicator) -> str:
+    def rank_main(comm: torchmn.comm.Communicator) -> str:
         first, second = scatter_loader((DataLoader(data(), 4), DataLoader(data(), 4)), comm)
         is_alone = comm.rank == 0
         loader = second if is_alone and is_of_another_loader else first

@@ -20,7 +20,7 @@ from torchmn.doctor.network import Interface, NetworkFacts
 from torchmn.doctor.orders import Request
 from torchmn.doctor.processors import ProcessorFacts
 from torchmn.doctor.versions import VersionFacts
-from torchmn.units import GiB, MiB
+from torchmn.cluster.units import GiB, MiB
 
 THREE = Request(slots={"a": 2, "b": 2, "c": 2}, cwd="/")
 PROCESSORS = ProcessorFacts(

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import torchmn
-from torchmn.communicators import Communicator
+from torchmn.comm import Communicator
 from torchmn.errors import DataError
 from torchmn.testing import run_ranks
-from torchmn.training import EpochLoader
+from torchmn.train import EpochLoader
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 MODULES = ("models", "beam_search", "segments", "train_seq2seq")

@@ -4,7 +4,7 @@ import pytest
 
 from tests.netlab.shaping import tc_batch
 from torchmn.errors import UsageError
-from torchmn.topology.network import rate_bytes_per_s
+from torchmn.cluster.network import rate_bytes_per_s
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""CNTK's ``cntk.io``: all names of `torchmn.readers`."""
+"""CNTK's ``cntk.io``: all names of `torchmn.cntk.readers`."""
 
 from torchmn.cntk.io import transforms as transforms
-from torchmn.readers import *  # noqa: F403
+from torchmn.cntk.readers import *  # noqa: F403

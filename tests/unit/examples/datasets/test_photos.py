@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader
 
 from tests.unit.examples.datasets.makers import unpack_flowers
 from torchmn.errors import DataError
-from torchmn.readers.decoding import decode
-from torchmn.readers.transforms import Draw
+from torchmn.cntk.readers.decoding import decode
+from torchmn.cntk.readers.transforms import Draw
 from torchmn.testing import run_ranks
 
 pytest.importorskip("PIL", reason="Pillow is not installed")

@@ -1,0 +1,202 @@
+"""Which cores this process may use, and the cores of each rank of a node.
+
+There are two binding rules: equal shares of all cores (`assign_cpus`), and shares of the cores next
+to each rank's GPU (`cores_near_gpu`). Nothing is bound here: see `os.sched_setaffinity`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmn.errors import UsageError
+from torchmn.cluster.gpu_locality import GpuLocality
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processors:
+    """The logical cores a process may use, in an order that keeps neighbours together.
+
+    ``logical`` holds their numbers sorted by socket, physical core and thread, so that a
+    contiguous share holds whole physical cores of one socket. ``physical`` names the physical
+    core of each. ``quota`` is the container's limit in cores, or ``None``.
+
+    >>> from torchmn.cluster.cpus import Processors
+    >>> Processors(logical=(0, 1), physical=((0, 0), (0, 1))).logical
+    (0, 1)
+    """
+
+    logical: tuple[int, ...]
+    physical: tuple[tuple[int, int], ...]
+    quota: float | None = None
+
+    def __post_init__(self) -> None:
+        if not self.logical or len(self.logical) != len(self.physical):
+            raise UsageError(
+                f"Processors needs one physical core per logical core and at least one, got "
+                f"{len(self.logical)} logical and {len(self.physical)} physical."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuAssignment:
+    """The cores to bind a rank to, and the number of threads that it should start.
+
+    >>> from torchmn.cluster.cpus import CpuAssignment
+    >>> CpuAssignment(cores=frozenset({2, 3}), num_threads=2).num_threads
+    2
+    """
+
+    cores: frozenset[int]
+    num_threads: int
+
+
+def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
+    """The cores in this process's affinity mask and the CPU quota of its container. Local.
+
+    ``pid`` is another process of this host whose mask counts. ``root`` is where ``sys`` and
+    ``proc`` are looked up; a machine without them counts every core as a physical one.
+
+    Example:
+        >>> len(available_processors().logical) >= 1
+        True
+    """
+    if hasattr(os, "sched_getaffinity"):
+        numbers = sorted(os.sched_getaffinity(pid))
+    else:
+        numbers = list(range(os.cpu_count() or 1))
+    cores = sorted((_physical_core(number, root), number) for number in numbers)
+    return Processors(
+        logical=tuple(number for _, number in cores),
+        physical=tuple(core for core, _ in cores),
+        quota=cpu_quota(root),
+    )
+
+
+def assign_cpus(processors: Processors, *, intra_rank: int, intra_size: int) -> CpuAssignment:
+    """The share of one of ``intra_size`` ranks on the same cores.
+
+    Every rank gets a block of the same number of cores; the remaining cores belong to all
+    (for loading data, say), not to the first ranks, since ranks wait for the slowest. With fewer
+    cores than ranks every rank gets one and shares it. ``num_threads`` is the number of physical
+    cores in the block, at most the rank's part of the quota, at least 1.
+
+    Raises UsageError: ``intra_rank`` is outside 0..intra_size-1.
+
+    >>> four = Processors(logical=(0, 2, 1, 3), physical=((0, 0), (0, 0), (0, 1), (0, 1)))
+    >>> share = assign_cpus(four, intra_rank=1, intra_size=2)
+    >>> sorted(share.cores), share.num_threads
+    ([1, 3], 1)
+    """
+    if not 0 <= intra_rank < intra_size:
+        raise UsageError(f"Rank {intra_rank} of a node is outside 0..{intra_size - 1}.")
+    num_cores = len(processors.logical)
+    if num_cores < intra_size:
+        return CpuAssignment(
+            cores=frozenset({processors.logical[intra_rank * num_cores // intra_size]}),
+            num_threads=1,
+        )
+    width = num_cores // intra_size
+    block = slice(intra_rank * width, (intra_rank + 1) * width)
+    threads = len(set(processors.physical[block]))
+    if processors.quota is not None:
+        threads = min(threads, int(processors.quota / intra_size))
+    return CpuAssignment(
+        cores=frozenset(processors.logical[block] + processors.logical[intra_size * width :]),
+        num_threads=max(1, threads),
+    )
+
+
+def cores_near_gpu(
+    processors: Processors,
+    localities: Sequence[GpuLocality],
+    *,
+    intra_rank: int,
+    intra_size: int,
+) -> tuple[CpuAssignment, GpuLocality | None]:
+    """A rank's share of the cores next to its GPU, the ``intra_rank``-th one.
+
+    Ranks whose GPUs are next to the same cores share these. If a rank has no GPU of its own, or
+    none of the cores next to it may be used, all ranks share all cores: binding only some of
+    them well would make those wait for the others.
+
+    >>> from torchmn.cluster.cpus import Processors, cores_near_gpu
+    >>> two = Processors(logical=(0, 1), physical=((0, 0), (0, 1)))
+    >>> share, gpu = cores_near_gpu(two, [], intra_rank=1, intra_size=2)  # no GPU is known
+    >>> sorted(share.cores), gpu
+    ([1], None)
+    """
+    own = [_within(processors, around.cores) for around in localities[:intra_size]]
+    if len(own) < intra_size or not all(own):
+        return assign_cpus(processors, intra_rank=intra_rank, intra_size=intra_size), None
+    sharing = [rank for rank in range(intra_size) if own[rank] == own[intra_rank]]
+    physical = dict(zip(processors.logical, processors.physical, strict=True))
+    near = Processors(
+        logical=own[intra_rank],
+        physical=tuple(physical[core] for core in own[intra_rank]),
+        quota=(None if processors.quota is None else processors.quota * len(sharing) / intra_size),
+    )
+    share = assign_cpus(near, intra_rank=sharing.index(intra_rank), intra_size=len(sharing))
+    return share, localities[intra_rank]
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """The least CPU quota of this process's control groups in cores, or ``None``. Local.
+
+    Reads version 2 (``cpu.max``) up to the root of the hierarchy, else version 1.
+    """
+    quotas: list[float] = []
+    for folder in control_groups("cpu", root):
+        quotas += _ratio(_text(folder / "cpu.max").split())
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        quotas += _ratio([_text(folder / name).strip() for name in names])
+    return min(quotas, default=None)
+
+
+def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
+    """The folders of this process's control groups, of either version, and those above. Local.
+
+    Those of version 1 have the ``controller``. Some may not exist: inside a container the path of
+    the host does not, and the mount is the group.
+    """
+    cgroups = root / "sys/fs/cgroup"
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        if controllers and controller not in controllers.split(","):
+            continue
+        # "unified": version 2 beside version 1
+        for mount in [cgroups / controller] if controllers else [cgroups, cgroups / "unified"]:
+            folder = mount / path.lstrip("/")
+            found += [folder, *(level for level in folder.parents if level.is_relative_to(mount))]
+    return found
+
+
+def _within(processors: Processors, cores: frozenset[int]) -> tuple[int, ...]:
+    return tuple(core for core in processors.logical if core in cores)
+
+
+def _ratio(quota_and_period: list[str]) -> list[float]:
+    """``[quota / period]``, or nothing where there is no limit."""
+    if len(quota_and_period) != 2 or not all(text.isdigit() for text in quota_and_period):
+        return []  # "max" and -1 mean no limit
+    quota, period = map(int, quota_and_period)
+    return [quota / period] if quota > 0 and period > 0 else []
+
+
+def _physical_core(number: int, root: Path) -> tuple[int, int]:
+    """(socket, core) of a logical core; a core of its own where the system does not report it."""
+    topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
+    texts = [_text(topology / name).strip() for name in ("physical_package_id", "core_id")]
+    if not all(text.isdigit() for text in texts):
+        return (0, number)
+    return (int(texts[0]), int(texts[1]))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,242 @@
+"""The address and network interface by which this host reaches another. Sends nothing.
+
+Addresses are text. A name that has an IPv4 and an IPv6 address stands for its IPv4 address.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmn.errors import UsageError
+
+_FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
+_SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
+_ANY_PORT = 9  # nothing is sent to it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """An own address, the interface that has it, and its network such as ``10.0.0.0/24``.
+
+    >>> from torchmn.cluster.network import Route
+    >>> Route(address="10.0.0.2", interface="eth0", network="10.0.0.0/24").interface
+    'eth0'
+    """
+
+    address: str
+    interface: str
+    network: str
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it only leads to this host."""
+        return is_loopback(self.address)
+
+
+def addresses_of_host(host: str) -> list[str]:
+    """The addresses that a name or address stands for, IPv4 first; empty if it is unknown."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
+    except (OSError, UnicodeError):
+        return []
+    addresses = dict.fromkeys(str(entry[4][0]) for entry in found)
+    return sorted(addresses, key=lambda address: ":" in address)
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """The family of the sockets of an address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is one by which every host reaches itself. Local."""
+    found = addresses_of_host(host)
+    return bool(found) and ipaddress.ip_address(found[0].partition("%")[0]).is_loopback
+
+
+def route_to(host: str) -> Route | None:
+    """The route of packets to ``host``, as the kernel would choose it. Local.
+
+    ``None`` if the name is unknown or there is no route.
+
+    >>> from torchmn.cluster.network import route_to
+    >>> route_to("127.0.0.1").address
+    '127.0.0.1'
+    """
+    address = local_address_for(host)
+    return None if address is None else route_of(address)
+
+
+def local_address_for(host: str) -> str | None:
+    """The local address from which packets to ``host`` are sent; ``None`` as for `route_to`.
+
+    It may be a second one of its interface, which `route_of` does not find.
+
+    Example:
+        >>> local_address_for("127.0.0.1")
+        '127.0.0.1'
+    """
+    for address in addresses_of_host(host):
+        with (
+            suppress(OSError),
+            socket.socket(family_of(address), socket.SOCK_DGRAM) as probe,
+        ):
+            probe.connect((address, _ANY_PORT))  # of a datagram socket: only looks up the route
+            return str(probe.getsockname()[0])
+    return None
+
+
+def local_address_among(hosts: Iterable[str]) -> str | None:
+    """The local address from which this host reaches the other ``hosts``, or ``None``.
+
+    The first of them that is not this host decides. ``None`` as well if there is no other.
+
+    >>> from torchmn.cluster.network import local_address_among
+    >>> local_address_among(["127.0.0.1"])
+    """
+    other = next((name for name in hosts if not is_this_host(name)), None)
+    return None if other is None else local_address_for(other)
+
+
+def route_of(address: str) -> Route | None:
+    """The interface that has this address, or ``None``: no interface of this host has it.
+
+    Example:
+        >>> route_of("192.0.2.1") is None  # no interface has it
+        True
+    """
+    for name, own, length in _interface_addresses(family_of(address)):
+        if own == address:
+            network = ipaddress.ip_network(f"{own}/{length}", strict=False)
+            return Route(address=address, interface=name, network=str(network))
+    if ipaddress.ip_address(address.partition("%")[0]).is_loopback:  # 127.0.1.1: no interface's own
+        return Route(address=address, interface="lo", network="127.0.0.0/8")
+    return None
+
+
+def rate_bytes_per_s(rate: str) -> float:
+    """The bytes per second of a rate such as ``1gbit``, ``100mbit`` or ``2.5gbit``.
+
+    Raises UsageError: it is not a positive number of ``bit``, ``kbit``, ``mbit`` or ``gbit``.
+
+    >>> rate_bytes_per_s("100mbit")
+    12500000.0
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)bit", rate)
+    bytes_per_s = float(match[1]) * _FACTORS[match[2]] / 8 if match else 0.0
+    if bytes_per_s <= 0:
+        raise UsageError(
+            f"The rate {rate!r} is not a positive number of bits per second. "
+            "Write it as '1gbit', '100mbit' or '64kbit'."
+        )
+    return bytes_per_s
+
+
+def own_routes() -> list[Route]:
+    """Every address of this host, with its interface and network; IPv6 without link-local ones."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [each for family in families for each in _interface_addresses(family)]
+    return [
+        Route(
+            address=own,
+            interface=name,
+            network=str(ipaddress.ip_network(f"{own}/{length}", strict=False)),
+        )
+        for name, own, length in found
+        if not own.startswith("fe80:")
+    ]
+
+
+def address_of(interface: str) -> str | None:
+    """The address of an interface of this host, or ``None``: it has none, or is not there."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for name, own, _ in _interface_addresses(family):
+            if name == interface and not own.startswith("fe80:"):  # which needs a scope
+                return own
+    return None
+
+
+def nominal_speed(interface: str) -> float:
+    """Bytes per second of an adapter; 0 where it reports none.
+
+    That of a virtual one, such as a bridge or a pair of a container, means nothing and is 0 too.
+    """
+    folder = Path("/sys/class/net") / interface
+    try:
+        megabits = int((folder / "speed").read_text())
+    except (OSError, ValueError):
+        return 0.0
+    return max(0, megabits) * 1e6 / 8 if (folder / "device").exists() else 0.0
+
+
+def rdma_adapters(classes: Path = Path("/sys/class")) -> list[str]:
+    """Adapters of this host for InfiniBand, RoCE, Omni-Path, EFA or Slingshot. Local.
+
+    MPI reaches other hosts by them, sockets do not.
+
+    Example:
+        >>> isinstance(rdma_adapters(), list)
+        True
+    """
+    found = (path for name in ("infiniband", "cxi") for path in classes.glob(f"{name}/*"))
+    return sorted(path.name for path in found)
+
+
+def own_addresses(preferred: str | None) -> list[str]:
+    """The addresses at which other ranks may reach this one, best first.
+
+    Those of GLOO_SOCKET_IFNAME, else the preferred one, else those of all interfaces.
+    """
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if preferred is not None and not interfaces:
+        return [preferred]
+    names = interfaces.split(",") if interfaces else [name for _, name in socket.if_nameindex()]
+    # The loopback interface reaches only ranks of this host, so it comes last.
+    found = map(address_of, sorted(names, key=lambda name: name == "lo"))
+    return [address for address in found if address is not None]
+
+
+def is_this_host(name: str) -> bool:
+    """Whether a host name or address is this host's, by name or because packets stay here.
+
+    Example:
+        >>> is_this_host("localhost")
+        True
+    """
+    if name in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
+        return True
+    return any(route_of(address) is not None for address in addresses_of_host(name))
+
+
+def _interface_addresses(family: socket.AddressFamily) -> Iterator[tuple[str, str, str]]:
+    """Interface, address and netmask or prefix length, of each interface of this host."""
+    if family == socket.AF_INET6:
+        with suppress(OSError):  # IPv6 is switched off
+            for line in Path("/proc/net/if_inet6").read_text().splitlines():
+                digits, _, length, _, _, name = line.split()
+                yield name, str(ipaddress.IPv6Address(int(digits, 16))), str(int(length, 16))
+        return
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            address = _ask(probe, name, _SIOCGIFADDR)
+            if address is not None:
+                mask = _ask(probe, name, _SIOCGIFNETMASK) or "255.255.255.255"
+                yield name, address, mask
+
+
+def _ask(probe: socket.socket, interface: str, question: int) -> str | None:
+    """An IPv4 address of an interface, by name; ``None`` if it has none."""
+    request = struct.pack("256s", interface[:15].encode())
+    try:
+        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), question, request)[20:24])
+    except OSError:
+        return None

@@ -1,0 +1,116 @@
+"""When the scheduler will end this job. Reads, never changes.
+
+``TORCHMN_JOB_END`` says it, in seconds since the epoch, where a user exports it; Slurm sets
+``SLURM_JOB_END_TIME`` (since 22.05). Otherwise the scheduler is asked, so that a limit is written
+in one place only, and changes of it count.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchmn.cluster.environment_variables import JOB_END_VARIABLE
+from torchmn.errors import TopologyError
+
+_VARIABLES = (JOB_END_VARIABLE, "SLURM_JOB_END_TIME")
+_QUERY_S = 10.0
+
+
+def job_end(env: Mapping[str, str]) -> float | None:
+    """The time in seconds since the epoch, or ``None``: there is no limit, or it is unknown.
+
+    Local; asks the scheduler if no variable is set, and warns if it does not answer. Raises
+    TopologyError: a variable is not a number.
+    """
+    for name in _VARIABLES:
+        text = env.get(name)
+        if text:
+            if not re.fullmatch(r"\d+(\.\d*)?", text):
+                raise TopologyError(
+                    f"{name} must be a time in seconds since 1970 but is {text!r}. Unset it."
+                )
+            return float(text)
+    for inside, variable, command, end_of in (
+        ("SLURM_JOB_ID", "SLURM_JOB_ID", _SQUEUE, _slurm_end),
+        ("PBS_JOBID", "PBS_JOBID", ("qstat", "-f"), _pbs_end),
+        ("SGE_JOB_SPOOL_DIR", "JOB_ID", ("qstat", "-j"), _grid_engine_end),
+    ):
+        job = env.get(variable)
+        if job and env.get(inside):
+            answer = _answer((*command, job), env)
+            if answer is not None:
+                return end_of(answer, env)
+            warnings.warn(
+                f"`{' '.join((*command, job))}` does not answer here, so that the time limit of "
+                f"this job is unknown: export {JOB_END_VARIABLE}, in seconds since 1970.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+    return None
+
+
+_SQUEUE = ("squeue", "--noheader", "--format", "%L", "--jobs")
+
+
+def _answer(command: tuple[str, ...], env: Mapping[str, str]) -> str | None:
+    """The output of a command, ``None`` if it is not there, fails or takes too long."""
+    path = shutil.which(command[0], path=env.get("PATH"))
+    if path is None:
+        return None
+    try:
+        answer = subprocess.run(
+            [path, *command[1:]],
+            capture_output=True,
+            text=True,
+            timeout=_QUERY_S,
+            check=False,
+            env={**env, "LC_ALL": "C"},
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout if answer.returncode == 0 else None
+
+
+def _slurm_end(answer: str, _: Mapping[str, str]) -> float | None:
+    left_s = parse_duration(answer.strip())
+    return None if left_s is None else time.time() + left_s
+
+
+def _pbs_end(answer: str, _: Mapping[str, str]) -> float | None:
+    """`qstat -f` has the walltime, and when the job was started."""
+    limit = re.search(r"^\s*Resource_List\.walltime = (\S+)", answer, re.MULTILINE)
+    start = re.search(r"^\s*stime = (.+)", answer, re.MULTILINE)
+    limit_s = parse_duration(limit[1]) if limit else None
+    if limit_s is None or start is None:
+        return None
+    return time.mktime(time.strptime(start[1].strip())) + limit_s
+
+
+def _grid_engine_end(answer: str, env: Mapping[str, str]) -> float | None:
+    """`qstat -j` has the limit; the folder of this run of the job was made when it started."""
+    limit = re.search(r"^hard[ _]resource_list:.*\bh_rt=([\d:]+)", answer, re.MULTILINE)
+    limit_s = parse_duration(limit[1]) if limit else None
+    try:
+        start = (Path(env["SGE_JOB_SPOOL_DIR"]) / "config").stat().st_mtime
+    except OSError:
+        start = time.time()
+    return None if limit_s is None else start + limit_s
+
+
+def parse_duration(text: str) -> float | None:
+    """Seconds of a scheduler's ``days-hours:minutes:seconds``, ``None`` for other text.
+
+    >>> parse_duration("1-00:00:05"), parse_duration("10:00"), parse_duration("UNLIMITED")
+    (86405.0, 600.0, None)
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -1,0 +1,202 @@
+"""CTF, CNTK's text format: ``[id] |name value value |name index:value ...`` on each line."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchmn.errors import DataError, UsageError
+from torchmn.cntk.readers.ctf_columns import columns_of
+from torchmn.cntk.readers.ctf_errors import describe
+from torchmn.cntk.readers.ctf_index import ChunkPlace, Index, make_index
+from torchmn.cntk.readers.ctf_parse import Sequences, parse
+from torchmn.cntk.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
+from torchmn.cntk.readers.process_lock import ProcessLock
+from torchmn.cntk.readers.streams import StreamDef, StreamInformation
+from torchmn.cluster.units import MiB
+
+Array = np.ndarray[Any, Any]
+
+
+class CTFDeserializer:
+    """Reads a file of CNTK's text format. Local.
+
+    Each line has samples of one or more inputs: ``|name 0.1 0.2`` is dense, ``|name 3:1 7:0.5``
+    sparse. Neighbouring lines that begin with the same number are one sequence; without numbers
+    each line is one. ``|# text`` is a comment, up to the next ``|`` or the end of the line.
+
+    The first use reads the file once for an index of its chunks. Text is parsed when a minibatch
+    needs it, by code that numba compiles (``pip install 'torchmn[compression]'``).
+
+    Args:
+        filename: of the text, UTF-8 without further marks.
+        streams: what to read, by stream name: `StreamDef` with ``shape`` and, unless it is the
+            stream's name, ``field``, the name in the file. Other inputs of the file are ignored.
+        max_errors: how many wrong sequences are left out, each with a warning, before a
+            `DataError`; counted on each rank.
+        chunk_bytes: of the text that is read at once. A longer sequence is a chunk of its own.
+        skip_sequence_ids: each line is a sequence, also where lines begin with numbers.
+        fill_with_zeros: a dense sample may end early, as CNTK permits; the rest is zero.
+
+    Raises:
+        DataError: the file cannot be read, or a line is wrong; names file, line and column.
+        UnsupportedError: numba is not installed; when the file is first read.
+        UsageError: a stream has no shape, or what text cannot have.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from torchmn.cntk.readers import MinibatchSource, StreamDefs
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> file = pathlib.Path(folder.name, "train.ctf")
+        >>> _ = file.write_text("|x 1 2 |y 0\\n|x 3 4 |y 1\\n")
+        >>> streams = StreamDefs(x=StreamDef(shape=2), y=StreamDef(shape=1))
+        >>> source = MinibatchSource(CTFDeserializer(file, streams), randomize=False)
+        >>> source.next_minibatch(2, {"x": source.streams.x})["x"].data.tolist()
+        [[1.0, 2.0], [3.0, 4.0]]
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        filename: str | os.PathLike[str],
+        streams: Mapping[str, StreamDef],
+        *,
+        max_errors: int = 0,
+        chunk_bytes: int = 32 * MiB,
+        skip_sequence_ids: bool = False,
+        fill_with_zeros: bool = False,
+    ) -> None:
+        if max_errors < 0 or chunk_bytes < 1:
+            raise UsageError(
+                f"max_errors={max_errors} and chunk_bytes={chunk_bytes}: the first must be at "
+                "least 0, the second at least 1."
+            )
+        self._path = os.fspath(filename)
+        self._columns = columns_of(streams)
+        self._chunk_bytes = chunk_bytes
+        self._skip_ids = skip_sequence_ids
+        self._fill = fill_with_zeros
+        self._lock = ProcessLock()
+        self._index: Index | None = None
+        self._wrong = _WrongSequences(max_errors)
+
+    def stream_infos(self) -> list[StreamInformation]:
+        """The streams, in the order of ``streams``."""
+        return list(self._columns.infos)
+
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`; reads the file on the first call."""
+        has_one = np.stack([chunk.has_one for chunk in self._indexed().chunks])
+        return {info.name: bool(has_one[:, n].all()) for n, info in enumerate(self._columns.infos)}
+
+    def num_chunks(self) -> int:
+        """The number of chunks; reads the file on the first call."""
+        return len(self._indexed().chunks)
+
+    def chunk_infos(self) -> Sequence[ChunkInfo]:
+        """Sequences and samples of each chunk; reads the file on the first call."""
+        return [chunk.info for chunk in self._indexed().chunks]
+
+    def get_chunk(self, chunk_id: int) -> CTFChunk:
+        """Read the text of a chunk and find its sequences."""
+        index = self._indexed()
+        place = index.chunks[chunk_id]
+        text, sequences = index.read(place)
+        return CTFChunk(self, place, text, sequences, index.with_ids or self._skip_ids)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._path!r})"
+
+    def _indexed(self) -> Index:
+        with self._lock:
+            if self._index is None:
+                self._index = make_index(
+                    self._path, self._columns, self._chunk_bytes, self._skip_ids
+                )
+            return self._index
+
+
+class CTFChunk:
+    """Text of a file in memory, and where its sequences are.
+
+    Args:
+        of: whose chunk it is.
+        place: in the file.
+        text: of the chunk.
+        sequences: where they are in the text.
+        may_have_ids: whether lines may begin with numbers.
+    """
+
+    def __init__(
+        self,
+        of: CTFDeserializer,
+        place: ChunkPlace,
+        text: Array,
+        sequences: Sequences,
+        may_have_ids: bool,
+    ) -> None:
+        self.of = of
+        self.place = place
+        self.text = text
+        self.begins = sequences.begins
+        self.counts = sequences.counts
+        self.has_one = None if self.counts is None else (self.counts == 1).all(axis=0)
+        """By stream, whether each sequence has one sample of it; None: of every stream."""
+        self.may_have_ids = may_have_ids
+
+    def sequences(self, indices: Indices, seed: Seed) -> Mapping[str, StreamData]:
+        """Parse some sequences. One that is wrong, and left out, has length 0 in all streams."""
+        return self.assemble([ChunkPart(self, indices, np.arange(len(indices)))], seed)
+
+    def assemble(self, parts: Sequence[ChunkPart], seed: Seed) -> Mapping[str, StreamData]:
+        """See `torchmn.cntk.readers.deserializer.AssemblingChunk`."""
+        return parse(parts, self.of._columns, self.may_have_ids, self.of._fill)
+
+    def leave_out(self, index: int, error: Array) -> None:
+        """Count a wrong sequence. Raises DataError: one too many."""
+        offset = self.place.offset + int(self.begins[index])
+        self.of._wrong.add(offset, functools.partial(self._message, *error.tolist()))
+
+    def _message(self, kind: int, at: int, number: int) -> str:
+        before = self.text[:at].tobytes()
+        line = self.place.line + before.count(b"\n")
+        column = at - (before.rfind(b"\n") + 1) + 1
+        what = describe(kind, self.text[at : at + 64].tobytes(), number, self.of._columns.fields)
+        return f"{self.of._path}, line {line}, column {column}: {what}."
+
+
+class _WrongSequences:
+    """Counts wrong sequences, each once, up to a limit."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._offsets: set[int] = set()
+        self._lock = ProcessLock()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _WrongSequences, (self._limit,)
+
+    def add(self, offset: int, message: Callable[[], str]) -> None:
+        """Warn of a sequence that is left out. Raises DataError: one too many."""
+        with self._lock:
+            if offset in self._offsets:
+                return
+            if len(self._offsets) == self._limit:
+                allowed = (
+                    " CTFDeserializer(..., max_errors=...) leaves wrong sequences out."
+                    if self._limit == 0
+                    else f" max_errors={self._limit} other sequences were wrong before."
+                )
+                raise DataError(message() + allowed)
+            self._offsets.add(offset)
+            num_left_out = len(self._offsets)
+        warnings.warn(
+            f"{message()} The sequence is left out ({num_left_out} of at most {self._limit}).",
+            RuntimeWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,227 @@
+"""Parsing of CTF text: where its sequences are, and their samples for a minibatch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchmn.errors import require
+from torchmn.cntk.readers.ctf_columns import Columns
+from torchmn.cntk.readers.deserializer import ChunkPart, StreamData
+from torchmn.cntk.readers.sparse import csr_tensor
+
+Array = np.ndarray[Any, Any]
+
+_MIN_PAIR_BYTES = 4  # "1:1" and a blank
+
+
+@functools.cache
+def kernels() -> ModuleType:
+    """The parser. Raises UnsupportedError: numba, which compiles it, is not installed."""
+    require("numba", "Reading CTF text", "torchmn[compression]")
+    return importlib.import_module("torchmn.cntk.readers.ctf_compiled")
+
+
+# ---- sequences
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where the sequences of a chunk begin in its text, and the last one ends; their samples.
+
+    ``counts`` are the samples by stream; None where each sequence has one of each.
+    """
+
+    begins: Array
+    counts: Array | None
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that it takes."""
+        return self.begins.nbytes + (0 if self.counts is None else self.counts.nbytes)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The sequences of a text: where they begin, and the last one ends; lines from 0, ids, samples.
+
+    ``counts`` has the samples by stream.
+    """
+
+    begins: Array
+    lines: Array
+    ids: Array
+    counts: Array
+    num_lines: int
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences."""
+        return len(self.lines)
+
+    def first(self, num: int) -> Sequences:
+        """The first sequences, without what only the index needs."""
+        counts = self.counts[:num]
+        has_one = bool((counts == 1).all())
+        return Sequences(self.begins[: num + 1].copy(), None if has_one else counts.copy())
+
+
+def scan(text: Array, columns: Columns, with_ids: bool) -> Table:
+    """Find the sequences of whole lines."""
+    room = max(len(text) // 64, 1024)
+    while True:
+        begins, lines = np.empty((2, room), np.int64)
+        ids = np.empty(room, np.uint64)
+        counts = np.empty((room, len(columns.inputs.dims)), np.int64)
+        num, num_lines = kernels().scan(text, columns.inputs, with_ids, begins, lines, ids, counts)
+        if num >= 0:
+            break
+        room *= 4
+    begins = np.append(begins[:num], len(text))
+    lines, ids, counts = lines[:num].copy(), ids[:num].copy(), counts[:num].copy()
+    return Table(begins, lines, ids, counts, num_lines)
+
+
+def has_ids(text: Array) -> bool | None:
+    """Whether the first line with a sample begins with a number; None if there is no such line."""
+    found = kernels().has_ids(text)
+    return None if found < 0 else found == 1
+
+
+# ---- samples
+
+
+class Samples(NamedTuple):
+    """Memory for the samples of a minibatch, which a parser fills.
+
+    In stream s sequence i has the rows ``first_rows[i, s]`` and the following. Those of a dense
+    stream are in ``dense[starts[s]:]``. Of a sparse one, ``row_pairs[starts[s]:]`` holds where each
+    row begins and ends in ``pair_values`` and ``pair_columns``, and ``num_pairs[s]`` is where the
+    next pair goes. ``errors[i]`` is the first error of a sequence: kind, offset, number.
+    """
+
+    first_rows: Array
+    starts: Array
+    dense: Array
+    pair_values: Array
+    pair_columns: Array
+    num_pairs: Array
+    row_pairs: Array
+    errors: Array
+
+
+def parse(
+    parts: Sequence[ChunkPart], columns: Columns, may_have_ids: bool, fill: bool
+) -> dict[str, StreamData]:
+    """Parse sequences of several `torchmn.cntk.readers.ctf.CTFChunk` to their places.
+
+    Args:
+        parts: the sequences and their places.
+        columns: the streams.
+        may_have_ids: whether lines may begin with numbers.
+        fill: a dense sample may end early; the rest is zero.
+    """
+    num = sum(len(part.indices) for part in parts)
+    lengths = _lengths(parts, num, len(columns.infos))
+    first_rows, num_rows = _rows(lengths, num, len(columns.infos))
+    samples = _memory_for(parts, columns, first_rows, num_rows)
+    num_wrong = 0
+    for chunk, indices, places in parts:
+        num_wrong += kernels().parse(
+            chunk.text, chunk.begins, indices, places, may_have_ids, columns.inputs, fill, samples
+        )
+    right = None
+    if num_wrong:
+        right = samples.errors[:, 0] == 0
+        for chunk, indices, places in parts:
+            for k in np.flatnonzero(~right[places]).tolist():
+                chunk.leave_out(int(indices[k]), samples.errors[places[k]])
+        if lengths is None:
+            lengths = np.ones((num, len(columns.infos)), np.int64)
+    found: dict[str, StreamData] = {}
+    for stream, info in enumerate(columns.infos):
+        own = None if lengths is None else lengths[:, stream].copy()
+        keep = None
+        if own is not None:
+            if right is not None:
+                keep = np.repeat(right, own)
+                own[~right] = 0
+            has_one = all(c.has_one is None or c.has_one[stream] for c, _, _ in parts)
+            own = None if has_one and (own == 1).all() else own
+        data = _tensor(samples, columns, stream, num_rows[stream], keep)
+        found[info.name] = data, None if own is None else torch.from_numpy(own)
+    return found
+
+
+def _lengths(parts: Sequence[ChunkPart], num: int, num_streams: int) -> Array | None:
+    """The samples of each sequence by stream; None where each has one of each."""
+    if all(part.chunk.counts is None for part in parts):
+        return None
+    lengths = np.ones((num, num_streams), np.int64)
+    for chunk, indices, places in parts:
+        if chunk.counts is not None:
+            lengths[places] = chunk.counts[indices]
+    return lengths
+
+
+def _rows(lengths: Array | None, num: int, num_streams: int) -> tuple[Array, list[int]]:
+    """By stream, the first row of each sequence and the number of rows."""
+    if lengths is None:
+        first_rows = np.repeat(np.arange(num), num_streams).reshape(num, num_streams)
+        return first_rows, [num] * num_streams
+    ends = lengths.cumsum(axis=0)
+    return ends - lengths, ends[-1].tolist()
+
+
+def _memory_for(
+    parts: Sequence[ChunkPart], columns: Columns, first_rows: Array, num_rows: list[int]
+) -> Samples:
+    is_sparse = columns.inputs.is_sparse
+    starts, dense_size, num_sparse_rows, max_pairs = [], 0, 0, 0
+    for info, rows in zip(columns.infos, num_rows, strict=True):
+        starts.append(num_sparse_rows if info.is_sparse else dense_size)
+        if info.is_sparse:
+            num_sparse_rows += rows
+        else:
+            dense_size += rows * math.prod(info.shape)
+    if num_sparse_rows:
+        nbytes = sum(int((c.begins[i + 1] - c.begins[i]).sum()) for c, i, _ in parts)
+        max_pairs = nbytes // _MIN_PAIR_BYTES + len(first_rows)
+    num_sparse = sum(info.is_sparse for info in columns.infos)
+    return Samples(
+        first_rows,
+        np.array(starts),
+        np.empty(dense_size, np.float32),
+        np.empty(num_sparse * max_pairs, np.float32),
+        np.empty(num_sparse * max_pairs, np.int64),
+        (np.cumsum(is_sparse) - is_sparse) * max_pairs,
+        np.empty((num_sparse_rows, 2), np.int64),
+        np.zeros((len(first_rows), 3), np.int64),
+    )
+
+
+def _tensor(
+    samples: Samples, columns: Columns, stream: int, num_rows: int, keep: Array | None
+) -> torch.Tensor:
+    """The rows of a stream; ``keep`` says which, if not all."""
+    info, begin = columns.infos[stream], int(samples.starts[stream])
+    if info.is_sparse:
+        pairs = samples.row_pairs[begin : begin + num_rows]
+        pairs = pairs if keep is None else pairs[keep]
+        crow, entries, values = map(
+            torch.from_numpy, kernels().csr(samples.pair_values, samples.pair_columns, pairs)
+        )
+        return csr_tensor(crow, entries, values, (len(pairs), math.prod(info.shape)))
+    flat = samples.dense[begin : begin + num_rows * math.prod(info.shape)]
+    if 2 * len(flat) < len(samples.dense):  # or who keeps these would keep all
+        flat = flat.copy()
+    data = torch.from_numpy(flat).view(num_rows, *info.shape)
+    return data if keep is None else data[torch.from_numpy(keep)]

@@ -1,0 +1,122 @@
+"""Deserializers read a data set in chunks: what a minibatch source asks of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from torchmn.cntk.readers.streams import StreamInformation
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+
+StreamData = tuple[torch.Tensor, torch.Tensor | None]
+"""The samples of several sequences one after another, dense ``(num_samples, *shape)`` or sparse CSR
+``(num_samples, dimension)``, and the lengths of the sequences as int64 ``(num_sequences,)``; None
+where each sequence has one sample."""
+
+Seed = tuple[int, int]
+"""The seed of the source and the sweep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkInfo:
+    """What is known of a chunk without reading it.
+
+    Args:
+        num_sequences: its sequences.
+        num_samples: its samples, as the minibatch size counts them: those of the stream that
+            defines the minibatch size, or of the longest stream of each sequence.
+        lengths: samples of each sequence, counted in the same way, ``(num_sequences,)``; None
+            where each has one.
+        keys: of the sequences, by which several deserializers are joined; None: by position.
+
+    Example:
+        >>> ChunkInfo(num_sequences=2, num_samples=5, lengths=np.array([2, 3])).num_samples
+        5
+    """
+
+    num_sequences: int
+    num_samples: int
+    lengths: Indices | None = None
+    keys: Sequence[Hashable] | None = None
+
+
+class Chunk(Protocol):
+    """Part of a data set in memory. Its sequences are numbered from 0."""
+
+    def sequences(self, indices: Indices, seed: Seed) -> Mapping[str, StreamData]:
+        """Decode some sequences, in the order of ``indices``: by stream name, their samples.
+
+        Called by several threads at once, on each rank for its part of each minibatch, so decode
+        only these. ``indices`` has at least one, and one may occur twice. Random transforms draw
+        from a generator made of ``seed`` and the number of the sequence in the whole data set, and
+        from nothing else: then a sample is the same on any number of ranks and after a restart.
+
+        Raises DataError: a sequence cannot be read; names file, line and column.
+        """
+
+
+class ChunkPart(NamedTuple):
+    """Some sequences of a chunk, and their places among the sequences of a minibatch."""
+
+    chunk: Any
+    indices: Indices
+    places: Indices
+
+
+class AssemblingChunk(Chunk, Protocol):
+    """A chunk that decodes sequences of several chunks to where they belong in a minibatch.
+
+    This saves copies of the minibatch, which count for text and images. All chunks of a
+    deserializer have this method, or none.
+    """
+
+    def assemble(self, parts: Sequence[ChunkPart], seed: Seed) -> Mapping[str, StreamData]:
+        """As `Chunk.sequences`, for sequences of several chunks of this deserializer.
+
+        The streams are in the order of the places, which are 0, 1, ... over all parts.
+        """
+
+
+class Deserializer(Protocol):
+    """Reads a data set of one format in chunks. Local; all ranks make the same one.
+
+    Chunks are the unit of reading: a source has those of its window in memory and drops each one
+    later. So a chunk should be large enough to read fast and small beside the memory, such as 32
+    MB. A deserializer whose decoding takes much longer than reading, as that of images, has the
+    attribute ``is_parallel = True``; sources then decode in several threads. Its ``repr`` names
+    its file: it is in the messages of errors.
+    """
+
+    def stream_infos(self) -> list[StreamInformation]:
+        """The streams, each with a name of its own."""
+
+    def num_chunks(self) -> int:
+        """The number of chunks."""
+
+    def chunk_infos(self) -> Sequence[ChunkInfo]:
+        """What is known of each chunk; fast, from an index."""
+
+    def get_chunk(self, chunk_id: int) -> Chunk:
+        """Read a chunk. Called by a thread that reads ahead, several times over the sweeps."""
+
+
+class DeserializerOfKnownLengths(Deserializer, Protocol):
+    """A deserializer that says of which streams a minibatch has lengths.
+
+    Whether one has is then the same in all minibatches and partitions, where a part may have no
+    sequence, or by chance only those of one sample.
+    """
+
+    def has_one_sample(self) -> dict[str, bool]:
+        """By stream name, whether each sequence of the whole data set has one sample."""
+
+
+def has_one_sample(deserializer: Deserializer) -> dict[str, bool]:
+    """Of the streams of which the deserializer says it."""
+    known = getattr(deserializer, "has_one_sample", None)
+    return {} if known is None else dict(known())

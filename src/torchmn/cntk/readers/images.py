@@ -1,0 +1,495 @@
+"""Images that a map file lists, or that a text file holds in base64."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import os
+import zipfile
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchmn.errors import DataError, UsageError
+from torchmn.cntk.readers.decoding import ImageMemory, decode
+from torchmn.cntk.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
+from torchmn.cntk.readers.files import open_file
+from torchmn.cntk.readers.process_lock import ProcessLock
+from torchmn.cntk.readers.sparse import csr_tensor
+from torchmn.cntk.readers.streams import StreamDef, StreamInformation
+from torchmn.cntk.readers.transforms import NUM_VIEWS, Color, Crop, Draw, ImageTransform, Mean, Scale
+from torchmn.cluster.units import KiB, MiB
+
+Image = np.ndarray[Any, Any]
+
+IMAGES_PER_CHUNK = 512
+MAX_MAP_LINE_BYTES = 64 * KiB
+MAX_IMAGE_BYTES = 256 * MiB
+MAX_BASE64_LINE_BYTES = 256 * MiB
+_CHUNK_BYTES = 32 * MiB
+_UTF8_MARK = b"\xef\xbb\xbf"
+_MAX_LABELS = 2**31 - 1
+
+
+class ImageDeserializer:
+    """Reads images that a map file lists, and their labels. Local.
+
+    Each line is ``path<TAB>label``, or ``id<TAB>path<TAB>label``. A path that begins with ``...``
+    is in the map file's folder, others are as the process sees them; ``photos.zip@/a/b.jpg`` is a
+    file in an archive. Images are float32 (channels, height, width) from 0 to 255, in the order
+    blue, green, red, as CNTK's. Labels are one-hot and sparse.
+
+    Args:
+        filename: of the map file.
+        streams: one `StreamDef` with ``field="image"`` and its ``transforms``, and one with
+            ``field="label"`` and the number of classes as ``shape``, which may be left out. The
+            images need one shape: by `scale`, or because they have it.
+
+    Raises:
+        DataError: a file cannot be read, or a line is wrong; names file, line and column.
+        UsageError: the streams are not as above.
+        UnsupportedError: the libraries are missing: ``pip install 'torchmn[images]'``.
+
+    >>> import pathlib, tempfile
+    >>> from PIL import Image
+    >>> from torchmn.cntk.readers import ImageDeserializer, StreamDef
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> Image.new("RGB", (4, 4)).save(folder / "0.png")
+    >>> line = chr(9).join([".../0.png", "1"])  # a tab between the image and its label
+    >>> num_written = (folder / "map.txt").write_text(line)
+    >>> streams = {"x": StreamDef(field="image"), "y": StreamDef(field="label", shape=2)}
+    >>> sorted(info.name for info in ImageDeserializer(folder / "map.txt", streams).stream_infos())
+    ['x', 'y']
+    """
+
+    is_parallel = True
+
+    def __init__(self, filename: str | os.PathLike[str], streams: Mapping[str, StreamDef]) -> None:
+        self._map = _MapFile(os.fspath(filename), _label_stream(streams))
+        self._decoder = _Decoder(streams, self._first)
+
+    def stream_infos(self) -> list[StreamInformation]:
+        """The image stream, and the label stream if there is one."""
+        return self._decoder.infos
+
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`."""
+        return {info.name: True for info in self.stream_infos()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._map.path!r})"
+
+    def num_chunks(self) -> int:
+        """The number of chunks, each of `IMAGES_PER_CHUNK` lines."""
+        return -(-len(self._map) // IMAGES_PER_CHUNK)
+
+    def chunk_infos(self) -> Sequence[ChunkInfo]:
+        """The images of each chunk."""
+        starts = range(0, len(self._map), IMAGES_PER_CHUNK)
+        sizes = [min(IMAGES_PER_CHUNK, len(self._map) - start) for start in starts]
+        return [self._decoder.chunk_info(size) for size in sizes]
+
+    def get_chunk(self, chunk_id: int) -> ImageChunk:
+        """A chunk, which reads each image when it is asked for."""
+        first = chunk_id * IMAGES_PER_CHUNK
+        return ImageChunk(self._decoder, first, lambda index: self._map.item(first + index))
+
+    def _first(self) -> _Item:
+        return self._map.item(0)
+
+
+class Base64ImageDeserializer:
+    """Reads images from a text file with a line ``[id<TAB>]label<TAB>image in base64`` each. Local.
+
+    Streams and images are those of `ImageDeserializer`.
+
+    Args:
+        filename: of the text file.
+        streams: see `ImageDeserializer`.
+
+    Raises:
+        DataError: the file cannot be read, or a line is wrong; names file, line and column.
+        UsageError: the streams are not as they should be.
+        UnsupportedError: the libraries are missing: ``pip install 'torchmn[images]'``.
+
+    >>> import base64, io, pathlib, tempfile
+    >>> from PIL import Image
+    >>> from torchmn.cntk.readers import Base64ImageDeserializer, StreamDef
+    >>> encoded = io.BytesIO()
+    >>> Image.new("RGB", (4, 4)).save(encoded, "png")
+    >>> text = base64.b64encode(encoded.getvalue()).decode()
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "images.txt"
+    >>> num_written = file.write_text(chr(9).join(["1", text]))  # a tab after the label
+    >>> streams = {"x": StreamDef(field="image"), "y": StreamDef(field="label", shape=2)}
+    >>> [info.shape for info in Base64ImageDeserializer(file, streams).stream_infos()]
+    [(3, 4, 4), (2,)]
+    """
+
+    is_parallel = True
+
+    def __init__(self, filename: str | os.PathLike[str], streams: Mapping[str, StreamDef]) -> None:
+        self._path = os.fspath(filename)
+        self._label = _label_stream(streams)
+        self._chunks = list(_chunks_of_lines(self._path))
+        if not self._chunks:
+            raise DataError(f"{self._path}: the file has no lines. {_BASE64_FORM}")
+        self._decoder = _Decoder(streams, lambda: self._read(0)(0))
+
+    def stream_infos(self) -> list[StreamInformation]:
+        """The image stream, and the label stream if there is one."""
+        return self._decoder.infos
+
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `DeserializerOfKnownLengths`."""
+        return {info.name: True for info in self.stream_infos()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._path!r})"
+
+    def num_chunks(self) -> int:
+        """The number of chunks, of about 32 MB each."""
+        return len(self._chunks)
+
+    def chunk_infos(self) -> Sequence[ChunkInfo]:
+        """The images of each chunk."""
+        return [self._decoder.chunk_info(chunk.num_lines) for chunk in self._chunks]
+
+    def get_chunk(self, chunk_id: int) -> ImageChunk:
+        """Read the text of a chunk."""
+        return ImageChunk(self._decoder, self._chunks[chunk_id].first_image, self._read(chunk_id))
+
+    def _read(self, chunk_id: int) -> Callable[[int], _Item]:
+        chunk = self._chunks[chunk_id]
+        with open_file(self._path) as file:
+            file.seek(chunk.offset)
+            text = file.read(chunk.nbytes)
+        lines = [(n, line) for n, line in enumerate(text.split(b"\n")) if line.strip()]
+        if len(lines) != chunk.num_lines or len(text) != chunk.nbytes:
+            raise DataError(
+                f"{self._path}: the file has changed since it was first read. Write new data to a "
+                "new file and start again."
+            )
+        return lambda index: self._item(chunk.first_line + lines[index][0], lines[index][1])
+
+    def _item(self, line: int, text: bytes) -> _Item:
+        columns = text.rstrip(b"\r").split(b"\t")
+        place = f"{self._path}, line {line}"
+        if len(columns) not in (2, 3):
+            raise DataError(f"{place}: {len(columns)} columns. {_BASE64_FORM}")
+        label = _label_of(columns[-2], self._label, place, _column(columns, len(columns) - 2))
+        column = _column(columns, len(columns) - 1)
+        try:
+            content = base64.b64decode(columns[-1].strip(), validate=True)
+        except binascii.Error as error:
+            raise DataError(f"{place}, column {column}: no base64: {error}.") from error
+        return _Item(content, label, f"{place}, column {column}")
+
+
+_MAP_FORM = "Each line should be: path, a tab, label; or id, path and label with tabs between."
+_BASE64_FORM = "Each line should be: label, a tab, image in base64; or an id and a tab before them."
+
+
+@dataclass(frozen=True)
+class _Item:
+    """An image file's content and its label, and where it comes from, for messages."""
+
+    content: bytes
+    label: int
+    place: str
+
+
+class ImageChunk:
+    """Images that are decoded when they are asked for."""
+
+    def __init__(self, decoder: _Decoder, first: int, item: Callable[[int], _Item]) -> None:
+        self._decoder = decoder
+        self._first = first
+        self._item = item
+
+    def sequences(self, indices: Indices, seed: Seed) -> Mapping[str, StreamData]:
+        """Decode and transform some images."""
+        return self.assemble([ChunkPart(self, indices, np.arange(len(indices)))], seed)
+
+    def assemble(self, parts: Sequence[ChunkPart], seed: Seed) -> Mapping[str, StreamData]:
+        """See `torchmn.cntk.readers.deserializer.AssemblingChunk`."""
+        image, *others = self._decoder.infos
+        num = sum(len(part.indices) for part in parts)
+        images = torch.empty((num, *self._decoder.shape), dtype=torch.float32, device="cpu")
+        labels = np.empty(num, np.int64)
+        for part in parts:
+            part.chunk._decode(part.indices, seed, part.places, images.numpy(), labels)
+        return {
+            image.name: (images, None),
+            **{other.name: (_one_hot(labels, other.shape[0]), None) for other in others},
+        }
+
+    def _decode(
+        self, indices: Indices, seed: Seed, places: Indices, pixels: Image, labels: Indices
+    ) -> None:
+        decoder = self._decoder
+        memory = ImageMemory() if decoder.may_reuse_memory else None
+        for place, index in zip(places.tolist(), indices.tolist(), strict=True):
+            number, view = divmod(index, decoder.num_views)
+            item = self._item(number)
+            labels[place] = item.label
+            draw = Draw(*seed, self._first + number, view)
+            decoder.transform(item, draw, pixels[place], memory)
+
+
+def _one_hot(labels: Indices, num_classes: int) -> torch.Tensor:
+    crow = torch.arange(len(labels) + 1, device="cpu")
+    ones = torch.ones(len(labels), device="cpu")
+    return csr_tensor(crow, torch.from_numpy(labels), ones, (len(labels), num_classes))
+
+
+class _Decoder:
+    """Decodes and transforms images to one shape, which the first image may decide."""
+
+    def __init__(self, streams: Mapping[str, StreamDef], first: Callable[[], _Item]) -> None:
+        name = next(name for name, stream in streams.items() if stream.field == "image")
+        self._transforms: list[ImageTransform] = list(streams[name].transforms or ())
+        for transform in self._transforms:
+            if not (hasattr(transform, "apply") and hasattr(transform, "output_shape")):
+                raise UsageError(
+                    f"A transform of the stream {name!r} is a {type(transform).__name__}. Use "
+                    "crop, scale, mean and color, or an object with apply and output_shape."
+                )
+        scales = [t for t in self._transforms if isinstance(t, Scale)]
+        self._channels = scales[0].channels if scales else 3
+        if len({scale.channels for scale in scales}) > 1:
+            raise UsageError(f"The transforms of {name!r} scale to several numbers of channels.")
+        crops = [t for t in self._transforms if isinstance(t, Crop)]
+        own = (Crop, Scale, Mean, Color)  # others may keep what they are given
+        self.may_reuse_memory = all(isinstance(t, own) for t in self._transforms)
+        self.num_views = NUM_VIEWS if any(c.crop_type == "multiview10" for c in crops) else 1
+        self.shape = self._shape(streams[name], first)
+        self.infos = [StreamInformation(name, 0, "dense", np.float32, self.shape)]
+        for other, stream in streams.items():
+            if stream.field == "label":
+                classes = stream.sample_shape
+                self.infos.append(StreamInformation(other, 1, "sparse", np.float32, classes))
+
+    def chunk_info(self, num_images: int) -> ChunkInfo:
+        """Each view of an image is a sequence of one sample."""
+        count = num_images * self.num_views
+        return ChunkInfo(num_sequences=count, num_samples=count)
+
+    def transform(self, item: _Item, draw: Draw, into: Image, memory: ImageMemory | None) -> None:
+        """Write the image as (channels, height, width)."""
+        image = self._transformed(item, draw, memory)
+        if (image.shape[2], *image.shape[:2]) != into.shape:
+            raise DataError(
+                f"{item.place}: the image is {_size_of(image)} after its transforms, and others "
+                f"are {into.shape[2]} x {into.shape[1]} with {into.shape[0]}. Add "
+                "scale(width, height, channels) to the transforms."
+            )
+        np.copyto(into, np.ascontiguousarray(image.transpose(2, 0, 1)))  # faster than in one step
+
+    def _transformed(self, item: _Item, draw: Draw, memory: ImageMemory | None = None) -> Image:
+        try:
+            image = decode(item.content, self._channels, memory=memory)
+            for transform in self._transforms:
+                image = transform.apply(image, draw)
+        except DataError as error:
+            raise DataError(f"{item.place}: {error}") from error
+        return image
+
+    def _shape(self, stream: StreamDef, first: Callable[[], _Item]) -> tuple[int, int, int]:
+        shape: tuple[int, int, int] | None = None
+        for transform in self._transforms:
+            shape = transform.output_shape(shape)
+        if shape is None:
+            image = self._transformed(first(), Draw(0, 0, 0))
+            rows, columns, channels = image.shape
+        else:
+            rows, columns, channels = shape
+        found = channels, rows, columns
+        if stream.sample_shape and stream.sample_shape != found:
+            raise UsageError(
+                f"The image stream has shape={stream.sample_shape}, and its images are {found} "
+                "(channels, height, width). Leave the shape out, or change scale()."
+            )
+        return found
+
+
+def _size_of(image: Image) -> str:
+    rows, columns, channels = image.shape
+    return f"{columns} x {rows} pixels with {channels} channels"
+
+
+def _label_stream(streams: Mapping[str, StreamDef]) -> int | None:
+    """The number of classes, None if labels are not asked for. Checks the streams."""
+    fields = [stream.field for stream in streams.values()]
+    if sorted(str(field) for field in fields) not in (["image"], ["image", "label"]):
+        raise UsageError(
+            f"The streams of images have the fields {fields}. There must be one with field='image' "
+            "and may be one with field='label'."
+        )
+    for name, stream in streams.items():
+        if stream.field == "label":
+            if len(stream.sample_shape) != 1 or stream.sample_shape[0] > _MAX_LABELS:
+                raise UsageError(
+                    f"The stream {name!r} has shape={stream.shape!r}. It should be the number of "
+                    "classes."
+                )
+            return stream.sample_shape[0]
+    return None
+
+
+def _label_of(text: bytes, num_classes: int | None, place: str, column: int) -> int:
+    if num_classes is None:
+        return 0
+    digits = text.strip()
+    label = int(digits) if digits.isdigit() and len(digits) < 12 else -1
+    if not 0 <= label < num_classes:
+        shown = digits[:40].decode("utf-8", "replace")
+        raise DataError(
+            f"{place}, column {column}: the label {shown!r} is no class from 0 to "
+            f"{num_classes - 1}, as the shape of the label stream has it."
+        )
+    return label
+
+
+def _column(columns: list[bytes], number: int) -> int:
+    """Where a column begins in its line, from 1."""
+    return sum(len(column) + 1 for column in columns[:number]) + 1
+
+
+# ---- map files
+
+
+class _MapFile:
+    """The paths and labels of a map file, in compact arrays."""
+
+    def __init__(self, path: str, num_classes: int | None) -> None:
+        self.path = path
+        self._folder = os.path.dirname(os.path.abspath(path))
+        self._archives = _Archives()
+        self._paths = bytearray()
+        self._ends = array("q", [0])
+        self._labels = array("q")
+        self._lines = array("q")
+        with open_file(path) as file:
+            line = 0
+            while text := file.readline(MAX_MAP_LINE_BYTES + 1):
+                line += 1
+                if len(text) > MAX_MAP_LINE_BYTES:
+                    raise DataError(
+                        f"{path}, line {line}: more than {MAX_MAP_LINE_BYTES} bytes. {_MAP_FORM}"
+                    )
+                if line == 1:
+                    text = text.removeprefix(_UTF8_MARK)
+                if text.strip():
+                    self._add(text.rstrip(b"\r\n"), line, num_classes)
+        if not self._labels:
+            raise DataError(f"{path}: the file lists no images. {_MAP_FORM}")
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def item(self, number: int) -> _Item:
+        """Read an image file."""
+        raw = bytes(self._paths[self._ends[number] : self._ends[number + 1]])
+        name = os.fsdecode(raw)
+        place = f"{self.path}, line {self._lines[number]}"
+        if name.startswith("..."):
+            name = os.path.join(self._folder, name[3:].replace("\\", "/").lstrip("/"))
+        try:
+            archive, at, member = name.partition("@")
+            if at and not os.path.exists(name):
+                content = self._archives.read(archive, member.replace("\\", "/").lstrip("/"))
+            else:
+                with open_file(name, MAX_IMAGE_BYTES, buffering=0) as file:
+                    content = file.read()
+        except (DataError, OSError) as error:
+            raise DataError(f"{place}: {error}") from error
+        return _Item(content, self._labels[number], f"{place}: {name}")
+
+    def _add(self, text: bytes, line: int, num_classes: int | None) -> None:
+        columns = text.split(b"\t")
+        place = f"{self.path}, line {line}"
+        if len(columns) not in (2, 3):
+            raise DataError(f"{place}: {len(columns)} columns. {_MAP_FORM}")
+        *_, path, label = columns
+        at = _column(columns, len(columns) - 2)
+        if not path.strip() or b"\0" in path:
+            raise DataError(f"{place}, column {at}: no path of an image. {_MAP_FORM}")
+        number = _label_of(label, num_classes, place, at + len(path) + 1)
+        self._paths += path
+        self._ends.append(len(self._paths))
+        self._labels.append(number)
+        self._lines.append(line)
+
+
+class _Archives:
+    """Open zip files, by process: a child of this one must not share their positions."""
+
+    def __init__(self) -> None:
+        self._lock = ProcessLock()
+        self._open: dict[tuple[int, str], zipfile.ZipFile] = {}
+
+    def read(self, path: str, member: str) -> bytes:
+        key = (os.getpid(), path)
+        try:
+            with self._lock:
+                if key not in self._open:
+                    open_file(path).close()  # raises if it is no ordinary file
+                    self._open[key] = zipfile.ZipFile(path)
+                archive = self._open[key]
+            size = archive.getinfo(member).file_size
+            if size > MAX_IMAGE_BYTES:
+                raise DataError(f"{path}: {member} has {size} bytes, more than {MAX_IMAGE_BYTES}.")
+            return archive.read(member)
+        except KeyError:
+            raise DataError(f"{path}: the archive has no file {member}.") from None
+        except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
+            raise DataError(f"{path}: {member} cannot be read: {error}.") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, _: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+
+
+# ---- files of lines
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """Neighbouring lines of a file: where they are, how many are not blank."""
+
+    offset: int
+    nbytes: int
+    first_line: int
+    first_image: int
+    num_lines: int
+
+
+def _chunks_of_lines(path: str) -> Iterator[_Lines]:
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        offset = len(_UTF8_MARK) if file.read(3) == _UTF8_MARK else 0
+        line, image, nbytes = 1, 0, _CHUNK_BYTES
+        while offset < size:
+            file.seek(offset)
+            text = file.read(nbytes)
+            end = len(text) if offset + nbytes >= size else text.rfind(b"\n") + 1
+            if end == 0:
+                if nbytes >= MAX_BASE64_LINE_BYTES:
+                    raise DataError(
+                        f"{path}, line {line}: more than {MAX_BASE64_LINE_BYTES} bytes. "
+                        f"{_BASE64_FORM}"
+                    )
+                nbytes *= 2
+                continue
+            num = sum(1 for row in text[:end].split(b"\n") if row.strip())
+            if num:
+                yield _Lines(offset, end, line, image, num)
+            offset, line, image = offset + end, line + text.count(b"\n", 0, end), image + num
+            nbytes = _CHUNK_BYTES

@@ -1,0 +1,20 @@
+"""Communicators: the ranks of a job, their collectives, and routes of all-reduce."""
+
+from torchmn.comm.base import Communicator
+from torchmn.comm.create import ROUTES, create_communicator
+from torchmn.comm.engine import Work
+from torchmn.comm.grid import Grid
+from torchmn.comm.point_to_point import ANY_SOURCE, ANY_TAG, Status
+from torchmn.comm.transports import Transport
+
+__all__ = [
+    "ANY_SOURCE",
+    "ANY_TAG",
+    "ROUTES",
+    "Communicator",
+    "Grid",
+    "Status",
+    "Transport",
+    "Work",
+    "create_communicator",
+]

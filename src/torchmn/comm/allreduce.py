@@ -1,0 +1,304 @@
+"""All-reduce algorithms: sums over a group, plain, compressed by stripes, or of low rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchmn.comm.group import Group
+from torchmn.comm.codecs import Codec, Layout, PowerSGD, StripeCodec
+from torchmn.comm.codecs.base import Side, aligned, anonymous_layout
+from torchmn.errors import UnsupportedError, UsageError
+from torchmn.record import recording
+from torchmn.record.timeline import Mark
+
+
+@dataclass(eq=False)
+class ReduceBlock:
+    """A buffer to sum over ranks, and where the parameters are in it.
+
+    Args:
+        buffer: (n,), contiguous.
+        bucket_layout: the parameters in the buffer, or in the bucket of which the buffer is a part;
+            None where it has no parameters by name. Only codecs look at it.
+        num_exact: the last elements (weights, flags), which are no parameter's and are never
+            encoded.
+        start: the element of the bucket at which the buffer begins.
+    """
+
+    buffer: Tensor
+    bucket_layout: Layout | None = None
+    num_exact: int = 0
+    start: int = 0
+    ready: Mark = None
+    """When this rank had all of it, for the record of the run; None if that was not noted."""
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The parameters in the buffer."""
+        whole, numel = self.bucket_layout, self.buffer.numel()
+        if whole is None:
+            return anonymous_layout(numel - self.num_exact, self.buffer.dtype)
+        if self.start == 0 and whole.end <= numel:
+            return whole
+        return whole.between(self.start, self.start + numel).moved(-self.start)
+
+    @property
+    def exact(self) -> Tensor:
+        """The elements that are never encoded, a view."""
+        return self.buffer[self.buffer.numel() - self.num_exact :]
+
+    def between(self, start: int, stop: int) -> ReduceBlock:
+        """Elements ``start`` to ``stop`` of the buffer, in the same memory."""
+        num_after = self.buffer.numel() - stop
+        return ReduceBlock(
+            self.buffer[start:stop],
+            self.bucket_layout,
+            max(0, min(stop - start, self.num_exact - num_after)),
+            self.start + start,
+        )
+
+    def with_buffer(self, buffer: Tensor) -> ReduceBlock:
+        """The same block in another buffer, such as a copy of it in other memory."""
+        return ReduceBlock(buffer, self.bucket_layout, self.num_exact, self.start)
+
+
+class AllReduceAlgorithm(Protocol):
+    """Sums a block over a group, in place, with the same bits on every rank."""
+
+    @property
+    def codec(self) -> Codec | None:
+        """The codec, with its residuals; None for plain sums."""
+
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
+        """*Collective over the group.*"""
+
+    def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
+        """Announce the next sum; see `Transport.prefetch_send`. Local."""
+
+
+class NativeAllReduce:
+    """The buffer in its own dtype, by the transport's all-reduce."""
+
+    codec: Codec | None = None
+
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
+        if group.size > 1:
+            group.all_reduce_(block.buffer)
+
+    def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
+        if group.size > 1:
+            group.transport.prefetch_send(block.buffer)
+
+
+class ReduceScatterAllGather(NativeAllReduce):
+    """Reduce-scatter and all-gather of stripes.
+
+    This is the all-reduce of ChainerMN's `inter_allreduce_gpu`: all-to-all, sum at the owner of
+    each stripe, all-gather. Two ranks take the transport's own.
+    """
+
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
+        if group.size == 2:
+            group.all_reduce_(block.buffer)
+        elif group.size > 1:
+            group.striped_all_reduce_(block.buffer)
+
+
+class CompressedAllReduce:
+    """Stripes that a codec encodes: the quantized all-reduce of CNTK (Seide et al. 2014).
+
+    Every stripe is encoded for its owner. The owner adds what it receives to its own part in
+    float32 (float64 buffers in float64) and encodes the sum for all ranks. Every rank, the owner
+    included, keeps the decoded bytes, so replicas stay bit-identical. `StripeCodec` documents when
+    each of its methods is called. Each message ends with the exact elements, which every rank adds
+    in rank order.
+    """
+
+    def __init__(self, codec: StripeCodec) -> None:
+        self.codec: StripeCodec = codec
+        self._messages: dict[tuple[Layout, int, int, int], _StripeMessages] = {}
+
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
+        if group.size == 1:
+            sides: tuple[Side, ...] = ("worker", "owner")
+            for side in sides:
+                self.codec.flush_residual_into(block.buffer, block.layout, side)
+            return
+        stripes = self._stripes(group, block)
+        total, wide = self._scatter(group, block, stripes)
+        self._gather(group, block, stripes, total, wide)
+
+    def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
+        """See `AllReduceAlgorithm.prefetch_send`: nothing, for it has to be encoded first."""
+
+    def _stripes(self, group: Group, block: ReduceBlock) -> _StripeMessages:
+        key = (block.layout, group.size, group.rank, block.num_exact)
+        stripes = self._messages.get(key)
+        if stripes is None:
+            stripes = self._messages[key] = _StripeMessages(self.codec, group, block)
+        return stripes
+
+    def _scatter(
+        self, group: Group, block: ReduceBlock, stripes: _StripeMessages
+    ) -> tuple[Tensor, Layout]:
+        """Send each stripe to its owner. Returns the sum of the own stripe and its layout."""
+        codec, buffer, footer = self.codec, block.buffer, block.exact.view(torch.uint8)
+        with recording.encoding():
+            for peer in stripes.others:
+                message, layout = stripes.outgoing[peer], stripes.layouts[peer]
+                if layout.numel:
+                    codec.encode_stripe(buffer, layout, message[: stripes.nbytes[peer]])
+                message[message.numel() - footer.numel() :] = footer
+        group.exchange(
+            [(peer, stripes.outgoing[peer]) for peer in stripes.others],
+            [(peer, stripes.incoming[peer]) for peer in stripes.others],
+            name=f"scatter_{codec.name}",
+        )
+        mine = stripes.layouts[group.rank]
+        total, wide = buffer, mine
+        if buffer.dtype != mine.wide_dtype:  # 16 bits are summed in 32
+            total = buffer[mine.begin : mine.end].to(mine.wide_dtype)
+            wide = mine.moved(-mine.begin, mine.wide_dtype)
+        if mine.numel:
+            with recording.decoding():
+                codec.flush_residual_into(total, wide)
+                for peer in stripes.others:
+                    arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
+                    codec.decode_stripe(arrived, wide, total, add=True)
+        if block.num_exact:
+            footers = [
+                block.exact.clone()
+                if peer == group.rank
+                else stripes.incoming[peer][-footer.numel() :].clone().view(block.exact.dtype)
+                for peer in range(group.size)
+            ]
+            torch.sum(torch.stack(footers), 0, out=block.exact)
+        return total, wide
+
+    def _gather(
+        self,
+        group: Group,
+        block: ReduceBlock,
+        stripes: _StripeMessages,
+        total: Tensor,
+        wide: Layout,
+    ) -> None:
+        """Send the encoded sum of the own stripe to all ranks and decode all sums."""
+        codec = self.codec
+        if wide.numel:
+            with recording.encoding():
+                codec.encode_stripe(total, wide, stripes.sums[group.rank], "owner")
+        group.exchange(
+            [(peer, stripes.sums[group.rank]) for peer in stripes.others],
+            [(peer, stripes.sums[peer]) for peer in stripes.others],
+            name=f"gather_{codec.name}",
+        )
+        with recording.decoding():
+            for layout, encoded in zip(stripes.layouts, stripes.sums, strict=True):
+                if layout.numel:
+                    codec.decode_stripe(encoded, layout, block.buffer)
+
+
+class _StripeMessages:
+    """The stripes of a block and the memory for their messages, kept between steps."""
+
+    def __init__(self, codec: StripeCodec, group: Group, block: ReduceBlock) -> None:
+        self.layouts = codec.split(block.layout, group.size)
+        self.nbytes = [codec.stripe_nbytes(layout) for layout in self.layouts]
+        # Starting after this rank, so that the first messages of all ranks have different targets.
+        self.others = [(group.rank + i) % group.size for i in range(1, group.size)]
+        footer_nbytes = block.num_exact * block.buffer.element_size()
+
+        def memory(nbytes: int) -> Tensor:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=block.buffer.device)
+
+        mine = aligned(self.nbytes[group.rank]) + footer_nbytes
+        self.outgoing = {p: memory(aligned(self.nbytes[p]) + footer_nbytes) for p in self.others}
+        self.incoming = {p: memory(mine) for p in self.others}
+        self.sums = [memory(nbytes) for nbytes in self.nbytes]
+
+
+class LowRankAllReduce:
+    """Matrices as products of thin ones (`PowerSGD`); other parameters unchanged.
+
+    Only whole parameters can be factorised: routes that cut them are refused.
+    """
+
+    def __init__(self, codec: PowerSGD) -> None:
+        self.codec: PowerSGD = codec
+
+    def sum_(self, group: Group, block: ReduceBlock) -> None:
+        matrices = []
+        for segment in block.layout.segments:
+            if segment.shape is None or not segment.is_whole:
+                raise UnsupportedError(
+                    f"{self.codec.name} needs whole parameters by name but got a part of "
+                    f"{segment.name or 'a buffer without names'!r}. Use another route or codec."
+                )
+            run = block.buffer[segment.start : segment.end]
+            matrices.append((segment.name, run.view(segment.shape)))
+        self.codec.sum_(matrices, _GroupOfRanks(group))
+        if group.size > 1 and block.num_exact:
+            group.all_reduce_(block.exact)
+
+    def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
+        """See `AllReduceAlgorithm.prefetch_send`: nothing, for it has to be factorised first."""
+
+
+class _GroupOfRanks:
+    """A group, as `PowerSGD` uses it."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self.rank, self.size = group.rank, group.size
+        self._numels: list[int] = []  # of the parts of the last reduce_scatter
+
+    def reduce_scatter(self, xs: Sequence[Tensor]) -> Tensor:
+        mine = xs[self.rank].contiguous()
+        self._numels = [x.numel() for x in xs]
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        arrived = {peer: torch.empty_like(mine) for peer in others}
+        self._group.exchange(
+            [(peer, xs[peer].contiguous()) for peer in others],
+            list(arrived.items()),
+            name="scatter_factors",
+        )
+        arrived[self.rank] = mine
+        return torch.stack([arrived[peer] for peer in range(self.size)]).sum(0)
+
+    def allgather(self, x: Tensor) -> list[Tensor]:
+        parts = [x if peer == self.rank else x.new_empty(n) for peer, n in enumerate(self._numels)]
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        self._group.exchange(
+            [(peer, x) for peer in others],
+            [(peer, parts[peer]) for peer in others],
+            name="gather_factors",
+        )
+        return parts
+
+    def allreduce(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        self._group.all_reduce_(total)
+        return total
+
+
+def create_allreduce(codec: Codec | None) -> AllReduceAlgorithm:
+    """The algorithm for a codec; None is the transport's own all-reduce.
+
+    Raises UsageError: the codec is neither a StripeCodec nor PowerSGD.
+    """
+    if codec is None:
+        return NativeAllReduce()
+    if isinstance(codec, PowerSGD):
+        return LowRankAllReduce(codec)
+    if isinstance(codec, StripeCodec):
+        return CompressedAllReduce(codec)
+    raise UsageError(
+        f"{codec!r} is neither a StripeCodec nor PowerSGD, so no all-reduce can use it."
+    )

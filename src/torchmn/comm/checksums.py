@@ -1,0 +1,94 @@
+"""Checksums of tensors, and which ranks differ from which: diverged replicas are named."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torchmn.comm.local_tensors import local_part
+from torchmn.comm.object_codec import as_bytes
+
+_MAX_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A tensor that is not the same on all ranks.
+
+    ``groups`` are the ranks that agree with each other, the largest group first.
+    """
+
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+
+    def __str__(self) -> str:
+        majority, *others = self.groups
+        if len(majority) == len(others[0]):
+            ranks = [_ranks(group) for group in self.groups]
+            return f"'{self.name}': {', '.join(ranks)} have different values, with no majority"
+        diverged = ", ".join(_ranks(group) for group in others)
+        return f"'{self.name}': {diverged} differ{'s' * _is_one(others)} from {_ranks(majority)}"
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """CRC-32 of the bits of some tensors: fast, for comparing replicas. Local.
+
+    Of a DTensor those of this rank's part.
+    """
+    total = 0
+    for tensor in tensors:
+        own = local_part(tensor).detach().cpu().contiguous()
+        total = zlib.crc32(as_bytes(own).numpy().data, total)
+    return total
+
+
+def digest(*pieces: bytes | memoryview | Tensor) -> str:
+    """SHA-256 of bytes, or of the memory of contiguous tensors, as text. Local.
+
+    For comparing files: two tensors with the same digest are written once.
+    """
+    total = hashlib.sha256()
+    for piece in pieces:
+        total.update(as_bytes(piece).numpy().data if isinstance(piece, Tensor) else piece)
+    return total.hexdigest()
+
+
+def differences(by_rank: Sequence[Mapping[str, int | str]]) -> list[Difference]:
+    """What is not the same on all ranks, from the checksums by name of all ranks. Local.
+
+    Ranks without a name are not compared for it.
+    """
+    found = []
+    for name in dict.fromkeys(name for sums in by_rank for name in sums):
+        groups: dict[int | str, list[int]] = {}
+        for rank, sums in enumerate(by_rank):
+            if name in sums:
+                groups.setdefault(sums[name], []).append(rank)
+        if len(groups) > 1:
+            ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+            found.append(Difference(name=name, groups=tuple(tuple(ranks) for ranks in ordered)))
+    return found
+
+
+def describe_differences(found: Sequence[Difference], step: int | None = None) -> str:
+    """The text of an error or a warning about some differences."""
+    when = "" if step is None else f" after step {step}"
+    text = f"replicas differ{when} in {'; '.join(str(each) for each in found[:_MAX_NAMED])}"
+    if len(found) > _MAX_NAMED:
+        text += f"; and in {len(found) - _MAX_NAMED} more"
+    return (
+        f"{text}. The schedule keeps the same bits on all ranks, so something other than the "
+        "optimizer changed them, or memory is faulty. Resume from a checkpoint before this step."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _is_one(groups: Sequence[Sequence[int]]) -> bool:
+    return len(groups) == 1 and len(groups[0]) == 1

@@ -1,0 +1,64 @@
+"""Measure the speed of a codec on this machine."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from torchmn.comm.codecs.base import Codec, StripeCodec, aligned
+from torchmn.comm.codecs.layout import Layout
+from torchmn.cluster.units import MiB
+
+_NUMEL = MiB // 2
+_NUM_ROUNDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecSpeed:
+    """Bits that are sent per element, and seconds to encode and to decode one."""
+
+    bits: float = 32.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
+def measure_codec(codec: Codec | None, device: torch.device) -> CodecSpeed:
+    """Time a codec on a sample. Local.
+
+    Its times are infinite for codecs other than `StripeCodec`, which are not timed.
+    """
+    if codec is None:
+        return CodecSpeed()
+    if not isinstance(codec, StripeCodec):
+        return CodecSpeed(encode_s=float("inf"), decode_s=float("inf"))
+    own = codec.new_instance()
+    layout = Layout.of([("sample", 0, (_NUMEL // 1024, 1024))], torch.float32)
+    values = torch.linspace(-1, 1, _NUMEL, device=device)
+    encoded = torch.zeros(aligned(own.stripe_nbytes(layout)), dtype=torch.uint8, device=device)
+    encoded = encoded[: own.stripe_nbytes(layout)]
+    own.warm_up(layout, device)
+    encode_s = decode_s = float("inf")
+    for _ in range(_NUM_ROUNDS + 1):
+        _synchronize(device)
+        started = time.perf_counter()
+        own.encode_stripe(values, layout, encoded)
+        _synchronize(device)
+        encoded_at = time.perf_counter()
+        for add in (False, True):  # as every rank does in a mean
+            own.decode_stripe(encoded, layout, values, add=add)
+        own.finish(is_valid=True)
+        _synchronize(device)
+        encode_s = min(encode_s, encoded_at - started)
+        decode_s = min(decode_s, (time.perf_counter() - encoded_at) / 2)
+    return CodecSpeed(
+        bits=8 * own.stripe_nbytes(layout) / _NUMEL,
+        encode_s=encode_s / _NUMEL,
+        decode_s=decode_s / _NUMEL,
+    )
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

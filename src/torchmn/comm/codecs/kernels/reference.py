@@ -1,0 +1,231 @@
+"""The kernels in plain torch, on any device: the compiled ones are tested against them.
+
+Blocks are rows of a matrix. Slow, but with the same bits as the compiled ones.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchmn.comm.codecs.kernels.noise import Noise
+from torchmn.comm.codecs.kernels.wire_format import (
+    CLIP_FACTOR_4BIT,
+    CODES,
+    FLOATS,
+    IS_SMALL,
+    LANES,
+    MIN_BLOCK_RANGE,
+    NUMEL,
+    OFFSET,
+    START,
+    QuantizationSpec,
+    StripePlan,
+)
+
+_ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it in float32 rounds to even
+
+
+def encode(
+    values: Tensor,
+    residual: Tensor | None,
+    new_residual: Tensor | None,
+    out: Tensor,
+    plan: StripePlan,
+    noise: Noise | None,
+) -> Tensor:
+    """Encode a stripe; returns flags (num_segments,) uint8: segments that are not finite.
+
+    ``values`` (span,) in the wide dtype, ``residual`` and ``new_residual`` (span,) or both None,
+    ``out`` (plan.nbytes,) uint8. See `StripeCodec.encode_with_feedback`. A block that is not finite
+    is encoded as NaN.
+    """
+    spec = plan.spec
+    flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=values.device)
+    keys = noise.keys(plan.stripe) if noise is not None else None
+    for s, row in enumerate(plan.table.tolist()):
+        own = slice(row[START], row[START] + row[NUMEL])
+        if row[IS_SMALL]:
+            _view(out, row[CODES], row[NUMEL], values.dtype).copy_(values[own])
+            flags[s] = ~torch.isfinite(values[own]).all()
+            continue
+        v = values[own] if residual is None else values[own] + residual[own]
+        counters = _counters(v, 0 if keys is None else int(keys[s]) + row[OFFSET])
+        floats, packed, decoded, bad = [], [], [], []
+        for rows, chances in zip(_rows(v, spec), _rows(counters, spec), strict=True):
+            pair, codes, is_bad = _encode_rows(rows.float(), chances, spec)
+            floats.append(pair.flatten())
+            packed.append(_pack(codes, spec.bits).flatten())
+            decoded.append(_values_of(codes, pair, spec).flatten())
+            bad.append(is_bad[:, None].expand_as(rows).flatten())
+        _write(out, row[FLOATS], torch.cat(floats).view(torch.uint8))
+        _write(out, row[CODES], torch.cat(packed))
+        flags[s] = torch.cat(bad).any()
+        if residual is not None and new_residual is not None:
+            torch.where(
+                torch.cat(bad), residual[own], v - torch.cat(decoded), out=new_residual[own]
+            )
+    return flags
+
+
+def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
+    """Decode into ``out`` (span,) in the wide dtype, or add to it; returns flags as `encode`."""
+    spec = plan.spec
+    flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=out.device)
+    for s, row in enumerate(plan.table.tolist()):
+        own = out[row[START] : row[START] + row[NUMEL]]
+        if row[IS_SMALL]:
+            decoded = _view(encoded, row[CODES], row[NUMEL], out.dtype)
+            flags[s] = ~torch.isfinite(decoded).all()
+        else:
+            parts = []
+            pair_at, byte = row[FLOATS], row[CODES]
+            for rows in _rows(own, spec):
+                num, length = rows.shape
+                pairs = _view(encoded, pair_at, num * spec.num_floats, torch.float32)
+                nbytes = -(-length * spec.bits // 8)
+                codes = _unpack(
+                    encoded[byte : byte + num * nbytes].view(num, nbytes), length, spec.bits
+                )
+                parts.append(_values_of(codes, pairs.view(num, -1), spec).flatten())
+                flags[s] |= ~torch.isfinite(pairs).all()
+                pair_at += 4 * pairs.numel()
+                byte += num * nbytes
+            decoded = torch.cat(parts)
+        own.add_(decoded) if add else own.copy_(decoded)
+    return flags
+
+
+def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """``out`` (n, m) becomes ``p`` (n, r) times the transpose of ``q`` (m, r).
+
+    Added up in the order of r, every product and sum rounded: the same bits on every machine, which
+    a matrix product does not promise.
+    """
+    torch.mul(p[:, :1], q[:, 0], out=out)
+    for k in range(1, p.shape[1]):
+        out += p[:, k : k + 1] * q[:, k]
+
+
+def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
+    """Subtract ``p`` (n, r) times the transpose of ``q`` (m, r) from ``v`` (n, m)."""
+    for k in range(p.shape[1]):
+        v -= p[:, k : k + 1] * q[:, k]
+
+
+# ---- one block a row ----
+
+
+def _encode_rows(
+    work: Tensor, counters: Tensor, spec: QuantizationSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (blocks, length) float32 to numbers (blocks, num_floats), codes, and which are bad."""
+    largest = work.abs().amax(dim=1)
+    if spec.bits == 1:
+        low, high = (
+            (work.amin(dim=1), work.amax(dim=1)) if spec.is_stochastic else _means_by_sign(work)
+        )
+    else:
+        span = largest
+        if spec.bits < 8 and not spec.is_stochastic:
+            squares, magnitudes = _sum(work * work), _sum(work.abs())
+            typical = squares / magnitudes
+            if spec.bits == 4:
+                typical = typical * CLIP_FACTOR_4BIT
+            is_usable = torch.isfinite(squares) & (magnitudes > 0)
+            span = torch.where(is_usable, torch.minimum(span, typical), span)
+        is_zero = span < MIN_BLOCK_RANGE
+        # A GPU multiplies by the reciprocal of a number: not the same bits.
+        low = torch.where(is_zero, 0.0, span / torch.full_like(span, spec.levels))
+        inverse = torch.full_like(span, spec.levels) / span  # number / tensor rounds twice
+        high = torch.where(is_zero, 0.0, inverse)
+    bad = ~(torch.isfinite(largest) & torch.isfinite(low) & torch.isfinite(high))
+    if spec.bits == 1 and spec.is_stochastic:
+        width = high - low
+        codes = _chances(counters) * width[:, None] < work - low[:, None]
+    elif spec.bits == 1:
+        codes = work >= 0
+    else:
+        scaled = work * high[:, None]
+        if spec.is_stochastic:
+            scaled = scaled + (_chances(counters) - 0.5)
+        rounded = torch.where(bad[:, None], 0.0, (scaled + _ROUND) - _ROUND)
+        codes = rounded.clamp(-spec.levels, spec.levels) + spec.levels
+    codes = torch.where(bad[:, None], 0, codes.to(torch.uint8))
+    numbers = torch.stack([low, high], dim=1)[:, : spec.num_floats]
+    return torch.where(bad[:, None], float("nan"), numbers), codes, bad
+
+
+def _sum(terms: Tensor) -> Tensor:
+    """Sums of rows, in lanes: see `wire_format.LANES`."""
+    padding = -terms.shape[1] % LANES
+    lanes = torch.nn.functional.pad(terms, (0, padding)).view(len(terms), -1, LANES)
+    total = torch.zeros_like(lanes[:, 0])
+    for row in lanes.unbind(dim=1):
+        total = total + row
+    while total.shape[1] > 1:
+        half = total.shape[1] // 2
+        total = total[:, :half] + total[:, half:]
+    return total[:, 0]
+
+
+def _means_by_sign(work: Tensor) -> tuple[Tensor, Tensor]:
+    num_above = (work >= 0).sum(dim=1).float()
+    num_below = work.shape[1] - num_above
+    low = torch.where(num_below > 0, _sum(work.clamp(max=0)) / num_below, 0.0)
+    return low, torch.where(num_above > 0, _sum(work.clamp(min=0)) / num_above, 0.0)
+
+
+def _values_of(codes: Tensor, numbers: Tensor, spec: QuantizationSpec) -> Tensor:
+    if spec.bits == 1:
+        return torch.where(codes.bool(), numbers[:, 1:], numbers[:, :1])
+    return (codes.float() - spec.levels) * numbers
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """(blocks, length) to (blocks, nbytes), in planes."""
+    nbytes = -(-codes.shape[1] * bits // 8)
+    packed = codes.new_zeros((len(codes), nbytes))
+    for plane, part in enumerate(codes.split(nbytes, dim=1)):
+        packed[:, : part.shape[1]] |= part << (plane * bits)
+    return packed
+
+
+def _unpack(packed: Tensor, length: int, bits: int) -> Tensor:
+    planes = [(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)]
+    return torch.cat(planes, dim=1)[:, :length]
+
+
+# ---- random numbers ----
+
+
+def _counters(like: Tensor, first: int) -> Tensor:
+    return torch.arange(first, first + like.numel(), device=like.device) & 0xFFFFFFFF
+
+
+def _chances(counters: Tensor) -> Tensor:
+    """A number in (0, 1) for every counter: the hash `lowbias32` in 64-bit integers."""
+    x = counters ^ (counters >> 16)
+    x = (x * 0x7FEB352D) & 0xFFFFFFFF
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & 0xFFFFFFFF
+    x = x ^ (x >> 16)
+    return ((x >> 9).float() + 0.5) * 2.0**-23
+
+
+# ---- bytes ----
+
+
+def _rows(segment: Tensor, spec: QuantizationSpec) -> list[Tensor]:
+    """The full blocks of a segment as a matrix, and a last partial one as another."""
+    full = segment.numel() // spec.block_length * spec.block_length
+    rows = [segment[:full].view(-1, spec.block_length), segment[full:].view(1, -1)]
+    return [part for part in rows if part.numel()]
+
+
+def _view(encoded: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return encoded[start : start + numel * dtype.itemsize].view(dtype)
+
+
+def _write(out: Tensor, start: int, part: Tensor) -> None:
+    out[start : start + part.numel()] = part

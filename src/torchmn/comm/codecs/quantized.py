@@ -1,0 +1,178 @@
+"""Gradients in 8, 4, 2 or 1 bits an element.
+
+Each block of ``block_length`` elements of a parameter has numbers of its own. With 8, 4 and 2 bits
+it is one scale s, and v becomes q s with
+
+    q = clip(round(v / s), -L, L),   L = 2**(bits - 1) - 1 = 127, 7, 1
+    8 bits:  s = max|v| / L
+    4 bits:  s = min(max|v|, 2.5 t) / L      t = sum v**2 / sum |v|, the typical size of v
+    2 bits:  s = min(max|v|, t)
+
+With three levels t is the best s for a Laplace and a uniform distribution, for values that are all
+of one size, and to 2 % for a normal one; the maximum would make nearly everything 0, for of 512
+normal values the largest is 3 sigma. Zero stays zero.
+
+With 1 bit it is two values (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014):
+
+    v becomes   mean of the block's elements >= 0   where v >= 0
+                mean of the block's elements <  0   elsewhere
+
+so that a zero among other values is changed, but a block of zeros is not.
+
+Differences from CNTK: blocks of a fixed length instead of columns of a matrix
+(the columns of a 3x3 convolution have 3 elements and gain nothing); levels over the range above
+instead of 4 standard deviations; small parameters are sent uncompressed.
+
+``stochastic=True`` rounds up or down at random so that the expectation is v (TernGrad, QSGD), over
+max|v|; with 1 bit between the block's extremes. It is for use without `ErrorFeedback`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmn.comm.codecs.base import Side, StripeCodec, check_encoded, span_of
+from torchmn.comm.codecs.kernels.noise import Noise
+from torchmn.comm.codecs.kernels.select import kernels_for
+from torchmn.comm.codecs.kernels.wire_format import QuantizationSpec, StripePlan, plan_stripe
+from torchmn.comm.codecs.layout import Layout
+from torchmn.errors import UsageError
+
+BLOCK_LENGTHS = {8: 512, 4: 512, 2: 512, 1: 1024}
+
+
+class Quantized(StripeCodec):
+    """A stripe codec of few bits; lossy, so wrap it in `ErrorFeedback`.
+
+    ``block_length`` is a multiple of 32. ``seed`` is for stochastic rounding; use a different one
+    on each rank, such as ``comm.rank``, or errors are the same and do not average out. Values
+    outside the range of float32 count as not finite. float64 buffers have float32 scales and
+    float64 residuals.
+
+    Example:
+        >>> Quantized(bits=4, block_length=256).bits  # with the scale of each block
+        4.125
+    """
+
+    def __init__(
+        self,
+        bits: int = 8,
+        *,
+        block_length: int | None = None,
+        stochastic: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if bits not in BLOCK_LENGTHS:
+            raise UsageError(f"bits={bits} must be 8, 4, 2 or 1.")
+        if block_length is not None and (block_length < 32 or block_length % 32):
+            raise UsageError(f"block_length={block_length} must be a positive multiple of 32.")
+        self.spec = QuantizationSpec(bits, block_length or BLOCK_LENGTHS[bits], stochastic)
+        self.block_length = self.spec.block_length
+        self.bits = bits + 32 * self.spec.num_floats / self.block_length
+        self.seed = seed
+        self.name = ("1bit" if bits == 1 else f"int{bits}") + ("_stochastic" if stochastic else "")
+        self._step = 0
+        self._plans: dict[Layout, StripePlan] = {}
+
+    def stripe_nbytes(self, stripe: Layout) -> int:
+        return self.plan(stripe).nbytes
+
+    def encode_stripe(
+        self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
+    ) -> None:
+        self._encode(values, None, None, stripe, out, side)
+
+    def encode_with_feedback(
+        self,
+        values: Tensor,
+        residual: Tensor,
+        new_residual: Tensor,
+        stripe: Layout,
+        out: Tensor,
+        side: Side = "worker",
+    ) -> None:
+        """See `StripeCodec.encode_with_feedback`; here in one pass."""
+        self._encode(values, residual, new_residual, stripe, out, side)
+
+    def decode_stripe(
+        self, encoded: Tensor, stripe: Layout, out: Tensor, *, add: bool = False
+    ) -> None:
+        plan = self.plan(stripe)
+        check_encoded(encoded, plan.nbytes)
+        span = span_of(out, stripe)
+        is_direct = span.dtype == stripe.wide_dtype and span.is_contiguous()
+        # 16-bit and strided buffers by way of a copy, which keeps the elements between segments.
+        wide = span if is_direct else span.to(stripe.wide_dtype).contiguous()
+        flags = kernels_for(out.device.type).decode(encoded, wide, plan, add=add)
+        if not is_direct:
+            span.copy_(wide)
+        self.nonfinite.record_flags("decoding", stripe, flags)
+
+    def finish(self, *, is_valid: bool) -> None:
+        super().finish(is_valid=is_valid)
+        self._step += self.spec.is_stochastic and is_valid
+
+    def warm_up(self, stripe: Layout, device: torch.device) -> None:
+        """Compile the kernels for stripes of this kind: about ten seconds once per machine."""
+        self.plan(stripe)
+        sample = Layout.of([("", 0, (self.block_length,)), ("w", 2048, (2, 1024))], stripe.dtype)
+        probe = Quantized(
+            self.spec.bits, block_length=self.block_length, stochastic=self.spec.is_stochastic
+        )
+        values = torch.zeros(sample.end, dtype=sample.wide_dtype, device=device)
+        encoded = torch.empty(probe.stripe_nbytes(sample), dtype=torch.uint8, device=device)
+        probe.encode_stripe(values, sample, encoded)
+        probe.encode_with_feedback(values, values, torch.empty_like(values), sample, encoded)
+        for add in (False, True):
+            probe.decode_stripe(encoded, sample, values, add=add)
+
+    def new_instance(self) -> StripeCodec:
+        spec = self.spec
+        return Quantized(
+            spec.bits,
+            block_length=spec.block_length,
+            stochastic=spec.is_stochastic,
+            seed=self.seed,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StripeCodec.state_dict`: the position in the sequence of random numbers."""
+        return {"step": self._step} if self.spec.is_stochastic else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not self.spec.is_stochastic:
+            super().load_state_dict(state)
+        self._step = int(state.get("step", 0))
+
+    def plan(self, stripe: Layout) -> StripePlan:
+        """The byte layout of a stripe; computed once."""
+        plan = self._plans.get(stripe)
+        if plan is None:
+            plan = self._plans[stripe] = plan_stripe(stripe, self.spec)
+        return plan
+
+    def _encode(
+        self,
+        values: Tensor,
+        residual: Tensor | None,
+        new_residual: Tensor | None,
+        stripe: Layout,
+        out: Tensor,
+        side: Side,
+    ) -> None:
+        plan = self.plan(stripe)
+        check_encoded(out, plan.nbytes)
+        noise = Noise(self.seed, self._step, side) if self.spec.is_stochastic else None
+        span = span_of(values, stripe).to(stripe.wide_dtype).contiguous()
+        kernels = kernels_for(values.device.type)
+        flags = kernels.encode(span, residual, new_residual, out, plan, noise)
+        if side == "worker":
+            self.nonfinite.record_flags("encoding", stripe, flags)
+
+    def __repr__(self) -> str:
+        stochastic = ", stochastic=True" if self.spec.is_stochastic else ""
+        return f"Quantized(bits={self.spec.bits}, block_length={self.block_length}{stochastic})"

@@ -1,0 +1,222 @@
+"""Residuals: for each parameter, what encoding has lost so far.
+
+They are stored by the parameter's name and the position in it, separately for what this rank lost
+as a worker and as the owner of stripes. Buckets and stripes may be laid out differently at any time
+between two exchanges: residuals follow. What an exchange writes becomes valid when it ends, so that
+an exchange whose result is discarded leaves no trace.
+
+Values are in the unit of the exchange that wrote them, whose sum was ``scale`` times the mean:
+``values / scale`` is what the mean has lost, whatever the weights were. An exchange of another
+scale converts what it uses, by the ratio; with equal scales no bit changes.
+
+When the layout changes, the block of an old stripe is split into pieces, one per segment, and a new
+stripe adds up the pieces that overlap it. What it does not cover stays unassigned:
+
+    parameter w       0        100       200       300
+    old stripe        [=========|=========]            its block is detached: one piece, 0 to 200
+    new stripe                 [==========|=========]  takes 100 to 200, zeros after it
+    unassigned        [=========]                      0 to 100, until another stripe takes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmn.comm.codecs.base import Side
+from torchmn.comm.codecs.layout import Layout
+from torchmn.errors import UsageError
+
+State = dict[str, Any]
+
+
+class ResidualBlock:
+    """The residuals of one stripe: ``current`` (span,), and ``pending`` (span,) to replace it."""
+
+    def __init__(self, stripe: Layout, device: torch.device, scale: float) -> None:
+        self.stripe = stripe
+        self.scale = scale
+        self.current = torch.zeros(stripe.span, dtype=stripe.wide_dtype, device=device)
+        self.pending = torch.zeros_like(self.current)
+        self.is_written = False
+
+    def convert(self, scale: float) -> None:
+        """Convert the current residuals to the unit of an exchange of this scale."""
+        if scale != self.scale:
+            self.current.mul_(scale / self.scale)
+            self.scale = scale
+
+    def part(self, position: int) -> Tensor:
+        """The current residuals of one segment, a view."""
+        segment = self.stripe.segments[position]
+        start = segment.start - self.stripe.begin
+        return self.current[start : start + segment.numel]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Residuals of consecutive elements of a parameter that belong to no stripe yet."""
+
+    offset: int
+    values: Tensor
+    scale: float
+
+
+class Residuals:
+    """All residuals of one rank. Local."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        """Of the current exchange: how many times its mean the sum is."""
+        self._blocks: dict[tuple[Side, Layout], ResidualBlock] = {}
+        self._unassigned: dict[tuple[Side, str], list[_Piece]] = {}
+        """Loaded, or of an earlier layout, until a stripe takes them."""
+
+    def block(
+        self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
+    ) -> ResidualBlock:
+        """The residuals of a stripe in the unit of this exchange; zeros where there are none yet.
+
+        A worker that does not own the stripe also takes what it lost as an earlier owner: that is
+        missing from the sum as well.
+        """
+        block = self._blocks.get((side, stripe))
+        if block is None:
+            sides: tuple[Side, ...] = (side,) if is_owner else ("worker", "owner")
+            block = ResidualBlock(stripe, device, self.scale)
+            for each in sides:
+                self._detach(each, stripe)
+                for position, segment in enumerate(stripe.segments):
+                    self._take(each, segment.name, segment.offset, block.part(position))
+            self._blocks[side, stripe] = block
+        block.convert(self.scale)
+        return block
+
+    def finish(self, *, is_valid: bool) -> None:
+        """Make what was written since the last call valid, or discard it.
+
+        Pieces that no stripe has taken stay: their parameters are frozen for some steps, or the
+        exchange was given up before it came to them.
+        """
+        for block in self._blocks.values():
+            if block.is_written and is_valid:
+                block.current, block.pending = block.pending, block.current
+            block.is_written = False
+
+    def state_dict(self) -> list[State]:
+        """One entry for each piece of a parameter, as copies, sorted by side, name and offset.
+
+        The order of encoding may come from measured times, and a state should not.
+        """
+        pieces = [
+            (side, segment.name, _Piece(segment.offset, block.part(position), block.scale))
+            for (side, stripe), block in self._blocks.items()
+            for position, segment in enumerate(stripe.segments)
+        ]
+        pieces += [(*key, piece) for key, own in self._unassigned.items() for piece in own]
+        entries: list[State] = [
+            residual_entry(side, name, piece.values.clone(), piece.scale, piece.offset)
+            for side, name, piece in pieces
+        ]
+        return sorted(entries, key=lambda entry: (entry["side"], entry["name"], entry["offset"]))
+
+    def load_state_dict(self, entries: Sequence[State]) -> None:
+        """Resume from `state_dict`, in whatever layout comes next."""
+        self._blocks.clear()
+        self._unassigned.clear()
+        for entry in entries:
+            key = (entry["side"], entry["name"])
+            piece = _Piece(entry["offset"], entry["values"].clone(), scale_of(entry))
+            self._unassigned.setdefault(key, []).append(piece)
+
+    def _take(self, side: Side, name: str, offset: int, into: Tensor) -> None:
+        """Add the unassigned pieces that overlap ``into``, at ``offset`` of a parameter, to it."""
+        left = []
+        for piece in self._unassigned.pop((side, name), []):
+            start, values = piece.offset, piece.values
+            first, last = max(start, offset), min(start + len(values), offset + len(into))
+            if first >= last:
+                left.append(piece)
+                continue
+            part = values[first - start : last - start].to(into)
+            if piece.scale != self.scale:
+                part = part * (self.scale / piece.scale)
+            into[first - offset : last - offset] += part
+            before = _Piece(start, values[: first - start], piece.scale)
+            after = _Piece(last, values[last - start :], piece.scale)
+            left += [each for each in (before, after) if len(each.values)]
+        if left:
+            self._unassigned[side, name] = left
+
+    def _detach(self, side: Side, stripe: Layout) -> None:
+        """Split the blocks of an earlier layout that overlap this stripe into pieces."""
+        wanted: dict[str, list[tuple[int, int]]] = {}
+        for s in stripe.segments:
+            wanted.setdefault(s.name, []).append((s.offset, s.offset + s.numel))
+        for key, block in list(self._blocks.items()):
+            if key[0] != side or not any(
+                first < s.offset + s.numel and s.offset < last
+                for s in block.stripe.segments
+                for first, last in wanted.get(s.name, ())
+            ):
+                continue
+            if block.is_written:
+                raise UsageError(
+                    "Elements of one parameter were encoded twice in one exchange, in different "
+                    "stripes. Call finish() between exchanges, and give each exchange a codec of "
+                    "its own (codec.new_instance())."
+                )
+            del self._blocks[key]
+            for position, s in enumerate(block.stripe.segments):
+                pieces = self._unassigned.setdefault((side, s.name), [])
+                pieces.append(_Piece(s.offset, block.part(position), block.scale))
+
+
+def residual_entry(side: Side, name: str, values: Tensor, scale: float, offset: int = 0) -> State:
+    """An entry of saved residuals: ``values`` (n,) from element ``offset`` of ``name``."""
+    return {"side": side, "name": name, "offset": offset, "values": values, "scale": scale}
+
+
+def scale_of(entry: State) -> float:
+    """How many times its mean the sum was, in the exchange that a saved residual is from."""
+    scale: float = entry.get("scale", 1.0)
+    return scale
+
+
+def reshard(states: Sequence[State], num_workers: int) -> State:
+    """The state that each of ``num_workers`` workers loads, from those of all old ones. Local.
+
+    ``states`` are `ErrorFeedback.state_dict` of every old rank, in rank order. What the means have
+    lost is the sum of all residuals over their scales, of workers and owners; each new worker takes
+    an equal part of it, in the unit of the mean: with a scale of 1. Owners begin with zeros. Where
+    only some ranks encode (leaders of nodes), ``num_workers`` is their number.
+
+    Raises UsageError: no states, or no workers.
+
+    >>> from torchmn.comm.codecs import reshard
+    >>> reshard([{"residuals": []}, {"residuals": []}], 3)  # nothing was lost so far
+    {'residuals': []}
+    """
+    if not states or num_workers < 1:
+        raise UsageError(
+            f"reshard() needs the states of all old ranks and at least one new worker, but got "
+            f"{len(states)} states and num_workers={num_workers}."
+        )
+    entries = [entry for state in states for entry in state["residuals"]]
+    lengths: dict[str, int] = {}
+    for entry in entries:
+        end = entry["offset"] + len(entry["values"])
+        lengths[entry["name"]] = max(end, lengths.get(entry["name"], 0))
+    totals = {n: torch.zeros(k, dtype=torch.float64, device="cpu") for n, k in lengths.items()}
+    for entry in entries:
+        first, values = entry["offset"], entry["values"]
+        lost = values.to("cpu", torch.float64) / scale_of(entry)
+        totals[entry["name"]][first : first + len(values)] += lost
+    dtypes = {entry["name"]: entry["values"].dtype for entry in entries}
+    shares = {name: (total / num_workers).to(dtypes[name]) for name, total in totals.items()}
+    residuals = [residual_entry("worker", name, share, 1.0) for name, share in shares.items()]
+    return {**states[0], "residuals": residuals}

@@ -1,0 +1,359 @@
+"""The collectives and messages that users call.
+
+Each one is a job for the engine: the blocking method runs it, ``start_...`` submits it and returns
+a handle. The jobs are in `collective_jobs`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from torchmn.comm.collective_checks import Call
+from torchmn.comm.engine_jobs import CollectiveJobs
+from torchmn.comm.engine import Engine, Work
+from torchmn.comm.point_to_point import ANY_SOURCE, HasStatus, PointToPoint, checked_tag
+from torchmn.comm.reductions import UserOp, dense
+from torchmn.errors import UsageError
+
+
+class Collectives:
+    """The collectives and messages of a communicator. See `Communicator`."""
+
+    rank: int
+    size: int
+    engine: Engine
+    _jobs: CollectiveJobs
+    _messages: PointToPoint
+    _gradients: PointToPoint
+    _num_answered: Counter[int]
+
+    # ---- point to point ----
+
+    def send(self, data: Tensor | Sequence[Tensor], dest: int, tag: int = 0) -> None:
+        """Send a tensor, or a tuple or list of tensors, of any shapes and dtypes.
+
+        Called by the sender only. It may block until the receiver receives; when it returns,
+        ``data`` may be changed.
+
+        Args:
+            data: dense tensors.
+            dest: the receiver, another rank.
+            tag: 0 to 2**63 - 1; the receiver selects messages by it.
+
+        Raises UsageError: ``data`` are no dense tensors, ``dest`` is no other rank, or ``tag`` is
+        out of range.
+        """
+        if isinstance(data, (list, tuple)):
+            self.send_obj(tuple(dense("send", x) for x in data), dest, tag)
+        else:
+            self.send_obj(dense("send", data), dest, tag)
+
+    def recv(
+        self, source: int, tag: int = 0, status: HasStatus | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Receive what ``source`` has sent by `send`: a tensor or a tuple of tensors.
+
+        Called by the receiver only. It blocks until the message has arrived. A CUDA tensor arrives
+        on ``comm.device``, any other on the CPU. ``source``, ``tag`` and ``status`` are those of
+        `recv_obj`.
+
+        Raises UsageError: there is no such rank or tag, or the message is an object of `send_obj`;
+        RankMismatchError: the sender could not send it.
+        """
+        got = self.recv_obj(source, tag, status)
+        if not all(isinstance(x, Tensor) for x in (got if isinstance(got, tuple) else (got,))):
+            raise UsageError(
+                f"The message is a {type(got).__name__} and not a tensor. Use recv_obj for objects."
+            )
+        return cast("Tensor | tuple[Tensor, ...]", got)
+
+    def send_obj(self, obj: object, dest: int, tag: int = 0) -> None:
+        """Send an object. Called by the sender only; see `send`.
+
+        Raises:
+            UsageError: ``dest`` is no other rank, or ``tag`` is out of range.
+            UnsupportedError: the object needs pickle, which this transport does not accept, or
+                cannot be pickled; the receiver raises RankMismatchError.
+        """
+        self._check_peer("dest", dest)
+        checked_tag(tag)
+        self.engine.call(lambda: self._messages.send(obj, dest, tag))
+
+    def recv_obj(self, source: int, tag: int = 0, status: HasStatus | None = None) -> Any:
+        """Receive an object. Called by the receiver only. It blocks until the message has arrived.
+
+        Args:
+            source: a rank, or `ANY_SOURCE`: the first that sends a message with this tag.
+            tag: the tag it was sent with, 0 to 2**63 - 1, or `ANY_TAG`. Messages with other tags
+                are queued until they are requested; those of one sender and tag keep their order.
+            status: its ``source`` and ``tag`` become those of the message.
+
+        Raises:
+            UsageError: there is no such rank or tag.
+            RankMismatchError: the sender could not send the object.
+            CommunicationError: a pickled object does not carry the seal of this job.
+            UnsupportedError: `ANY_SOURCE`, which this transport does not support.
+        """
+        if source != ANY_SOURCE:
+            self._check_peer("source", source)
+        checked_tag(tag, may_be_any=True)
+        obj, seen = self.engine.call(lambda: self._messages.receive(source, tag))
+        if status is not None:
+            status.source, status.tag = seen.source, seen.tag
+        return obj
+
+    # ---- for `torchmn.nn.functions` ----
+
+    def allgather_for(self, name: str, obj: object) -> list[Any]:
+        """`allgather_obj` of what precedes another collective, which errors name."""
+        return self.engine.call(self._jobs.allgather_obj(obj, name))
+
+    def bcast_for(self, name: str, obj: object) -> Any:
+        """`bcast_obj` of rank 0 as a part of something else, which errors name."""
+        return self.engine.call(self._jobs.bcast_obj(obj, 0, name))
+
+    def new_message_number(self, dest: int) -> int:
+        """The number, from 1, of a message to ``dest`` that `send_back` will answer. Local."""
+        self._num_answered[dest] += 1
+        return self._num_answered[dest]
+
+    def unread_messages(self) -> list[tuple[int, int, Any]]:
+        """Source, tag and object of messages that have arrived and were not requested. Local."""
+        return self._messages.unread()
+
+    def send_back(self, obj: object, dest: int, number: int) -> None:
+        """Answer a numbered message of ``dest``. Called by its receiver; see `send_obj`."""
+        self.engine.call(lambda: self._gradients.send(obj, dest, number))
+
+    def unread_answers(self) -> list[tuple[int, int, Any]]:
+        """Source, number and object of answers that have arrived and were not requested. Local."""
+        return self._gradients.unread()
+
+    def recv_back(self, source: int, number: int) -> Any:
+        """The answer to a numbered message to ``source``. Called by its sender; see `recv_obj`."""
+        return self.engine.call(lambda: self._gradients.receive(source, number)[0])
+
+    # ---- tensors ----
+
+    def bcast(self, x: Tensor | None, root: int = 0) -> Tensor:
+        """The root's tensor on every rank, as a new tensor of its shape and dtype.
+
+        ``x`` of other ranks is ignored and may be None. A CUDA tensor arrives on ``comm.device``.
+
+        Raises:
+            UsageError: at the root, ``x`` is no dense tensor; on all ranks, there is no such
+                ``root``.
+            RankMismatchError: ranks differ in ``root``, or the root raised UsageError.
+        """
+        return self.engine.call(self._jobs.bcast(x, root))
+
+    def start_bcast(self, x: Tensor | None, root: int = 0) -> Work[Tensor]:
+        """Start `bcast` and return at once. See `start_allreduce`."""
+        return self.engine.submit(self._jobs.bcast(x, root))
+
+    def gather(self, x: Tensor, root: int = 0) -> tuple[Tensor, ...] | None:
+        """All ranks' tensors at the root in rank order; None on other ranks.
+
+        Shapes and dtypes may differ. Raises as `bcast`, and UnsupportedError: a tensor of a
+        subclass needs pickle.
+        """
+        return self.engine.call(self._jobs.gather(x, root))
+
+    def allgather(self, x: Tensor) -> tuple[Tensor, ...]:
+        """All ranks' tensors in rank order on every rank; shapes and dtypes may differ.
+
+        Raises UsageError: ``x`` is no dense tensor (RankMismatchError on other ranks).
+        """
+        return self.engine.call(self._jobs.allgather(x))
+
+    def start_allgather(self, x: Tensor) -> Work[tuple[Tensor, ...]]:
+        """Start `allgather` and return at once. See `start_allreduce`."""
+        return self.engine.submit(self._jobs.allgather(x))
+
+    def alltoall(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Send ``xs[i]`` to rank i; returns the tensors for this rank, in rank order.
+
+        Shapes and dtypes may differ. Raises UsageError: ``len(xs) != size``, or a part is no dense
+        tensor (RankMismatchError on other ranks).
+        """
+        return self.engine.call(self._jobs.alltoall(xs))
+
+    def start_alltoall(self, xs: Sequence[Tensor]) -> Work[tuple[Tensor, ...]]:
+        """Start `alltoall` and return at once. See `start_allreduce`."""
+        return self.engine.submit(self._jobs.alltoall(xs))
+
+    def scatter(self, xs: Sequence[Tensor] | Tensor | None, root: int = 0) -> Tensor:
+        """Rank i receives ``xs[i]`` of the root: W tensors of any shapes, or one of shape (W, ...).
+
+        ``xs`` of other ranks is ignored and may be None. Raises as `bcast`; at the root also
+        UsageError: not W parts.
+        """
+        return self.engine.call(self._jobs.scatter(xs, root))
+
+    def allreduce(
+        self,
+        x: Tensor,
+        op: UserOp = "sum",
+        *,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> Tensor:
+        """Sum, mean, product, max or min over ranks, elementwise, as a new tensor.
+
+        Each rank's ``x`` is multiplied by ``prescale_factor`` before the reduction and the result
+        by ``postscale_factor``, as in Horovod. Sums and products of 16-bit floats are formed in
+        float32 and rounded once. All ranks get the same bits.
+
+        Raises:
+            UnknownNameError: unknown ``op``.
+            UsageError: a mean or a factor for integers, an ``op`` that the dtype does not have, or
+                ``x`` is no dense tensor.
+            RankMismatchError: ranks differ in shape, dtype, device type, op or factors, or another
+                rank raised one of the above.
+        """
+        return self.engine.call(self._jobs.allreduce(x, op, prescale_factor, postscale_factor))
+
+    def start_allreduce(
+        self,
+        x: Tensor,
+        op: UserOp = "sum",
+        *,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> Work[Tensor]:
+        """Start `allreduce` and return at once with a handle.
+
+        ``handle.wait()`` returns the result or raises what the blocking method would raise;
+        ``handle.done`` is whether it has ended. ``x`` may be changed immediately. All ranks start
+        their collectives, blocking or not, in the same order; they may wait in any order. Compare
+        Horovod's ``allreduce_async`` and ``synchronize``, MPI's ``Iallreduce`` and ``Wait``.
+        """
+        return self.engine.submit(self._jobs.allreduce(x, op, prescale_factor, postscale_factor))
+
+    def reduce_scatter(
+        self,
+        xs: Sequence[Tensor] | Tensor,
+        op: UserOp = "sum",
+        *,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> Tensor:
+        """The reduction of ``xs[r]`` over all ranks, at rank r, as a new tensor.
+
+        ``xs`` are W tensors, the r-th of the same shape and dtype on every rank, or one tensor of
+        shape (W, ...). Otherwise as `allreduce`, errors included. Raises also UsageError: not W
+        parts (RankMismatchError on other ranks).
+        """
+        return self.engine.call(
+            self._jobs.reduce_scatter(xs, op, prescale_factor, postscale_factor)
+        )
+
+    def start_reduce_scatter(
+        self,
+        xs: Sequence[Tensor] | Tensor,
+        op: UserOp = "sum",
+        *,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> Work[Tensor]:
+        """Start `reduce_scatter` and return at once. See `start_allreduce`."""
+        return self.engine.submit(
+            self._jobs.reduce_scatter(xs, op, prescale_factor, postscale_factor)
+        )
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived."""
+        self.engine.call(lambda: self._jobs.check.compare(Call("barrier")))
+
+    # ---- objects ----
+
+    def bcast_obj(self, obj: object, root: int = 0) -> Any:
+        """The root's object on every rank; ``obj`` of other ranks is ignored.
+
+        Numbers, text, bytes, containers, dtypes, dense tensors and arrays are sent without pickle;
+        other objects only where the transport is trusted, see `docs/security.md`. The root gets its
+        own object, other ranks a copy.
+
+        Raises (as all methods that end with ``_obj``):
+            UnsupportedError: this rank's object needs pickle, which this transport does not accept,
+                or cannot be pickled (RankMismatchError on other ranks).
+            UsageError: on all ranks, there is no such ``root``.
+            RankMismatchError: ranks differ in ``root`` or in the call.
+            CommunicationError: a pickled object does not carry the seal of this job.
+        """
+        return self.engine.call(self._jobs.bcast_obj(obj, root))
+
+    def gather_obj(self, obj: object, root: int = 0) -> list[Any] | None:
+        """All ranks' objects in rank order at the root; None on other ranks. See `bcast_obj`."""
+        gathered = self.engine.call(self._jobs.gather_obj(obj, root))
+        return None if gathered is None else list(gathered)
+
+    def allgather_obj(self, obj: object) -> list[Any]:
+        """All ranks' objects in rank order on every rank. See `bcast_obj`."""
+        return self.engine.call(self._jobs.allgather_obj(obj))
+
+    def scatter_obj(self, objs: Sequence[object] | None, root: int = 0) -> Any:
+        """Rank i receives ``objs[i]`` of the root; ``objs`` of other ranks is ignored.
+
+        Raises as `bcast_obj`; at the root also UsageError: not W objects.
+        """
+        return self.engine.call(self._jobs.scatter_obj(objs, root))
+
+    def allreduce_obj(self, obj: Any) -> Any:
+        """The objects of all ranks added with ``+`` in rank order, on every rank. See `bcast_obj`.
+
+        What ``+`` raises is raised on every rank.
+        """
+        total, *others = self.engine.call(self._jobs.allgather_obj(obj, "allreduce_obj"))
+        for other in others:
+            total = total + other
+        return total
+
+    def sum_over_ranks(self, *values: Tensor | float) -> Any:
+        """Each value summed over all ranks: what an evaluation loop has added up.
+
+        ``loss_sum, correct = comm.sum_over_ranks(loss_sum, correct)`` after the loop gives every
+        rank what one process has after all samples. One value is returned by itself, several as a
+        tuple.
+
+        Integers stay exact, and floats are added without rounding but the last one, so the sum does
+        not depend on the order of ranks. Tensors, of any one shape, are added in float64 or int64
+        and keep their device and, but for integers, which become int64 as in `torch.sum`, their
+        dtype. A rank that has no tensor yet, since it has seen no batch, may pass a number in its
+        place. For a mean, sum the numerator and the count, and divide after.
+
+        Args:
+            values: numbers or tensors, the same number of them on every rank.
+
+        Raises:
+            UsageError: a value is neither (RankMismatchError on other ranks).
+            RankMismatchError: ranks pass different numbers of values, or tensors of different
+                shapes; on all ranks.
+
+        >>> comm.sum_over_ranks(2.5, 3, torch.tensor([1, 2]))
+        (2.5, 3, tensor([1, 2]))
+        """
+        totals = self.engine.call(self._jobs.sum_over_ranks(values))
+        return totals[0] if len(totals) == 1 else totals
+
+    def bcast_data(self, model: nn.Module) -> None:
+        """Give every rank the parameters and buffers of rank 0, in place.
+
+        Raises, before anything is written:
+            RankMismatchError: the models differ in the names, the order, the shapes or the dtypes
+                of their tensors; on all ranks.
+            UsageError: a tensor is sparse, quantized, nested or on the meta device
+                (RankMismatchError on other ranks).
+        """
+        self.engine.call(self._jobs.bcast_data(model))
+
+    def _check_peer(self, role: str, peer: int) -> None:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise UsageError(
+                f"{role}={peer} must be a rank from 0 to {self.size - 1} other than this one "
+                f"({self.rank})."
+            )

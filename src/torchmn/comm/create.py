@@ -1,0 +1,442 @@
+"""`create_communicator`: from a name to a communicator on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import secrets
+import socket
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchmn.comm.base import Communicator
+from torchmn.comm.collective_checks import raise_if_values_differ
+from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.comm.routes.hierarchical import HierarchicalCommunicator
+from torchmn.comm.routes.naive import NaiveCommunicator
+from torchmn.comm.routes.non_cuda_aware import NonCudaAwareCommunicator
+from torchmn.comm.object_codec import Trust
+from torchmn.comm.routes.pure_nccl import PureNcclCommunicator
+from torchmn.comm.routes.route_trials import candidate_routes, fastest
+from torchmn.comm.routes.single_node import SingleNodeCommunicator
+from torchmn.comm.routes.two_dimensional import TwoDimensionalCommunicator
+from torchmn.comm.codecs import BFloat16, Codec, Float16
+from torchmn.cluster.environment_variables import (
+    BACKEND_VARIABLE,
+    RECORD_VARIABLE,
+    SECRET_VARIABLE,
+    TRANSPORT_VARIABLE,
+)
+from torchmn.errors import (
+    TopologyError,
+    TorchmnError,
+    UnknownNameError,
+    UnsupportedError,
+    UsageError,
+)
+from torchmn.control import script_monitor
+from torchmn.record import recording
+from torchmn.cluster import RankPlacement, Topology
+from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
+from torchmn.cluster.network import rdma_adapters
+from torchmn.comm.transports.base import TimeLimit, Transport
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.comm.transports.join import choose_transport, join_world
+from torchmn.comm.transports.mpi import MpiTransport
+from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
+
+ROUTES: dict[str, type[Communicator]] = {
+    "naive": NaiveCommunicator,
+    "flat": FlatCommunicator,
+    "hierarchical": HierarchicalCommunicator,
+    "two_dimensional": TwoDimensionalCommunicator,
+    "single_node": SingleNodeCommunicator,
+    "non_cuda_aware": NonCudaAwareCommunicator,
+    "pure_nccl": PureNcclCommunicator,
+}
+_GREETING_BYTES = 512
+_UUID_DIGITS = 12
+_JOIN_S = 20.0  # for a second world, which is optional but may be faster
+_GRAD_DTYPES: dict[str, type[Codec] | None] = {
+    "float32": None,
+    "float16": Float16,
+    "bfloat16": BFloat16,
+}
+_num_created: Counter[int] = Counter()
+_FIRST_FACTOR = 5.0
+_NO_LIMIT_S = 30 * 24 * 3600.0
+"""Longer than any job; gloo has no infinite limit."""
+
+
+def _raise_if_imported_again() -> None:
+    """Raise UsageError in a process of multiprocessing that imports the main script."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(
+            "create_communicator() was called while a process of multiprocessing, such as a "
+            "DataLoader worker, imports the script. That process is not a rank. Move the code of "
+            "the script into a function and call it under if __name__ == '__main__':."
+        )
+
+
+def create_communicator(
+    name: str = "auto",
+    *,
+    transport: str | Transport = "auto",
+    topology: Topology | None = None,
+    timeout_s: float = 60,
+    first_timeout_s: float | None = None,
+    allreduce_grad_dtype: torch.dtype | str | None = None,
+    quiet: bool = False,
+) -> Communicator:
+    """Join the other ranks of this job. *Collective*: every rank, with the same arguments.
+
+    Args:
+        name: the route of sums: ``auto`` (rules on one node, between nodes the fastest of some
+            trials; `Communicator.reason` holds the choice and the reason), ``naive``, ``flat``,
+            ``hierarchical``, ``two_dimensional``, ``single_node``, ``non_cuda_aware`` or
+            ``pure_nccl``.
+        transport: ``auto``, ``mpi``, ``torch``, or a `Transport`.
+        topology: the host of each rank; by default from the host names.
+        timeout_s: the time limit of every collective in seconds; 0 for none.
+        first_timeout_s: the limit until the end of the first exchange of gradients, while ranks
+            still read data or compile at different speeds; 5 times ``timeout_s`` by default.
+        allreduce_grad_dtype: float16 or bfloat16 to send gradients in; by default their own dtype.
+        quiet: only rank 0 prints: what other ranks write to ``sys.stdout`` is dropped until
+            `finalize`. Warnings and errors, on ``sys.stderr``, are shown.
+
+    Raises:
+        UnknownNameError: unknown route, transport or dtype.
+        UnsupportedError: the route does not support this placement, device or transport, or some
+            ranks have a GPU and some have none.
+        TopologyError: launcher, MPI and host names contradict each other.
+        LaunchError: there is no rendezvous address, or MPI was finalized.
+        RankMismatchError: ranks gave different arguments or run different versions of torch.
+        TimeLimitError: not all ranks joined within ``first_timeout_s``.
+        UsageError: a limit is negative or infinite, or a process of multiprocessing calls this
+            while it imports the script.
+
+    Example:
+        >>> import torchmn
+        >>> comm = torchmn.create_communicator()
+        >>> comm.rank, comm.size  # this process alone
+        (0, 1)
+        >>> comm.finalize()
+
+    Named after ChainerMN's `create_communicator`.
+    """
+    if name != "auto" and name not in ROUTES:
+        raise UnknownNameError("communicator", name, ["auto", *ROUTES])
+    timeout_s, first_s = _limits(timeout_s, first_timeout_s)
+    codec = _codec_of(allreduce_grad_dtype)
+    _raise_if_imported_again()
+    with script_monitor.joining(first_s):
+        world, is_own = _world(transport, first_s)
+    greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
+    found, is_recorded = _exchange_greetings(world, greeting, first_s)
+    topology = _checked_topology(topology, [each.host for each in found], world)
+    has_rdma = any(each.has_rdma for each in found)
+    device = _own_device(topology, [each.gpus for each in found], world, is_own=is_own)
+
+    secret: bytes | None = None
+
+    def make(route: str, over: Transport, reason: str) -> Communicator:
+        own = (
+            over
+            if is_own and over is world
+            else _own_part(over, topology, device, first_s, has_rdma=has_rdma)
+        )
+        return ROUTES[route](
+            own,
+            topology,
+            device=device,
+            timeout_s=timeout_s,
+            trust=_trust(own, secret),
+            codec=codec,
+            reason=reason,
+            first_timeout_s=first_s,
+        )
+
+    if name != "auto":
+        return _ready(make(name, world, ""), is_recorded=is_recorded, quiet=quiet)
+    routes = candidate_routes(topology, device, has_nccl=world.supports_nccl)
+    worlds = {world.name: world}
+    if transport == "auto" and len(topology.nodes) > 1:
+        worlds |= _other_worlds(world, first_s)
+        if len(worlds) > 1:
+            secret = _shared_secret(world, first_s)
+    if is_own and len(routes) > 1:  # a given transport can be used once
+        routes = dict([next(iter(routes.items()))])
+    route, comm, measured = fastest(
+        {
+            route if len(worlds) == 1 else f"{route} over {kind}": partial(make, route, over, why)
+            for kind, over in worlds.items()
+            for route, why in routes.items()
+        }
+    )
+    if measured:
+        comm.reason = f"{route}; {comm.reason}; {measured}"
+    return _ready(comm, is_recorded=is_recorded, quiet=quiet)
+
+
+def _ready(comm: Communicator, *, is_recorded: bool, quiet: bool) -> Communicator:
+    """The communicator, after what all ranks have to know of it. *Collective.*"""
+    _warn_about_fallback(comm)
+    if is_recorded:
+        recording.start(comm, Path(os.environ[RECORD_VARIABLE]))
+    if quiet and comm.rank != 0:
+        _drop_standard_output(comm)
+    return comm
+
+
+def _drop_standard_output(comm: Communicator) -> None:
+    """Lead ``sys.stdout`` of this process nowhere until the communicator is finalized. Local."""
+    shown, nowhere = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - until `finalize`
+    sys.stdout = nowhere
+
+    def restore() -> None:
+        if sys.stdout is nowhere:
+            sys.stdout = shown
+        nowhere.close()
+
+    comm.on_finalize(restore)
+
+
+def _warn_about_fallback(comm: Communicator) -> None:
+    """Warn where sums between hosts use gloo because ranks are not connected. *Collective.*
+
+    All ranks note it in `Communicator.reason`; rank 0 warns as well.
+    """
+    if comm.inter_size == 1 or comm.device.type != "cpu":
+        return
+    link = None if comm.inter_node_group is None else comm.inter_node_group.transport
+    own = ""
+    if isinstance(link, TcpTransport) and not isinstance(link.inner, MpiTransport):
+        own = link.fallback_reason
+    found = [missing for missing in comm.allgather_obj(own) if missing]
+    if not found:
+        return
+    text = f"no TCP connections between hosts: {found[0]}; large messages use gloo, which is slower"
+    comm.reason = f"{comm.reason}; {text}" if comm.reason else text
+    if comm.rank == 0:
+        warnings.warn(
+            f"{comm.rank_label}: {text}. Up to {MAX_PEERS + 1} ranks that send between hosts are "
+            "connected; 'hierarchical' has one of them per host. Check that no firewall blocks "
+            "free ports and that GLOO_SOCKET_IFNAME names the interface between the hosts.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def _limits(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
+    """Both limits in seconds; a very long time for no limit. Raises UsageError."""
+    first_s = _FIRST_FACTOR * timeout_s if first_timeout_s is None else first_timeout_s
+    for name, seconds in (("timeout_s", timeout_s), ("first_timeout_s", first_s)):
+        if not 0 <= seconds < float("inf"):
+            raise UsageError(
+                f"{name}={seconds} must be a finite number of seconds, or 0 for no limit."
+            )
+    return timeout_s or _NO_LIMIT_S, first_s or _NO_LIMIT_S
+
+
+def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, bool]:
+    """The transport of all ranks, and whether the caller passed it."""
+    if isinstance(transport, Transport):
+        return transport, True
+    launched = read_launcher_env(os.environ)
+    kind = choose_transport(transport, launched, os.environ, has_cuda=torch.cuda.is_available())
+    return join_world(kind, timeout_s), False
+
+
+def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
+    """The gloo world, if MPI was chosen automatically and all ranks can join. *Collective.*"""
+    if not isinstance(world, MpiTransport) or os.environ.get(TRANSPORT_VARIABLE, "auto") != "auto":
+        return {}
+    limit_s = min(timeout_s, _JOIN_S)
+    joined: Transport | None = None
+    with contextlib.suppress(TorchmnError):
+        joined = join_world("torch", limit_s)
+    failed = torch.tensor([0 if joined is not None else 1], device="cpu")
+    world.all_reduce_(failed, "sum", TimeLimit(timeout_s))
+    return {joined.name: joined} if joined is not None and not int(failed) else {}
+
+
+def _own_part(
+    world: Transport, topology: Topology, device: torch.device, timeout_s: float, *, has_rdma: bool
+) -> Transport:
+    """The transport of one communicator, split from the world.
+
+    Between hosts TCP connections of torchmn need fewer cycles than gloo, and MPI over Ethernet
+    reaches about half of a link's rate (21 to 27 of 39 Mb/s, 0.53 of 0.93 Gb/s, 2.9 of 4.9 Gb/s).
+    Where a host has another network than Ethernet, MPI knows it.
+    """
+    _num_created[id(world)] += 1
+    key = f"communicator{_num_created[id(world)]}"
+    limit = TimeLimit(timeout_s)
+    own = world.split(range(world.size), key, limit)
+    uses_ethernet = isinstance(own, TorchDistributedTransport) or (
+        isinstance(own, MpiTransport) and not has_rdma
+    )
+    if device.type == "cpu" and len(topology.nodes) > 1 and uses_ethernet:
+        return TcpTransport.connect(own, limit)
+    return own
+
+
+def _shared_secret(world: Transport, timeout_s: float) -> bytes:
+    """A secret of all ranks, broadcast over a world that only they can join. *Collective.*"""
+    row = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.uint8)
+    world.broadcast_(row, 0, TimeLimit(timeout_s))
+    return row.numpy().tobytes()
+
+
+def _trust(own: Transport, shared: bytes | None) -> Trust:
+    given = os.environ.get(SECRET_VARIABLE)
+    return Trust(is_private=own.is_trusted, secret=given.encode() if given else shared)
+
+
+def _codec_of(dtype: torch.dtype | str | None) -> Codec | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _GRAD_DTYPES:
+        raise UnknownNameError("allreduce_grad_dtype", name, _GRAD_DTYPES)
+    factory = _GRAD_DTYPES[name]
+    return factory() if factory else None
+
+
+@dataclass(frozen=True)
+class _Greeting:
+    """What all ranks know of one rank."""
+
+    host: str
+    gpus: Sequence[str]
+    """The GPUs that it may use, by the beginning of their UUIDs."""
+    has_rdma: bool
+    """Whether its host has another network than Ethernet."""
+
+
+def _exchange_greetings(
+    world: Transport, greeting: dict[str, Any], timeout_s: float
+) -> tuple[list[_Greeting], bool]:
+    """Every rank's host and GPUs, and whether all of them want to record their steps.
+
+    Raises RankMismatchError: the greetings differ.
+    """
+    facts = {
+        "host": socket.gethostname(),
+        "gpus": _visible_gpus(),
+        "rdma": bool(rdma_adapters()),
+        "records": recording.wants_record(os.environ),
+    }
+    own = json.dumps({**facts, **greeting}).encode()
+    if len(own) > _GREETING_BYTES:
+        raise UsageError(
+            f"The host name {socket.gethostname()!r} is too long: a greeting has "
+            f"{_GREETING_BYTES} bytes. Give the host a shorter name."
+        )
+    table = torch.zeros(world.size, _GREETING_BYTES, dtype=torch.uint8, device="cpu")
+    table[world.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    world.all_gather_stripes_(table.view(-1), TimeLimit(timeout_s))
+    rows = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in table]
+    greetings = [_Greeting(row.pop("host"), row.pop("gpus"), row.pop("rdma")) for row in rows]
+    wants_record = [row.pop("records") for row in rows]
+    raise_if_values_differ(
+        "Ranks called create_communicator()",
+        rows,
+        "All ranks must give the same arguments and run the same versions.",
+    )
+    return greetings, all(wants_record)
+
+
+def _checked_topology(given: Topology | None, found_hosts: list[str], world: Transport) -> Topology:
+    if given is not None:
+        if given.size != world.size:
+            raise TopologyError(
+                f"The given topology has {given.size} ranks, the world has {world.size}. "
+                "Pass a topology with one host name per rank."
+            )
+        return given
+    topology = Topology(tuple(found_hosts))
+    launched = read_launcher_env(os.environ)
+    if launched is not None and launched.known_size == world.size:
+        _raise_if_nodes_differ(launched, topology.place(world.rank), found_hosts)
+    return topology
+
+
+def _raise_if_nodes_differ(
+    launched: LauncherInfo, place: RankPlacement, found_hosts: list[str]
+) -> None:
+    """Compare the launcher's nodes with those of the host names: containers may share a name.
+
+    Where the launcher gives the number of ranks of a node, their order is not compared: Open MPI
+    counts those beyond the number of cores first.
+    """
+    if launched.intra_size is not None:
+        given, found = f"one of {launched.intra_size} on its node", f"one of {place.intra_size}"
+        is_same = launched.intra_size == place.intra_size
+    else:
+        given, found = f"number {launched.intra_rank} on its node", f"number {place.intra_rank}"
+        is_same = launched.intra_rank in (None, place.intra_rank)
+    if not is_same:
+        raise TopologyError(
+            f"According to {launched.launcher} rank {place.rank} is {given}, but according to the "
+            f"host names ({', '.join(found_hosts)}) it is {found}. Give every node its own host "
+            "name, or pass topology=."
+        )
+
+
+def _visible_gpus() -> list[str]:
+    """The GPUs that this process may use; makes no context on any of them."""
+    if os.environ.get(BACKEND_VARIABLE) == "gloo" or not torch.cuda.is_available():
+        return []
+    properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [str(each.uuid).replace("-", "")[:_UUID_DIGITS] for each in properties]
+
+
+def gpus_in_use(topology: Topology, gpus: Sequence[Sequence[str]]) -> list[str]:
+    """The GPU of each rank, of those that it may use; empty where no rank may use any.
+
+    The ranks of a node take its GPUs in turn. A pure function of facts that are the same on every
+    rank. Raises UnsupportedError on all ranks: some have a GPU and some have none.
+    """
+    without = [rank for rank, own in enumerate(gpus) if not own]
+    if len(without) == topology.size:
+        return []
+    if without:
+        with_one = next(rank for rank, own in enumerate(gpus) if own)
+        raise UnsupportedError(
+            f"rank {without[0]} on {topology.hosts[without[0]]} finds no GPU and rank {with_one} "
+            f"on {topology.hosts[with_one]} does: ranks train either all on GPUs or all on CPUs. "
+            "Check CUDA_VISIBLE_DEVICES and the builds of torch (torchmn doctor), or train on CPUs "
+            "with torchmn run --backend gloo."
+        )
+    return [own[topology.place(rank).intra_rank % len(own)] for rank, own in enumerate(gpus)]
+
+
+def _own_device(
+    topology: Topology, gpus: Sequence[Sequence[str]], world: Transport, *, is_own: bool
+) -> torch.device:
+    """The GPU of this rank, made current before any CUDA call: no context on another GPU.
+
+    NCCL connects the ranks if each has a GPU of its own. ``is_own``: the caller has made ``world``,
+    which then is the transport of the communicator.
+    """
+    used = gpus_in_use(topology, gpus)
+    if not used:
+        return torch.device("cpu")
+    place = topology.place(world.rank)
+    device = torch.device("cuda", place.intra_rank % len(gpus[world.rank]))
+    torch.cuda.set_device(device)
+    if isinstance(world, TorchDistributedTransport):
+        may_use_nccl = len(set(used)) == len(used) and (world.has_nccl or not is_own)
+        world.use_gpu(device, may_use_nccl=may_use_nccl)
+    return device

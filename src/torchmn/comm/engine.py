@@ -1,0 +1,291 @@
+"""One collective at a time: on the calling thread when idle, otherwise on a thread of the engine.
+
+All exchanges of a rank, blocking or not, pass through its engine in the order in which they were
+called. This keeps the order the same on every rank, lets routes of several stages and codecs be
+written as plain blocking code, and gives MPI what it needs: one thread at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, TypeVar, cast
+
+import torch
+
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
+from torchmn.control import script_monitor
+from torchmn.record import recording
+
+Result = TypeVar("Result")
+_REJECTION = "_is_rejection_on_all_ranks"
+_MAX_REFUSED = 3
+"""A script that has caught the error and makes this many calls will not end by itself."""
+
+
+class Work(Generic[Result]):
+    """A started exchange. `wait` returns its result or raises its error. Local.
+
+    Example:
+        >>> work = comm.start_allreduce(torch.ones(2), "sum")
+        >>> work.wait().tolist(), work.done
+        ([1.0, 1.0], True)
+    """
+
+    def __init__(self, job: Callable[[], Result], engine: Engine) -> None:
+        self._job = job
+        self._engine = engine
+        self._done = threading.Event()
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._ready = _record_event(engine.device)
+        self._finished: torch.cuda.Event | None = None
+        self._is_inference = torch.is_inference_mode_enabled()
+
+    @property
+    def done(self) -> bool:
+        """Whether the exchange has ended."""
+        return self._done.is_set()
+
+    def is_done_within(self, seconds: float) -> bool:
+        """Whether the exchange has ended, waiting for it so long."""
+        return self._done.wait(seconds)
+
+    def wait(self) -> Result:
+        """Block until done; on CUDA the caller's stream waits, not the host."""
+        if not self._done.is_set():
+            self._engine.finish(self)
+        if self._error is not None:
+            raise self._error
+        if self._finished is not None:
+            stream = torch.cuda.current_stream(self._engine.device)
+            stream.wait_event(self._finished)
+            for tensor in _tensors_in(self._result):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)  # it was allocated on the engine's stream
+        return cast(Result, self._result)
+
+    def run(self) -> None:
+        """Run the job on this thread. Called by the engine only."""
+        try:
+            with self._mode_of_the_call():
+                if self._ready is not None:
+                    with torch.cuda.stream(self._engine.stream):
+                        self._engine.stream.wait_event(self._ready)
+                        self._result = self._job()
+                        self._finished = _record_event(self._engine.device)
+                else:
+                    self._result = self._job()
+        except BaseException as error:  # raised again by `wait`
+            self._error = error
+        finally:
+            self._done.set()
+
+    def _mode_of_the_call(self) -> AbstractContextManager[object]:
+        """Inference mode where the job was submitted in it, and in no other case.
+
+        Tensors of an evaluation can be changed in place in that mode only, and those that a job
+        makes for later steps, such as residuals, must not be made in it.
+        """
+        if torch.is_inference_mode_enabled() == self._is_inference:
+            return nullcontext()
+        return torch.inference_mode(self._is_inference)
+
+
+class Engine:
+    """Runs jobs one after another in the order of `call` and `submit`. Local to a rank.
+
+    ``is_threaded=False`` (an MPI that forbids calls from a second thread) makes `submit` only
+    queue; the jobs then run on the thread that waits, without overlap.
+
+    On a GPU every job runs on the engine's stream, whichever thread runs it: jobs share memory
+    (scratch, messages, residuals), and only the order of one stream keeps the kernels of the next
+    one from writing what those of the last one still read. Events order it with the streams of the
+    callers.
+
+    With ``has_peers`` a job that fails on this rank alone may have left others in the middle of it:
+    no further one is run, whatever the script does with the error, and the launcher gets a report.
+    A rank by itself continues.
+    """
+
+    def __init__(
+        self, device: torch.device, *, is_threaded: bool = True, has_peers: bool = False
+    ) -> None:
+        self.device = device
+        self.is_threaded = is_threaded
+        self._condition = threading.Condition()
+        self._queue: deque[Work[object]] = deque()
+        self._is_running = False
+        self._num_waiting = 0
+        self._thread: threading.Thread | None = None
+        self._background_id = -1
+        self._is_closed = False
+        self._has_peers = has_peers
+        self._broken: BaseException | None = None
+        self._num_refused = 0
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream of all jobs (CUDA only)."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device)
+        return self._stream
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is queued and nothing runs."""
+        return not self._queue and not self._is_running
+
+    def is_eager(self) -> bool:
+        """Whether the running exchange may spin: no thread of this rank computes meanwhile."""
+        return self._num_waiting > 0 or threading.get_ident() != self._background_id
+
+    def call(self, job: Callable[[], Result]) -> Result:
+        """Run a job and return its result; on this thread if nothing is in flight."""
+        self._raise_if_unusable()
+        with self._condition:
+            is_idle = not self._queue and not self._is_running
+            if is_idle:
+                self._is_running = True
+        if not is_idle:
+            return self.submit(job).wait()
+        before = recording.enter("exchange")
+        try:
+            return self._run_here(job)
+        except BaseException as error:
+            self._note(error)
+            raise
+        finally:
+            recording.leave(before)
+            with self._condition:
+                self._is_running = False
+                if self._queue:
+                    self._condition.notify_all()
+
+    def _run_here(self, job: Callable[[], Result]) -> Result:
+        if self.device.type != "cuda":
+            return job()
+        work = Work(job, self)
+        work.run()
+        return work.wait()
+
+    def submit(self, job: Callable[[], Result]) -> Work[Result]:
+        """Queue a job and return at once."""
+        self._raise_if_unusable()
+        work = Work(job, self)
+        with self._condition:
+            self._queue.append(cast("Work[object]", work))
+            if self.is_threaded and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._loop, name="torchmn-exchange", daemon=True
+                )
+                self._thread.start()
+            self._condition.notify_all()
+        return work
+
+    def finish(self, work: Work[Result]) -> None:
+        """Wait until ``work`` is done. Every collective in it has its own time limit."""
+        before = recording.enter("exchange")
+        try:
+            self._await(work)
+        finally:
+            recording.leave(before)
+
+    def _await(self, work: Work[Result]) -> None:
+        if not self.is_threaded:
+            while not work.done and self._queue:
+                self._run(self._queue.popleft())
+            return
+        self._num_waiting += 1
+        try:
+            while not work._done.wait(timeout=1.0):
+                if self._thread is None or not self._thread.is_alive():
+                    raise CommunicationError("The exchange thread ended before its work.")
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        """Complete what is queued, then end the thread; later calls raise CommunicationError."""
+        with self._condition:
+            self._is_closed = True
+            self._condition.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _raise_if_unusable(self) -> None:
+        if self._broken is not None:
+            self._num_refused += 1
+            if self._num_refused == _MAX_REFUSED:
+                script_monitor.exchange_failed(self._broken)
+            raise CommunicationError(
+                f"This communicator cannot be used after an exchange failed: {self._broken}"
+            ) from self._broken
+        if self._is_closed:
+            raise CommunicationError("This communicator was finalized. Create a new one.")
+
+    def _loop(self) -> None:
+        self._background_id = threading.get_ident()
+        # torch passes its number of threads to its BLAS when a thread first asks for it. Without
+        # this the first matrix product, of PowerSGD, would use all cores and have other bits.
+        torch.get_num_threads()
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        work: Work[object] | None = None
+        while True:
+            with self._condition:
+                if work is not None:
+                    self._is_running = False
+                while self._is_running or not self._queue:
+                    if self._is_closed and not self._queue:
+                        return
+                    self._condition.wait()
+                work = self._queue.popleft()
+                self._is_running = True
+            self._run(work)
+
+    def _run(self, work: Work[object]) -> None:
+        if self._broken is not None:
+            work._error = self._broken
+            work._done.set()
+            return
+        work.run()
+        if work._error is not None:
+            self._note(work._error)
+
+    def _note(self, error: BaseException) -> None:
+        """Remember an error after which the ranks no longer agree on what comes next."""
+        is_peer = isinstance(error, (TimeLimitError, PeerLostError))
+        is_own = type(error) is CommunicationError or not isinstance(error, TorchmnError)
+        is_own = is_own and self._has_peers and not getattr(error, _REJECTION, False)
+        if self._broken is None and (is_peer or is_own):
+            self._broken = error
+            if is_own and isinstance(error, Exception):
+                script_monitor.exchange_failed(error)
+
+
+def mark_as_rejection(error: Exception) -> None:
+    """Note that all ranks know of this error of an argument: the communicator stays usable."""
+    setattr(error, _REJECTION, True)
+
+
+def _tensors_in(result: object) -> Iterator[torch.Tensor]:
+    """The tensors of a result, also inside of tuples, lists and dicts."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, (tuple, list)):
+        for each in result:
+            yield from _tensors_in(each)
+    elif isinstance(result, dict):
+        for each in result.values():
+            yield from _tensors_in(each)
+
+
+def _record_event(device: torch.device) -> torch.cuda.Event | None:
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,305 @@
+"""The jobs of collectives: what a call does in the engine, from its arguments.
+
+The arguments are checked, and inputs are copied, when the job is made. An invalid argument is found
+there, on the rank that has it; the job then sends the error to all ranks. Otherwise a job begins
+with a `CallCheck`, in which all ranks compare their calls.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.comm import object_codec
+from torchmn.comm.collective_checks import INLINE_BYTES, Call, CallCheck
+from torchmn.comm.group import Group
+from torchmn.comm.local_tensors import local_part, placement_of
+from torchmn.comm.object_exchange import ObjectExchange
+from torchmn.comm.reductions import Reduction, dense, dense_parts, described
+from torchmn.comm.sums import summand, sums_of
+from torchmn.errors import UsageError
+from torchmn.comm.transports.base import fold
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Job = Callable[[], Result]
+Maker = Callable[Concatenate["CollectiveJobs", Arguments], Job[Result]]
+
+
+def _rejecting(make: Maker[Arguments, Result]) -> Maker[Arguments, Result]:
+    """Turn an error of making a job into a job that raises on all ranks."""
+
+    @wraps(make)
+    def make_or_reject(
+        jobs: CollectiveJobs, /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Job[Result]:
+        try:
+            return make(jobs, *args, **kwargs)
+        except Exception as error:
+            return jobs.rejected(make.__name__, error)
+
+    return make_or_reject
+
+
+class CollectiveJobs:
+    """Makes the jobs of a communicator's collectives; each method has the name of its collective.
+
+    The jobs are collective. `Communicator` documents arguments, results and errors.
+    """
+
+    def __init__(self, world: Group, trust: object_codec.Trust, device: torch.device) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.check = CallCheck(world)
+        self.objects = ObjectExchange(world, self.check, trust, device)
+        self._world = world
+
+    def rejected(self, name: str, error: Exception) -> Callable[[], Any]:
+        """A job that raises the error here and RankMismatchError on the other ranks."""
+        return lambda: self.check.reject(name, error)
+
+    # ---- tensors ----
+
+    @_rejecting
+    def bcast(self, x: Tensor | None, root: int) -> Job[Tensor]:
+        self._check_root(root)
+        own = _own(dense("bcast", x)) if self.rank == root else None
+        call = Call("bcast", root=root)
+        return lambda: cast(Tensor, self.objects.broadcast(call, own, root))
+
+    @_rejecting
+    def gather(self, x: Tensor, root: int) -> Job[tuple[Tensor, ...] | None]:
+        self._check_root(root)
+        own = _own(dense("gather", x))
+        return lambda: self._to_root(Call("gather", root=root), own, root)
+
+    @_rejecting
+    def allgather(self, x: Tensor) -> Job[tuple[Tensor, ...]]:
+        own = _own(dense("allgather", x))
+        return lambda: self._to_all(Call("allgather"), dict.fromkeys(range(self.size), own))
+
+    @_rejecting
+    def alltoall(self, xs: Sequence[Tensor]) -> Job[tuple[Tensor, ...]]:
+        parts = [_own(part) for part in dense_parts("alltoall", xs, self.size)]
+        return lambda: self._to_all(Call("alltoall"), dict(enumerate(parts)))
+
+    @_rejecting
+    def scatter(self, xs: Sequence[Tensor] | Tensor | None, root: int) -> Job[Tensor]:
+        self._check_root(root)
+        parts = dense_parts("scatter", xs, self.size) if self.rank == root else []
+        own = [part.contiguous() for part in parts]
+
+        def job() -> Tensor:
+            mine = cast(Tensor, self._from_root(Call("scatter", root=root), own, root))
+            return _own(mine) if self.rank == root else mine
+
+        return job
+
+    @_rejecting
+    def allreduce(
+        self, x: Tensor, op: str, prescale_factor: float, postscale_factor: float
+    ) -> Job[Tensor]:
+        reduction = Reduction(op, prescale_factor, postscale_factor)
+        source = dense("allreduce", x)
+        reduction.raise_if_unfit(source)
+        result = source.clone(memory_format=torch.contiguous_format)
+        is_bool = result.dtype == torch.bool
+        flat = (result.to(torch.uint8) if is_bool else result).view(-1)
+        call = _call_of("allreduce", reduction, tensor=described(source))
+
+        def job() -> Tensor:
+            self._reduce_(call, reduction, flat)
+            return (flat != 0).view(result.shape) if is_bool else result
+
+        return job
+
+    def _reduce_(self, call: Call, reduction: Reduction, flat: Tensor) -> None:
+        """Reduce over all ranks, in place; short tensors are sent with the check."""
+        reduction.prepare_(flat, self.size)
+        if self.size > 1:
+            is_inline = flat.nbytes <= INLINE_BYTES and not flat.is_cuda
+            inline = object_codec.as_bytes(flat).numpy().tobytes() if is_inline else None
+            rows = self.check.compare(call, flat.nbytes, inline)
+            if not is_inline:
+                self._world.all_reduce_(flat, reduction.transport_op)
+            elif flat.numel():
+                pieces = [
+                    torch.frombuffer(bytearray(cast(bytes, row.inline)), dtype=flat.dtype)
+                    for row in rows
+                ]
+                fold(flat, pieces, reduction.transport_op)
+        reduction.finish_(flat)
+
+    @_rejecting
+    def reduce_scatter(
+        self,
+        xs: Sequence[Tensor] | Tensor,
+        op: str,
+        prescale_factor: float,
+        postscale_factor: float,
+    ) -> Job[Tensor]:
+        reduction = Reduction(op, prescale_factor, postscale_factor)
+        parts = dense_parts("reduce_scatter", xs, self.size)
+        for part in parts:
+            reduction.raise_if_unfit(part)
+        call = _call_of("reduce_scatter", reduction, parts=[described(p) for p in parts])
+        shares = [reduction.prepare_(_own(part), self.size) for part in parts]
+
+        def job() -> Tensor:
+            received = self._to_all(call, dict(enumerate(shares)))
+            if self.size == 1:
+                return reduction.finish_(received[0])
+            result = torch.empty_like(received[0], memory_format=torch.contiguous_format)
+            fold(result, received, reduction.transport_op)
+            return reduction.finish_(result)
+
+        return job
+
+    # ---- objects ----
+
+    @_rejecting
+    def bcast_obj(self, obj: object, root: int, name: str = "bcast_obj") -> Job[Any]:
+        self._check_root(root)
+        return lambda: self.objects.broadcast(Call(name, root=root), obj, root)
+
+    @_rejecting
+    def gather_obj(self, obj: object, root: int) -> Job[tuple[Any, ...] | None]:
+        self._check_root(root)
+        return lambda: self._to_root(Call("gather_obj", root=root), obj, root)
+
+    @_rejecting
+    def scatter_obj(self, objs: Sequence[object] | None, root: int) -> Job[Any]:
+        self._check_root(root)
+        own = list(objs) if self.rank == root and objs is not None else []
+        if self.rank == root and len(own) != self.size:
+            raise UsageError(f"scatter_obj needs {self.size} parts, got {len(own)}.")
+        return lambda: self._from_root(Call("scatter_obj", root=root), own, root)
+
+    def allgather_obj(self, obj: object, name: str = "allgather_obj") -> Job[list[Any]]:
+        return lambda: list(self._to_all(Call(name), dict.fromkeys(range(self.size), obj)))
+
+    @_rejecting
+    def sum_over_ranks(self, values: Sequence[Tensor | float]) -> Job[tuple[Tensor | float, ...]]:
+        own = tuple(summand(value) for value in values)
+
+        def job() -> tuple[Tensor | float, ...]:
+            gathered = self.allgather_obj(own, "sum_over_ranks")()
+            return sums_of(gathered, values)
+
+        return job
+
+    # ---- models and groups ----
+
+    @_rejecting
+    def bcast_data(self, model: nn.Module) -> Job[None]:
+        named = dict([*model.named_parameters(), *model.named_buffers()])
+        tensors = {
+            n: dense(f"bcast_data of '{n}'", local_part(tensor)) for n, tensor in named.items()
+        }
+        placements = [placement_of(tensor) for tensor in named.values()]
+        call = Call(
+            "bcast_data",
+            [f"{d}{p}" for d, p in zip(_described(tensors), placements, strict=True)],
+        )
+
+        def job() -> None:
+            self.check.compare(call)
+            with torch.no_grad():
+                for tensor in tensors.values():
+                    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+                    self._world.broadcast_(object_codec.as_bytes(flat), 0)
+                    if flat.data_ptr() != tensor.data_ptr():
+                        tensor.copy_(flat.view(tensor.shape))
+
+        return job
+
+    @_rejecting
+    def multi_node_mean_grad(self, model: nn.Module, zero_fill: bool) -> Job[dict[str, Tensor]]:
+        """Compare the gradients of all ranks and return those of this rank, sorted by name."""
+        grads: dict[str, Tensor] = {}
+        for name, parameter in sorted(model.named_parameters()):
+            if parameter.grad is None:
+                if not zero_fill or not parameter.requires_grad:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)
+            grads[name] = dense(f"multi_node_mean_grad of '{name}'", local_part(parameter.grad))
+        call = Call("multi_node_mean_grad", _described(grads))
+
+        def job() -> dict[str, Tensor]:
+            self.check.compare(call)
+            return grads
+
+        return job
+
+    @_rejecting
+    def split(self, color: int, key: int) -> Job[list[int]]:
+        """The ranks of this rank's color, in their order."""
+        own = (operator.index(color), operator.index(key))
+
+        def job() -> list[int]:
+            entries = self.allgather_obj(own, "split")()
+            return [
+                r for _, r in sorted((e[1], r) for r, e in enumerate(entries) if e[0] == own[0])
+            ]
+
+        return job
+
+    @_rejecting
+    def subgroup(self, ranks: Sequence[int]) -> Job[list[int]]:
+        """The ranks, as integers."""
+        members = [operator.index(rank) for rank in ranks]
+        outside = [rank for rank in members if not 0 <= rank < self.size]
+        if not members or outside or len(set(members)) < len(members):
+            raise UsageError(
+                f"ranks={members}. Give at least one rank, each once, from 0 to {self.size - 1}."
+            )
+
+        def job() -> list[int]:
+            self.check.compare(Call("subgroup", ranks=members))
+            return members
+
+        return job
+
+    # ---- parts of a job ----
+
+    def _to_all(self, call: Call, outgoing: Mapping[int, object]) -> tuple[Any, ...]:
+        """Send ``outgoing[r]`` to rank r and return the objects for this rank in rank order."""
+        received = self.objects.exchange(call, outgoing, range(self.size))
+        return tuple(received[peer] for peer in range(self.size))
+
+    def _to_root(self, call: Call, obj: object, root: int) -> tuple[Any, ...] | None:
+        sources = range(self.size) if self.rank == root else ()
+        received = self.objects.exchange(call, {root: obj}, sources)
+        return tuple(received[peer] for peer in sources) if self.rank == root else None
+
+    def _from_root(self, call: Call, objs: Sequence[object], root: int) -> Any:
+        return self.objects.exchange(call, dict(enumerate(objs)), (root,))[root]
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= operator.index(root) < self.size:
+            raise UsageError(f"root={root} must be a rank from 0 to {self.size - 1}.")
+
+
+def _own(x: Tensor) -> Tensor:
+    """A rank's own part of a result: like the others, without memory or graph of ``x``."""
+    return x.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _described(tensors: Mapping[str, Tensor]) -> list[str]:
+    return [f"'{name}' {described(tensor)}" for name, tensor in tensors.items()]
+
+
+def _call_of(
+    name: str, reduction: Reduction, parts: Sequence[str] = (), **arguments: object
+) -> Call:
+    """A call that names only the factors that are not 1."""
+    factors = {
+        key: value
+        for key in ("prescale_factor", "postscale_factor")
+        if (value := getattr(reduction, key)) != 1
+    }
+    return Call(name, parts, op=reduction.op, **arguments, **factors)

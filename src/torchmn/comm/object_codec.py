@@ -1,0 +1,338 @@
+"""Python objects as messages: a JSON description and the raw bytes of the tensors in them.
+
+Values that JSON can describe are not pickled. Others are pickled only where the receiver can trust
+the sender: over MPI, where the ranks of a job are the only peers, or in messages that carry an
+HMAC-SHA256 under the secret of the job (``TORCHMN_SECRET``, set by ``torchmn run``). Otherwise
+they are rejected. Checkpoints hold the same descriptions (`describe`, `build`) and never a pickle.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import math
+import pickle
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchmn.comm.local_tensors import describe_part, is_distributed
+from torchmn.errors import CommunicationError, DataError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Whether and how pickles are accepted."""
+
+    is_private: bool = False
+    secret: bytes | None = field(default=None, repr=False)
+
+
+@dataclass
+class Message:
+    """``head`` describes the object and ``buffers`` are the tensors in it, flat, as bytes."""
+
+    head: bytes
+    buffers: list[Tensor]
+
+
+Path = tuple[str, ...]
+"""A place in an object, as text: keys and positions from the root."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of an object and its place in the object: ``("'optimizer'", "0")``."""
+
+    path: Path
+    tensor: Tensor
+
+
+def pack(obj: object, trust: Trust, *, note: str = "") -> Message:
+    """Turn an object into a message. ``note`` is sent with it.
+
+    Raises UnsupportedError: an object needs pickle, which ``trust`` does not allow.
+    """
+    parts: list[Part] = []
+    body = _describe(obj, parts, trust, ())
+    buffers = [as_bytes(part.tensor.contiguous()) for part in parts]
+    return Message(json.dumps([note, body], separators=(",", ":")).encode(), buffers)
+
+
+def describe(obj: object, root: str = "state") -> tuple[Any, list[Part]]:
+    """A JSON value for an object, and the tensors in it, in order; never a pickle. Local.
+
+    The tensors share the object's memory and have any strides. What stands for a DTensor is this
+    rank's part, see `describe_part`. Raises UnsupportedError: something in it is not a plain value;
+    the message names its place, such as ``state['scheduler'][0]``.
+    """
+    parts: list[Part] = []
+    try:
+        return _describe(obj, parts, None, (root,)), parts
+    except RecursionError:
+        raise UnsupportedError(f"{root} contains itself, or is nested too deeply.") from None
+
+
+def build(body: Any, tensors: Sequence[Tensor]) -> Any:
+    """Rebuild an object from the results of `describe`. Local.
+
+    Raises DataError: ``body`` is not a description, or has other tensors.
+    """
+    waiting = iter(tensors)
+    try:
+        obj = _build(body, waiting, None)
+    except _DESCRIPTION_ERRORS as error:
+        raise DataError(f"not a description of a state: {type(error).__name__}: {error}") from error
+    if next(waiting, None) is not None:
+        raise DataError("the description of a state has fewer tensors than were saved with it.")
+    return obj
+
+
+def unpack_head(head: bytes, device: torch.device) -> tuple[str, Any, list[Tensor]]:
+    """(note, body, empty tensors to receive the buffers into). CUDA tensors go to ``device``.
+
+    Raises CommunicationError: it is not a description.
+    """
+    try:
+        note, body = json.loads(head)
+        return note, body, [_allocate(kind, device) for kind in kinds_of(body)]
+    except _DESCRIPTION_ERRORS as error:
+        raise _not_ours(error) from error
+
+
+def unpack(body: Any, tensors: Sequence[Tensor], trust: Trust) -> Any:
+    """Rebuild an object from its description and its tensors.
+
+    Raises CommunicationError: it is not a description, or holds a pickle that is not trusted.
+    """
+    try:
+        return _build(body, iter(tensors), trust)
+    except _PickleError as carrier:
+        raise carrier.error from None
+    except _DESCRIPTION_ERRORS as error:
+        raise _not_ours(error) from error
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as a flat uint8 tensor."""
+    flat = tensor.reshape(-1)
+    if flat.numel() == 1:  # is contiguous whatever its stride, but only stride 1 can be viewed
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8)
+
+
+class _PickleError(Exception):
+    """Carries an error of the class of a trusted pickle, which is raised unchanged."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _not_ours(error: Exception) -> CommunicationError:
+    return CommunicationError(
+        f"A message cannot be read ({type(error).__name__}: {error}): its sender is not a rank of "
+        "this job, or runs another version of torchmn."
+    )
+
+
+def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> Any:
+    """One JSON value: plain values unchanged, everything else as [kind, ...]."""
+    if obj is None or obj is True or obj is False or type(obj) is str:
+        return obj
+    if type(obj) is int:
+        return obj if abs(obj) < 2**53 else ["int", hex(obj)]
+    if type(obj) is float:
+        return obj if math.isfinite(obj) else ["float", repr(obj)]
+    if type(obj) is complex:
+        return ["complex", repr(obj.real), repr(obj.imag)]
+    if type(obj) is bytes:
+        flat = torch.frombuffer(bytearray(obj), dtype=torch.uint8) if obj else _EMPTY
+        parts.append(Part(path, flat))
+        return ["bytes", len(obj)]
+    if type(obj) in _SEQUENCES.values():
+        items = [_describe(x, parts, trust, (*path, str(i))) for i, x in enumerate(obj)]
+        return [type(obj).__name__, items]
+    if type(obj) in _MAPPINGS.values():  # the state of a model is an OrderedDict
+        pairs = [
+            [_describe(k, parts, trust, path), _describe(v, parts, trust, (*path, repr(k)))]
+            for k, v in obj.items()
+        ]
+        return [type(obj).__name__, pairs]
+    if trust is None and is_distributed(obj):
+        return _describe(describe_part(obj), parts, trust, path)
+    if isinstance(obj, Tensor) and _is_dense(obj) and (trust or type(obj) in _TENSORS):
+        parts.append(Part(path, obj.detach().resolve_conj().resolve_neg()))
+        return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), obj.is_cuda]
+    if (type(obj) is np.ndarray or isinstance(obj, np.generic)) and _is_plain(obj.dtype):
+        array = np.ascontiguousarray(obj)
+        kind = "array" if isinstance(obj, np.ndarray) else "scalar"
+        flat = torch.from_numpy(np.frombuffer(array.tobytes() or b"", np.uint8).copy())
+        parts.append(Part(path, flat))
+        return [kind, array.dtype.str, list(obj.shape)]
+    if isinstance(obj, torch.dtype):
+        return ["dtype", str(obj).removeprefix("torch.")]
+    if isinstance(obj, torch.device):
+        return ["device", str(obj)]
+    if trust is None:
+        raise UnsupportedError(
+            f"{place(path)} is {_kind(obj)}. Only numbers, text, bytes, dense tensors, arrays, and "
+            "dicts, lists, tuples and sets of them are saved: nothing in a checkpoint is pickled."
+        )
+    return _pickled(obj, trust)
+
+
+def place(path: Path) -> str:
+    """A path as Python writes it: ``state['scheduler']['lr_lambdas'][0]``."""
+    root, *keys = path or ("the object",)
+    return root + "".join(f"[{key}]" for key in keys)
+
+
+def _kind(obj: Any) -> str:
+    if type(obj) in _TENSORS:
+        return f"a tensor of layout {obj.layout}, dtype {obj.dtype} on {obj.device}"
+    if type(obj) is np.ndarray:
+        return f"an array of dtype {obj.dtype}"
+    name = type(obj).__qualname__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether dtype, shape and memory describe it completely."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether ``dtype.str`` describes it completely: not for objects, records and subarrays."""
+    return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
+
+
+def _pickled(obj: Any, trust: Trust) -> Any:
+    if not trust.is_private and trust.secret is None:
+        raise UnsupportedError(
+            f"An object of type {type(obj).__qualname__} needs pickle, which this transport "
+            "accepts only from peers that know the job's secret. Start the job with 'torchmn run', "
+            "or set TORCHMN_SECRET to the same random text on all ranks, or use transport='mpi', "
+            "or send numbers, strings, containers and tensors."
+        )
+    try:
+        payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise UnsupportedError(
+            f"An object of type {type(obj).__qualname__} cannot be pickled: {error}"
+        ) from error
+    seal = "" if trust.secret is None else _seal(payload, trust.secret)
+    return ["pickle", base64.b64encode(payload).decode(), seal]
+
+
+def _seal(payload: bytes, secret: bytes) -> str:
+    return hmac.new(secret, payload, hashlib.sha256).hexdigest()
+
+
+def kinds_of(body: Any) -> Iterator[Any]:
+    """The entries of tensors in a description, in order: ``["tensor", ...]`` and others."""
+    if not isinstance(body, list):
+        return
+    kind = body[0]
+    if kind in _SEQUENCES:
+        for item in body[1]:
+            yield from kinds_of(item)
+    elif kind in _MAPPINGS:
+        for key, value in body[1]:
+            yield from kinds_of(key)
+            yield from kinds_of(value)
+    elif kind in ("bytes", "tensor", "array", "scalar"):
+        yield body
+
+
+def _allocate(kind: Any, device: torch.device) -> Tensor:
+    """The memory that receives the buffer of this entry of a description."""
+    if kind[0] == "bytes":
+        return torch.empty(kind[1], dtype=torch.uint8, device="cpu")
+    if kind[0] == "tensor":
+        home = device if kind[3] else torch.device("cpu")
+        return torch.empty(kind[2], dtype=torch_dtype(kind[1]), device=home)
+    nbytes = _plain_dtype(kind[1]).itemsize * math.prod(kind[2])
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
+    if not isinstance(body, list):
+        return body
+    kind = body[0]
+    if kind in _MAPPINGS:
+        pairs = [(_build(k, tensors, trust), _build(v, tensors, trust)) for k, v in body[1]]
+        return _MAPPINGS[kind](pairs)
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](_build(item, tensors, trust) for item in body[1])
+    if kind == "complex":
+        return complex(float(body[1]), float(body[2]))
+    if kind == "int":
+        return int(body[1], 16)
+    if kind == "float":
+        return float(body[1])
+    if kind == "bytes":
+        return next(tensors).numpy().tobytes()
+    if kind == "tensor":
+        return next(tensors)
+    if kind in ("array", "scalar"):
+        array = next(tensors).numpy().view(_plain_dtype(body[1])).reshape(body[2])
+        return array if kind == "array" else array[()]
+    if kind == "dtype":
+        return torch_dtype(body[1])
+    if kind == "device":
+        return torch.device(body[1])
+    if kind != "pickle" or trust is None:
+        raise ValueError(f"{kind!r} is not a kind of value that may be read here")
+    payload = base64.b64decode(body[1])
+    if not trust.is_private and (
+        trust.secret is None or not hmac.compare_digest(_seal(payload, trust.secret), body[2])
+    ):
+        raise CommunicationError(
+            "A pickled message does not carry the seal of this job and was not unpickled. Start "
+            "all ranks with the same TORCHMN_SECRET."
+        )
+    try:
+        return pickle.loads(payload)
+    except Exception as error:
+        raise _PickleError(error) from error
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of a name such as ``float32``. Raises ValueError: there is no such dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{name!r} is not a dtype of torch")
+    return dtype
+
+
+def _plain_dtype(text: str) -> Any:
+    """Only dtypes that `_is_plain` accepts at the sender: an object would be a pointer."""
+    if not re.fullmatch(r"[<>|=][A-Za-z][0-9]{0,9}(\[\w+\])?", text):
+        raise ValueError(f"{text!r} is not a plain dtype of numpy")
+    dtype = np.dtype(text)
+    if not _is_plain(dtype):
+        raise ValueError(f"{text!r} is not a plain dtype of numpy")
+    return dtype
+
+
+_TENSORS = (Tensor, nn.Parameter)
+"""Not their subclasses, which may hold a part of a tensor, or no memory."""
+_EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
+_SEQUENCES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
+}
+_MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict)}
+_DESCRIPTION_ERRORS = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RuntimeError, MemoryError, StopIteration),
+)
+"""What the functions here raise for values that `pack` does not make."""

@@ -1,0 +1,179 @@
+"""Point-to-point messages: send and receive by source and tag.
+
+A message begins with an envelope of `ENVELOPE_BYTES`: its tag, the size of its description, and
+the description itself where it is short. Envelopes of all tags arrive in one order per sender;
+messages that were not requested yet are queued, as in MPI's queue of unexpected messages. So the
+receiver can request a message of any tag and of any source.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from torchmn.comm import object_codec
+from torchmn.comm.engine import mark_as_rejection
+from torchmn.comm.group import Group
+from torchmn.comm.object_exchange import exchange_tensors
+from torchmn.errors import CommunicationError, RankMismatchError, UsageError
+from torchmn.comm.transports.base import SYNCHRONOUS_TAG
+
+ANY_SOURCE = -1
+"""As ``source`` of `recv` and `recv_obj`: the rank whose message arrives first."""
+ANY_TAG = -1
+"""As ``tag`` of `recv` and `recv_obj`: any tag."""
+
+ENVELOPE_BYTES = 256
+_HEAD = struct.Struct("<qBq")  # tag, state, bytes of the description
+_INLINE_BYTES = ENVELOPE_BYTES - _HEAD.size
+_PLAIN, _INLINE = range(2)
+_REJECTED = "rejected"
+_ENVELOPE_TAG = SYNCHRONOUS_TAG - 2  # of the transport; bodies the next one, collectives 0
+
+
+class HasStatus(Protocol):
+    """Receives the source and tag of a message: `Status`, or ``mpi4py.MPI.Status``."""
+
+    source: Any
+    tag: Any
+
+
+@dataclass
+class Status:
+    """The source and tag of a message, filled in by ``recv(..., status=status)``. Local.
+
+    ``source`` and ``tag`` are `ANY_SOURCE` and `ANY_TAG` before that.
+
+    Example:
+        >>> Status()
+        Status(source=-1, tag=-1)
+    """
+
+    source: int = ANY_SOURCE
+    tag: int = ANY_TAG
+
+
+@dataclass(frozen=True)
+class _Received:
+    """A message that has arrived."""
+
+    source: int
+    tag: int
+    note: str
+    body: Any
+    tensors: list[Tensor]
+
+
+class PointToPoint:
+    """Point-to-point messages of one rank. Its methods run inside engine jobs.
+
+    ``is_synchronous=True``: a channel of its own, whose messages are sent only when their receiver
+    is in `receive`, for any message.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        trust: object_codec.Trust,
+        device: torch.device,
+        *,
+        is_synchronous: bool = False,
+    ) -> None:
+        self._group = group
+        self._trust = trust
+        self._device = device
+        self._unexpected: list[_Received] = []
+        self._is_synchronous = is_synchronous
+        self._envelope_tag = SYNCHRONOUS_TAG if is_synchronous else _ENVELOPE_TAG
+        self._body_tag = self._envelope_tag + 1
+
+    def send(self, obj: object, dest: int, tag: int) -> None:
+        """Send an object. Called by the sender.
+
+        Where it cannot be sent, the receiver gets the reason instead, and both raise.
+        """
+        rejection = None
+        try:
+            message = object_codec.pack(obj, self._trust)
+        except Exception as error:
+            rejection = error
+            mark_as_rejection(error)
+            message = object_codec.pack(str(error), self._trust, note=_REJECTED)
+        is_inline = len(message.head) <= _INLINE_BYTES
+        envelope = bytearray(ENVELOPE_BYTES)
+        _HEAD.pack_into(envelope, 0, tag, _INLINE if is_inline else _PLAIN, len(message.head))
+        if is_inline:
+            envelope[_HEAD.size : _HEAD.size + len(message.head)] = message.head
+        row = torch.frombuffer(envelope, dtype=torch.uint8)
+        exchange_tensors(self._group, "send", {dest: [row]}, {}, self._envelope_tag)
+        head = [] if is_inline else [torch.frombuffer(bytearray(message.head), dtype=torch.uint8)]
+        exchange_tensors(self._group, "send", {dest: [*head, *message.buffers]}, {}, self._body_tag)
+        if rejection is not None:
+            raise rejection
+
+    def receive(self, source: int, tag: int) -> tuple[Any, Status]:
+        """The first matching message, with its source and tag. Called by the receiver.
+
+        Raises RankMismatchError: its sender could not send the object.
+        """
+        accepts_all = self._is_synchronous and self._group.size > 2
+        while True:
+            for message in self._unexpected:
+                if source in (message.source, ANY_SOURCE) and tag in (message.tag, ANY_TAG):
+                    self._unexpected.remove(message)
+                    return self._opened(message), Status(message.source, message.tag)
+            try:
+                self._accept(ANY_SOURCE if accepts_all else source)
+            except CommunicationError as error:
+                if not self._unexpected:
+                    raise
+                unread = ", ".join(f"rank {it.source} tag {it.tag}" for it in self._unexpected[:8])
+                raise type(error)(f"{error} Messages that were not requested: {unread}.") from error
+
+    def unread(self) -> list[tuple[int, int, Any]]:
+        """Source, tag and object of messages that have arrived and were not requested."""
+        return [
+            (it.source, it.tag, object_codec.unpack(it.body, it.tensors, self._trust))
+            for it in self._unexpected
+        ]
+
+    def _accept(self, source: int) -> None:
+        """Receive the next message of ``source``, of any tag."""
+        row = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
+        if source == ANY_SOURCE:
+            source = self._group.receive_any(row, name="recv", tag=self._envelope_tag)
+        else:
+            exchange_tensors(self._group, "recv", {}, {source: [row]}, self._envelope_tag)
+        envelope = row.numpy().tobytes()
+        tag, state, nbytes = _HEAD.unpack_from(envelope)
+        if state == _INLINE:
+            head = envelope[_HEAD.size : _HEAD.size + nbytes]
+        else:
+            described = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            exchange_tensors(self._group, "recv", {}, {source: [described]}, self._body_tag)
+            head = described.numpy().tobytes()
+        note, body, tensors = object_codec.unpack_head(head, self._device)
+        buffers = [object_codec.as_bytes(tensor) for tensor in tensors]
+        exchange_tensors(self._group, "recv", {}, {source: buffers}, self._body_tag)
+        self._unexpected.append(_Received(source, tag, note, body, tensors))
+
+    def _opened(self, message: _Received) -> Any:
+        if message.note == _REJECTED:
+            raise RankMismatchError(
+                f"{self._group.rank_label} is in recv, but rank {message.source} could not send: "
+                f"{message.body}"
+            )
+        return object_codec.unpack(message.body, message.tensors, self._trust)
+
+
+def checked_tag(tag: int, *, may_be_any: bool = False) -> int:
+    """The tag. Raises UsageError: it is not valid."""
+    is_known = isinstance(tag, int) and 0 <= tag < 2**63
+    if not is_known and not (may_be_any and tag == ANY_TAG):
+        also = " or ANY_TAG" if may_be_any else ""
+        raise UsageError(f"tag={tag!r} must be an integer from 0 to 2**63 - 1{also}.")
+    return tag

@@ -1,0 +1,113 @@
+"""The reductions of users: op and scaling, and checks of tensors before anything is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import Tensor
+
+from torchmn.errors import UnknownNameError, UsageError
+from torchmn.comm.transports.base import COMBINE, ReduceOp
+
+UserOp = Literal["sum", "mean", "product", "max", "min"]
+
+OPS = ("sum", "mean", "product", "max", "min")
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``op`` over ranks of ``prescale_factor * x``, times ``postscale_factor``, elementwise.
+
+    A mean divides by the number of ranks before the sum. Raises UnknownNameError: unknown ``op``;
+    UsageError: a factor that is not a finite number.
+    """
+
+    op: str
+    prescale_factor: float
+    postscale_factor: float
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise UnknownNameError("reduction", self.op, OPS)
+        for name in ("prescale_factor", "postscale_factor"):
+            factor = getattr(self, name)
+            if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+                raise UsageError(f"{name}={factor!r} must be a finite number.")
+
+    @property
+    def transport_op(self) -> ReduceOp:
+        """The op of the transport."""
+        return "sum" if self.op == "mean" else cast(ReduceOp, self.op)
+
+    def raise_if_unfit(self, x: Tensor) -> None:
+        """Raise UsageError if a tensor of this dtype has no such reduction."""
+        is_exact = x.dtype.is_floating_point or x.dtype.is_complex
+        if self.op == "mean" and not is_exact:
+            raise UsageError(f"A mean of {x.dtype} is not supported. Use op='sum' or .float().")
+        if not is_exact and (self.prescale_factor, self.postscale_factor) != (1, 1):
+            raise UsageError(f"{x.dtype} cannot be multiplied by a factor. Use .float().")
+        try:
+            nothing = torch.empty(0, dtype=x.dtype, device="cpu")
+            COMBINE[self.transport_op](nothing, nothing)
+        except RuntimeError as error:
+            raise UsageError(f"op={self.op!r} of {x.dtype} does not exist: {error}") from error
+
+    def prepare_(self, x: Tensor, size: int) -> Tensor:
+        """Scale this rank's share, in place, before it is reduced over ``size`` ranks."""
+        if self.prescale_factor != 1:
+            x.mul_(self.prescale_factor)
+        return x.div_(size) if self.op == "mean" and size > 1 else x
+
+    def finish_(self, x: Tensor) -> Tensor:
+        """Scale the result, in place."""
+        return x.mul_(self.postscale_factor) if self.postscale_factor != 1 else x
+
+
+def dense(what: str, x: object) -> Tensor:
+    """The tensor, detached. Raises UsageError: it is no dense tensor with values."""
+    if not isinstance(x, Tensor):
+        raise UsageError(
+            f"{what} needs a tensor, got {_kind(x)}. For objects use the _obj methods."
+        )
+    if x.is_nested:
+        raise UsageError(
+            f"{what} needs a dense tensor, got a nested one. Pass its parts, x.unbind(), or "
+            "x.to_padded_tensor(0.0)."
+        )
+    if x.layout != torch.strided:
+        raise UsageError(
+            f"{what} needs a dense tensor, got one of layout {x.layout}. Use x.to_dense()."
+        )
+    if x.is_quantized or x.is_meta:
+        kind = "quantized one: use x.dequantize()" if x.is_quantized else "meta one, without values"
+        raise UsageError(f"{what} needs a dense tensor, got a {kind}.")
+    return x.detach()
+
+
+def dense_parts(what: str, xs: object, size: int) -> list[Tensor]:
+    """One dense tensor per rank, from a sequence or from the first axis of a tensor.
+
+    Raises UsageError: there are not ``size`` of them, or one is no dense tensor.
+    """
+    if isinstance(xs, Tensor):
+        whole = dense(what, xs)
+        xs = list(whole) if whole.dim() else []
+    elif not isinstance(xs, Sequence):
+        raise UsageError(f"{what} needs {size} parts, got {_kind(xs)}.")
+    if len(xs) != size:
+        raise UsageError(f"{what} needs {size} parts, got {len(xs)}.")
+    return [dense(what, x) for x in xs]
+
+
+def described(x: Tensor) -> str:
+    """Dtype and shape for errors: ``float32[3, 4]``, with the device type if it is not the CPU."""
+    where = "" if x.device.type == "cpu" else f" on {x.device.type}"
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{where}"
+
+
+def _kind(x: object) -> str:
+    return "None" if x is None else f"a {type(x).__name__}"

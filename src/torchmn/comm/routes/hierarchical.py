@@ -1,0 +1,60 @@
+"""Sum in the node, all-reduce between node leaders, broadcast in the node."""
+
+from __future__ import annotations
+
+from torchmn.comm.allreduce import (
+    AllReduceAlgorithm,
+    ReduceBlock,
+    ReduceScatterAllGather,
+)
+from torchmn.comm.base import Communicator, between_nodes
+from torchmn.comm.group import Group
+
+
+class HierarchicalCommunicator(Communicator):
+    """For nodes with one network adapter each (ChainerMN's `hierarchical`).
+
+    Reduce to intra_rank 0 of each node, all-reduce between these leaders in stripes (all-to-all,
+    sum at the owner, all-gather), broadcast in the node. Nodes may have different numbers of ranks.
+    A codec encodes only what passes between leaders.
+    """
+
+    name = "hierarchical"
+    plain_sum = ReduceScatterAllGather()
+    _node: Group
+    _leaders: Group | None
+
+    def _connect(self) -> None:
+        nodes = self.topology.nodes
+        self._node = self._groups.with_shared_memory(self._groups.own_part("node", nodes))
+        self._leaders = self._groups.part("leaders", [ranks[0] for ranks in nodes])
+
+    @property
+    def inter_node_group(self) -> Group | None:
+        return self._leaders
+
+    @property
+    def codec_scope(self) -> str:
+        return between_nodes(self.topology)
+
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        if self._node.size > 1:
+            self._node.reduce_(block.buffer, 0)
+        if self._leaders is not None:
+            self._sum_over_leaders_(self._leaders, block, algorithm)
+        if self._node.size > 1:
+            self._node.broadcast_(block.buffer, 0)
+
+    def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        # On all leaders or on none: announced messages use a connection of their own.
+        if self._leaders is not None and self._leaders.size == self.size:
+            algorithm.prefetch_send(self._leaders, block)
+
+    def all_valid(self, is_valid: bool) -> bool:
+        """Leaders have decoded the same bytes; the other ranks of the node have decoded nothing."""
+        return self._node.all_true(is_valid)
+
+    def _sum_over_leaders_(
+        self, leaders: Group, block: ReduceBlock, algorithm: AllReduceAlgorithm
+    ) -> None:
+        algorithm.sum_(leaders, block)

@@ -1,0 +1,479 @@
+"""Transports: the interface between collectives and a communication library.
+
+A transport has three methods (`exchange`, `split`, `close`). Every collective has an algorithm over
+`exchange` here; a transport overrides those for which its library has a better one. All of them
+block the calling thread until they are complete and take a `TimeLimit`; the engine makes them
+asynchronous, so that the MPI calls of a process come from one thread. Tensors are one-dimensional
+and contiguous.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchmn.errors import CommunicationError, UnsupportedError
+from torchmn.cluster.units import KiB
+
+ReduceOp = Literal["sum", "product", "max", "min"]
+Message = tuple[int, Tensor]  # (peer rank, one-dimensional contiguous tensor)
+
+_SMALL_BYTES = 64 * KiB
+_EAGER_S = 0.01
+_POLL_S = 0.00003
+_UNUSED_TAG = 3  # no message has it
+MAX_DIRECT_RANKS = 16
+"""More ranks than this gather small tensors in rounds, for which few of them need connections."""
+SYNCHRONOUS_TAG = 66
+"""A message with this tag or a higher one is sent only when its receiver receives it."""
+
+COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+class TimeLimit:
+    """The deadline of a collective and its wait policy.
+
+    ``is_eager()`` is whether the waiting thread may spin: yes on a thread that has nothing else to
+    do, no on a thread that shares its core with the computation.
+
+    >>> from torchmn.comm.transports import TimeLimit
+    >>> TimeLimit(60.0).seconds
+    60.0
+    """
+
+    __slots__ = ("deadline", "is_eager", "seconds")
+
+    def __init__(self, seconds: float, is_eager: Callable[[], bool] = lambda: True) -> None:
+        self.seconds = seconds
+        self.deadline = time.monotonic() + seconds
+        self.is_eager = is_eager
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, never negative."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def pause_s(self) -> float:
+        """Seconds to sleep between two polls where spinning is not allowed."""
+        return _POLL_S
+
+
+class BackoffTimeLimit(TimeLimit):
+    """A wait that may be long at little cost: the longer it lasts, the longer the pauses.
+
+    `end` ends it now, from another thread, with the error of an exceeded limit.
+    """
+
+    __slots__ = ("_began_s", "_longest_pause_s")
+
+    def __init__(self, seconds: float, longest_pause_s: float) -> None:
+        super().__init__(seconds, lambda: False)
+        self._began_s = time.monotonic()
+        self._longest_pause_s = longest_pause_s
+
+    def pause_s(self) -> float:
+        """See `TimeLimit.pause_s`: an eighth of the time waited so far, up to a limit."""
+        waited_s = time.monotonic() - self._began_s
+        return max(_POLL_S, min(waited_s / 8, self._longest_pause_s))
+
+    def end(self) -> None:
+        """Move the deadline to now."""
+        self.deadline = 0.0
+
+
+def poll_until(is_done: Callable[[], bool], limit: TimeLimit, polls_before_yield: int) -> bool:
+    """Call ``is_done`` until it returns True; False if the deadline passes first.
+
+    An eager thread spins, then yields its core, then sleeps between polls; any other sleeps from
+    the beginning.
+    """
+    polls = 0
+    yields_since_s = 0.0
+    while not is_done():
+        polls += 1
+        if limit.is_eager():
+            if polls < polls_before_yield:
+                continue
+            yields_since_s = yields_since_s or time.monotonic()
+            if time.monotonic() - yields_since_s < _EAGER_S:
+                os.sched_yield()
+                continue
+        time.sleep(limit.pause_s())
+        if limit.left_s == 0.0:
+            return is_done()
+    return True
+
+
+class Scratch:
+    """One growing byte buffer per device, reused by the collectives of a rank.
+
+    A fresh 64 MB tensor costs more in page faults than the sum that it is needed for. Collectives
+    of a rank run one at a time, so one buffer is enough.
+    """
+
+    def __init__(self, *, pin_memory: bool = False) -> None:
+        self._buffers: dict[torch.device, Tensor] = {}
+        self._pin_memory = pin_memory
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor of ``numel`` elements, valid until the next call."""
+        nbytes = numel * dtype.itemsize
+        buffer = self._buffers.get(device)
+        if buffer is None or buffer.numel() < nbytes:
+            buffer = self._buffers[device] = torch.empty(
+                max(nbytes, 4 * KiB),
+                dtype=torch.uint8,
+                device=device,
+                pin_memory=self._pin_memory,
+            )
+        return buffer[:nbytes].view(dtype)
+
+
+class Transport(ABC):
+    """Moves tensors between the ranks of one group. Every method but `exchange` is collective.
+
+    Raises from every method: TimeLimitError, PeerLostError.
+
+    A subclass defines `exchange`, `split` and `close`:
+
+    >>> from torchmn.comm.transports import Transport
+    >>> class OneRank(Transport):
+    ...     name = "one_rank"
+    ...     def exchange(self, sends, recvs, limit, tag=0):
+    ...         pass  # it has no peers
+    ...     def split(self, ranks, key, limit):
+    ...         return OneRank(0, 1, self.scratch)
+    ...     def close(self):
+    ...         pass
+    >>> alone = torchmn.create_communicator("flat", transport=OneRank(0, 1))
+    >>> alone.allreduce(torch.ones(2)).tolist()
+    [1.0, 1.0]
+    >>> alone.finalize()
+    """
+
+    name: str
+    rank: int
+    size: int
+    is_trusted = False
+    """Whether peers may send pickles: true where only the ranks of the job can connect."""
+    is_threaded = True
+    """Whether a thread other than the one that joined the world may call it."""
+    is_concurrent = True
+    """Whether two communicators of a rank may exchange at the same time."""
+    is_close_collective = False
+    """Whether `close` waits for the other ranks."""
+    is_shared_memory = False
+    """Whether collectives pass through memory that all ranks have mapped."""
+    has_fast_small_sums = False
+    """Whether sums of some KiB are faster than through shared memory."""
+    supports_nccl = False
+    progress_period_s: float | None = None
+    """How often `progress` must be called; None: never."""
+    own_address: str | None = None
+    """The address at which the other ranks reach this host, where it is known."""
+
+    def __init__(self, rank: int, size: int, scratch: Scratch | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self.scratch = scratch or Scratch()
+        self.sent: defaultdict[int, int] = defaultdict(int)
+        self.received: defaultdict[int, int] = defaultdict(int)
+        """Bytes by peer; through shared memory under the own rank, a library's as of a ring."""
+
+    @property
+    def thread_safe_transport(self) -> Transport:
+        """The same ranks, where threads may exchange at once if each has a peer or tag of its own.
+
+        gloo and MPI allow that; a transport that does not returns the one it wraps.
+        """
+        return self
+
+    @abstractmethod
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
+    ) -> None:
+        """Post all sends and receives at once and return when all are done.
+
+        Peers must post the matching messages; empty tensors are skipped on both sides; a message
+        to oneself is not allowed. Messages between the same two ranks keep their order.
+        """
+
+    def transports(self) -> Iterator[Transport]:
+        """This one, and those that carry what it does not carry itself."""
+        yield self
+
+    def _count_bytes(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
+        for peer, tensor in sends:
+            self.sent[peer] += tensor.nbytes
+        for peer, tensor in recvs:
+            self.received[peer] += tensor.nbytes
+
+    def _count_ring(self, nbytes: int) -> None:
+        """Count an all-reduce of a library, as that of a ring: to the next rank, from the last."""
+        if self.size > 1:
+            passed = 2 * nbytes * (self.size - 1) // self.size
+            self.sent[(self.rank + 1) % self.size] += passed
+            self.received[(self.rank - 1) % self.size] += passed
+
+    @abstractmethod
+    def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
+        """A transport among ``ranks`` (ranks of this group, which must hold the caller's).
+
+        Every member calls it with the same ranks and the same ``key``, which no other split of
+        this transport with a common member may have used.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release connections. Call it on every rank; nothing may be in flight."""
+
+    def prefetch_send(self, buffer: Tensor) -> None:  # noqa: B027 - most transports need no hint
+        """Announce a sum by `all_reduce_` or `striped_all_reduce_`. Local.
+
+        Its first messages may then be sent right after those of the sums announced before it. All
+        ranks announce the same sums in the same order and make them in that order; the buffer must
+        not change in between.
+        """
+
+    def progress(self) -> None:  # noqa: B027 - most transports send by themselves
+        """Send on what completed exchanges have left in the library's buffers. Local.
+
+        A wrapper that waits without calling its library calls it every `progress_period_s`.
+        """
+
+    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
+        """Receive a CPU tensor of known size from whichever rank sends first; returns its rank.
+
+        Called by the receiver; the sender uses `exchange`. Raises UnsupportedError: this transport
+        does not support it.
+        """
+        raise UnsupportedError(
+            f"The transport {self.name} cannot receive from any source. Name the source, or use "
+            "transport='torch' or 'mpi'."
+        )
+
+    # ---- collectives over `exchange`, overridden where the library is better ----
+
+    def barrier(self, limit: TimeLimit) -> None:
+        """Return when every rank has arrived."""
+        self.barrier_of(range(self.size), limit)
+
+    def barrier_of(self, ranks: Sequence[int], limit: TimeLimit) -> None:
+        """Return when all of ``ranks`` have arrived (dissemination: log2 W rounds)."""
+        token, received = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
+        index, distance, size = ranks.index(self.rank), 1, len(ranks)
+        while distance < size:
+            target, source = ranks[(index + distance) % size], ranks[(index - distance) % size]
+            self.exchange([(target, token)], [(source, received)], limit)
+            distance *= 2
+
+    def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
+        """Give every rank the root's buffer: by a tree if small, else by scatter and all-gather."""
+        if self.size == 1 or buffer.numel() == 0:
+            return
+        if self.size > 2 and buffer.nbytes > _SMALL_BYTES:
+            pieces = self.stripes(buffer)
+            if self.rank == root:
+                sends = [(peer, pieces[peer]) for peer in self._others]
+                self.exchange(sends, [], limit)
+            else:
+                self.exchange([], [(root, pieces[self.rank])], limit)
+            self.all_gather_stripes_(buffer, limit)
+            return
+        virtual = (self.rank - root) % self.size
+        reach = 1
+        while reach < self.size:
+            if virtual < reach and virtual + reach < self.size:
+                self.exchange([((virtual + reach + root) % self.size, buffer)], [], limit)
+            elif reach <= virtual < 2 * reach:
+                self.exchange([], [((virtual - reach + root) % self.size, buffer)], limit)
+            reach *= 2
+
+    def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        """Reduce over the ranks, in place, with the same bits on every rank."""
+        self.striped_all_reduce_(buffer, op, limit)
+
+    def striped_all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        """Reduce as `all_reduce_`, by the algorithm that is the same over all transports.
+
+        Direct reduce-scatter to stripe owners, who fold in rank order, then all-gather: the same
+        bytes as a ring in two rounds instead of 2(W-1) (Thakur, Rabenseifner, Gropp 2005, "long
+        vector" reduce-scatter by pairwise exchange).
+        """
+        if self.size == 1:
+            return
+        self.reduce_scatter_stripes_(buffer, op, limit)
+        self.all_gather_stripes_(buffer, limit)
+
+    def reduce_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
+        """Sum over the ranks into the root's buffer; other ranks' buffers become undefined."""
+        if self.size == 1:
+            return
+        self.reduce_scatter_stripes_(buffer, "sum", limit)
+        pieces = self.stripes(buffer)
+        if self.rank == root:
+            self.exchange([], [(peer, pieces[peer]) for peer in self._others], limit)
+        else:
+            self.exchange([(root, pieces[self.rank])], [], limit)
+
+    def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        """Fold stripe r of all ranks into stripe r of rank r's buffer, in rank order."""
+        pieces = self.stripes(buffer)
+        mine = pieces[self.rank]
+        scratch = self.scratch.take(mine.numel() * (self.size - 1), buffer.dtype, buffer.device)
+        received = dict(zip(self._others, scratch.split(max(1, mine.numel())), strict=False))
+        self.exchange(
+            [(peer, pieces[peer]) for peer in self._others],
+            list(received.items()) if mine.numel() else [],
+            limit,
+        )
+        if mine.numel() == 0:
+            return
+        received[self.rank] = mine
+        fold(mine, [received[peer] for peer in range(self.size)], op)
+
+    def all_gather_stripes_(self, buffer: Tensor, limit: TimeLimit) -> None:
+        """Give every rank stripe r of rank r's buffer, for all r."""
+        if self.size > MAX_DIRECT_RANKS and not buffer.is_cuda:
+            self._all_gather_in_rounds_(buffer, limit)
+            return
+        pieces = self.stripes(buffer)
+        mine = pieces[self.rank]
+        self.exchange(
+            [(peer, mine) for peer in self._others],
+            [(peer, pieces[peer]) for peer in self._others],
+            limit,
+        )
+
+    def _all_gather_in_rounds_(self, buffer: Tensor, limit: TimeLimit) -> None:
+        """All-gather in ceil(log2 W) rounds (Bruck et al. 1997), each with one peer on either side.
+
+        Each round doubles the run of stripes that a rank holds, which begins with its own: it sends
+        that to the rank as far before it, and receives as much from the rank as far after it. The
+        bytes are those of sending each stripe to all.
+        """
+        num_held = 1
+        while num_held < self.size:
+            num_sent = min(num_held, self.size - num_held)
+            target, source = (self.rank - num_held) % self.size, (self.rank + num_held) % self.size
+            self.exchange(
+                [(target, part) for part in self._run_of_stripes(buffer, self.rank, num_sent)],
+                [(source, part) for part in self._run_of_stripes(buffer, source, num_sent)],
+                limit,
+            )
+            num_held += num_sent
+
+    def _run_of_stripes(self, buffer: Tensor, first: int, count: int) -> list[Tensor]:
+        """Stripe ``first`` and those after it, stripe 0 after the last: one tensor, or two."""
+        size, (quotient, rest) = self.size, divmod(buffer.numel(), self.size)
+        begin, end = (
+            rank * quotient + min(rank, rest) for rank in (first, (first + count - 1) % size + 1)
+        )
+        return [buffer[begin:end]] if first + count <= size else [buffer[begin:], buffer[:end]]
+
+    def stripes(self, buffer: Tensor) -> list[Tensor]:
+        """Cut a buffer into one contiguous stripe per rank, sizes differing by at most one."""
+        return [*buffer.tensor_split(self.size)]
+
+    @property
+    def _others(self) -> list[int]:
+        """All other ranks, starting after this one: first messages have different targets."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+
+class WrappingTransport(Transport):
+    """A transport that leaves to ``inner`` what it does not do itself."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner.rank, inner.size, inner.scratch)
+        self.inner = inner
+        self.is_trusted = inner.is_trusted
+        self.is_threaded = inner.is_threaded
+        self.is_concurrent = inner.is_concurrent
+        self.is_close_collective = inner.is_close_collective
+        self.supports_nccl = inner.supports_nccl
+        self.progress_period_s = inner.progress_period_s
+        self.own_address = inner.own_address
+
+    def transports(self) -> Iterator[Transport]:
+        """See `Transport.transports`."""
+        yield self
+        yield from self.inner.transports()
+
+    @property
+    def thread_safe_transport(self) -> Transport:
+        """See `Transport.thread_safe_transport`."""
+        return self.inner.thread_safe_transport
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
+    ) -> None:
+        """See `Transport.exchange`."""
+        self.inner.exchange(sends, recvs, limit, tag)
+
+    def progress(self) -> None:
+        """See `Transport.progress`."""
+        self.inner.progress()
+
+    def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
+        """See `Transport.receive_any`."""
+        return self.inner.receive_any(buffer, limit, tag)
+
+    def barrier(self, limit: TimeLimit) -> None:
+        """See `Transport.barrier`."""
+        self.inner.barrier(limit)
+
+    def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
+        """See `Transport.broadcast_`."""
+        self.inner.broadcast_(buffer, root, limit)
+
+
+def abort_pending_receives(transport: Transport) -> None:
+    """End receives that wait in other threads, where the transport does not poll. Local.
+
+    A gloo group closes its connections when a receive exceeds its time limit; nothing else ends a
+    thread that waits in it. Connections to lost peers are closed already. Peers without a message
+    so far may have no connection, and are not given one now.
+    """
+    nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    peers = {
+        p for each in transport.transports() for p in (*each.sent.copy(), *each.received.copy())
+    }
+    for peer in sorted(peers):
+        if peer != transport.rank:
+            try:
+                limit = TimeLimit(0.001, lambda: False)
+                transport.exchange([], [(peer, nothing)], limit, _UNUSED_TAG)
+            except CommunicationError:
+                continue
+
+
+def fold(into: Tensor, pieces: Sequence[Tensor], op: ReduceOp) -> None:
+    """Reduce ``pieces`` into ``into``, which may be one of them; the others are only read.
+
+    16-bit floats are summed and multiplied in float32 and rounded once.
+    """
+    combine = COMBINE[op]
+    if op in ("sum", "product") and into.dtype in (torch.float16, torch.bfloat16):
+        total = pieces[0].float()
+        for piece in pieces[1:]:
+            combine(total, piece, out=total)
+        into.copy_(total)
+        return
+    rest = [piece for piece in pieces if piece is not into]
+    if len(rest) == len(pieces):
+        into.copy_(rest.pop(0))
+    for piece in rest:
+        combine(into, piece, out=into)

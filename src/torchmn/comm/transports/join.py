@@ -1,0 +1,272 @@
+"""Joining the world: the transport of all ranks of this job, made once per process.
+
+MPI has one world per process, and a torchrun store one server, so the first communicator joins and
+later ones are split from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+
+from torchmn.control import port_discovery
+from torchmn.control.ports import listen_on
+from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
+from torchmn.errors import (
+    LaunchError,
+    PeerLostError,
+    TimeLimitError,
+    TopologyError,
+    UnknownNameError,
+)
+from torchmn.cluster import route_to
+from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
+from torchmn.cluster.network import addresses_of_host, is_loopback
+from torchmn.comm.transports.base import TimeLimit, Transport
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.comm.transports.mpi import MpiTransport
+from torchmn.comm.transports.store import serve_store
+
+TRANSPORTS = ("auto", "mpi", "torch")
+
+_STORE_BACKLOG = 4096
+
+_joined: dict[str, Transport] = {}
+_met: list[tuple[str, TCPStore]] = []
+_until_joined = contextlib.ExitStack()
+"""Ends the publication of rank 0's port."""
+
+
+def choose_transport(
+    name: str, launched: LauncherInfo | None, environment: Mapping[str, str], *, has_cuda: bool
+) -> str:
+    """``auto`` to ``mpi`` or ``torch``. Raises UnknownNameError.
+
+    The choice of ``torchmn run``, else NCCL for GPUs, else MPI under an MPI launcher if mpi4py is
+    installed.
+    """
+    if name not in TRANSPORTS:
+        raise UnknownNameError("transport", name, TRANSPORTS)
+    if name != "auto":
+        return name
+    asked = environment.get(TRANSPORT_VARIABLE, "auto")
+    if asked != "auto":
+        return choose_transport(asked, launched, environment, has_cuda=has_cuda)
+    under_mpi = launched is not None and launched.kind == "mpi"
+    return "mpi" if under_mpi and not has_cuda and _has_mpi4py() else "torch"
+
+
+def join_world(kind: str, timeout_s: float) -> Transport:
+    """The transport of all ranks of the job. *Collective* the first time, then cached.
+
+    Raises TopologyError: MPI and the launcher's variables contradict each other; LaunchError: there
+    is no rendezvous address; TimeLimitError: not all ranks joined.
+    """
+    if kind in _joined:
+        return _joined[kind]
+    launched = read_launcher_env(os.environ)
+    transport: Transport
+    if kind == "mpi":
+        transport = MpiTransport.world(timeout_s)
+        if launched is not None:
+            raise_if_contradicted(
+                launched, rank=transport.rank, size=transport.size, source="MPI.COMM_WORLD"
+            )
+    else:
+        transport = _join_torch(launched, timeout_s)
+    _joined[kind] = transport
+    return transport
+
+
+def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
+    if launched is None or launched.size == 1:
+        has_secret = bool(os.environ.get(SECRET_VARIABLE))
+        return TorchDistributedTransport(
+            HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=has_secret
+        )
+    address, server = meet(launched, timeout_s)
+    store = PrefixStore("torchmn", server)
+    with _until_joined:
+        transport = TorchDistributedTransport(
+            store,
+            launched.rank,
+            launched.size,
+            timeout_s=timeout_s,
+            own_address=_own_address(launched, address, store),
+        )
+        try:
+            transport.barrier(TimeLimit(timeout_s))
+        except (TimeLimitError, PeerLostError) as error:
+            raise type(error)(
+                f"Rank {launched.rank} of {launched.size} on {socket.gethostname()}: not all ranks "
+                f"joined. {error}"
+            ) from error
+    return transport
+
+
+def meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
+    """Rank 0's address as this rank reaches it, and its store; connected once per process.
+
+    Raises as `join_world`.
+    """
+    if not _met:
+        _met.append(_connect_store(launched, timeout_s))
+    return _met[0]
+
+
+def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
+    """Rank 0's address as this rank reaches it, and its store.
+
+    It is at MASTER_ADDR and MASTER_PORT, or at a free port published by MPI or by rank 0 itself.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address and port:
+        if not port.isdigit() or not 0 < int(port) < 65536:
+            raise LaunchError(f"MASTER_PORT={port!r} must be a port number from 1 to 65535.")
+        _raise_if_address_is_local(launched, address)
+        return address, _store(launched, address, int(port), timeout_s)
+    if launched.kind == "mpi" and _has_mpi4py():
+        return _store_over_mpi(launched, join_world("mpi", timeout_s), timeout_s)
+    job = port_discovery.job_name(os.environ)
+    if not job:
+        raise LaunchError(
+            f"Started by {launched.launcher} as rank {launched.rank} of {launched.size}, but there "
+            "is no rendezvous address (MASTER_ADDR, MASTER_PORT) for torch.distributed. Export "
+            "MASTER_ADDR (the host of rank 0) and MASTER_PORT (a free port) on all ranks, or "
+            "install mpi4py."
+        )
+    folder = port_discovery.meeting_folder(launched, os.environ)
+    if launched.rank == 0:
+        host = port_discovery.leader_host(launched, os.environ)
+        store = _store(launched, host, 0, timeout_s)
+        _until_joined.callback(
+            port_discovery.publish_port(job, store.port, host=host, folder=folder)
+        )
+        return host, store
+    found = port_discovery.lookup_port(job, timeout_s, folder=folder)
+    if found is None:
+        raise TimeLimitError(
+            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} found no rank 0 of "
+            f"this job ({job}) through the folder {folder} within {timeout_s:g} s. Check that "
+            "rank 0 runs, and that its host shares this folder (set XDG_CACHE_HOME to one that "
+            "all hosts share); otherwise export MASTER_ADDR and MASTER_PORT on all ranks."
+        )
+    return found[0], _store(launched, *found, timeout_s)
+
+
+def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) -> TCPStore:
+    serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = _store_listener(launched, address, port) if serves else None
+    try:
+        # multi_tenant: the user's own init_process_group() finds the same server and shares it.
+        if listener is not None:
+            return serve_store(
+                listener,
+                address,
+                timeout_s=timeout_s,
+                num_ranks=launched.size,
+                multi_tenant=True,
+            )
+        return TCPStore(
+            address,
+            port,
+            launched.size,
+            serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        if serves:
+            raise LaunchError(
+                f"Rank 0 could not listen on {address}:{port}: {reason}. Another job may use the "
+                "port: choose another MASTER_PORT."
+            ) from error
+        raise TimeLimitError(
+            f"Rank {launched.rank} of {launched.size} on {socket.gethostname()} did not reach rank "
+            f"0 at {address}:{port} within {timeout_s:g} s ({reason}). Check that rank 0 runs and "
+            "that this host can resolve and reach MASTER_ADDR."
+        ) from error
+
+
+def _store_listener(launched: LauncherInfo, address: str, port: int) -> socket.socket | None:
+    """The listener of rank 0's store, on the interface of this address only.
+
+    torch would listen on all interfaces. It does so (``None``) where a host's own name resolves to
+    a loopback address, at which other hosts do not reach it, and where the port is in use: torch
+    finds a server that the user has made in this process, or raises.
+    """
+    is_alone = launched.intra_size == launched.size
+    if is_loopback(address) and _names_own_host(address) and not is_alone:
+        return None
+    with contextlib.suppress(OSError):
+        return listen_on(address, port, backlog=_STORE_BACKLOG)
+    return None
+
+
+def _raise_if_address_is_local(launched: LauncherInfo, address: str) -> None:
+    """Raise TopologyError: the address is that of each host itself, and there are several."""
+    if _spans_nodes(launched) and is_loopback(address) and not _names_own_host(address):
+        raise TopologyError(
+            f"MASTER_ADDR={address} is a loopback address, but {launched}, on several hosts. "
+            "Export the name or address of rank 0's host as MASTER_ADDR on all ranks."
+        )
+
+
+def _names_own_host(address: str) -> bool:
+    """Whether it is a host name, which may resolve to a loopback address on that host only."""
+    return address not in ("localhost", "localhost.localdomain") and not address[0].isdigit()
+
+
+def _spans_nodes(launched: LauncherInfo) -> bool:
+    if launched.inter_size is not None:
+        return launched.inter_size > 1
+    return launched.intra_size is not None and launched.intra_size < launched.size
+
+
+def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str | None:
+    """The address at which other ranks reach this one, or ``None``: gloo looks for one.
+
+    It is the one from which this rank reaches rank 0. On rank 0's own host that may be a loopback
+    address: ranks of other hosts then publish the address that they reach. GLOO_SOCKET_IFNAME
+    overrides it.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    route = route_to(leader)
+    if route is None or not _spans_nodes(launched):
+        return None if route is None else route.address
+    if not route.is_loopback:
+        store.set("leader_address", addresses_of_host(leader)[0])
+        return route.address
+    return bytes(store.get("leader_address")).decode()
+
+
+def _store_over_mpi(
+    launched: LauncherInfo, mpi_world: Transport, timeout_s: float
+) -> tuple[str, TCPStore]:
+    """Rank 0 listens on a free port and broadcasts it over MPI."""
+    import torch
+
+    row = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    store = None
+    if mpi_world.rank == 0:
+        store = _store(launched, socket.gethostname(), 0, timeout_s)
+        text = f"{socket.gethostname()}:{store.port}".encode()
+        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    mpi_world.broadcast_(row, 0, TimeLimit(timeout_s))
+    address, port = row.numpy().tobytes().rstrip(b"\0").decode().rsplit(":", 1)
+    return address, store or _store(launched, address, int(port), timeout_s)
+
+
+def _has_mpi4py() -> bool:
+    from importlib.util import find_spec
+
+    return "mpi4py" in sys.modules or find_spec("mpi4py") is not None

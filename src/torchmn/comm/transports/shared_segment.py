@@ -1,0 +1,167 @@
+"""Memory that processes of a node share and that no crash can leave behind.
+
+It is a file without a name (``O_TMPFILE``) in a folder in memory. Other processes reach
+it through ``/proc/<pid>/fd/<number>`` of the process that made it. The kernel frees it when the
+last process that has it open or mapped is gone, however that process ended.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import sys
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchmn.errors import SharedMemoryError, UnsupportedError
+from torchmn.cluster.units import MiB
+
+SHARED_DIRECTORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class ErrorContext:
+    """What the memory is for, and the cure, for errors."""
+
+    what: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Address:
+    """How another process of the same node finds a `SharedMemorySegment`."""
+
+    pid: int
+    number: int
+    device: int
+    inode: int
+    size: int
+
+
+class SharedMemorySegment:
+    """``size`` bytes in a file without a name. Local; made by one process, attached by others."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._close = weakref.finalize(self, os.close, number)
+
+    @classmethod
+    def create(
+        cls, size: int, context: ErrorContext, directory: str = SHARED_DIRECTORY
+    ) -> SharedMemorySegment:
+        """Memory for ``size`` bytes, to be reserved; ``directory`` has room for them now.
+
+        Raises:
+            SharedMemoryError: the folder is missing or has too little room.
+            UnsupportedError: the system or the folder's file system has no files without names.
+        """
+        if not hasattr(os, "O_TMPFILE"):
+            raise UnsupportedError(
+                f"Memory shared between processes for {context.what} needs Linux and this is "
+                f"{sys.platform}. {context.cure}"
+            )
+        try:
+            memory = cls(os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        except OSError as error:
+            raise memory_error_from(error, size, directory, context) from error
+        facts = os.statvfs(directory)
+        if facts.f_bavail * facts.f_frsize < size:
+            raise memory_error_from(OSError(errno.ENOSPC, ""), size, directory, context)
+        return memory
+
+    @classmethod
+    def attach(cls, address: Address) -> SharedMemorySegment:
+        """The memory that another process of this node made; that process must still have it.
+
+        Raises SharedMemoryError: it cannot be reached from here.
+        """
+        path = f"/proc/{address.pid}/fd/{address.number}"
+        try:
+            memory = cls(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+        except OSError as error:
+            raise SharedMemoryError(_unreachable(path, str(error))) from error
+        if memory.address(address.pid, address.number) != address:
+            raise SharedMemoryError(_unreachable(path, "another file is open there"))
+        return memory
+
+    @property
+    def size(self) -> int:
+        """Bytes in it."""
+        return os.fstat(self._number).st_size
+
+    def address(self, pid: int | None = None, number: int | None = None) -> Address:
+        """Its address for other processes, as long as this process keeps it."""
+        facts = os.fstat(self._number)
+        return Address(
+            pid=os.getpid() if pid is None else pid,
+            number=self._number if number is None else number,
+            device=facts.st_dev,
+            inode=facts.st_ino,
+            size=facts.st_size,
+        )
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Allocate bytes ``begin`` .. ``end - 1``; writing to others is a SIGBUS.
+
+        Raises OSError: no room.
+        """
+        if end > begin:
+            os.posix_fallocate(self._number, begin, end - begin)
+
+    def append(self, payload: bytes) -> None:
+        """Write after the end. Raises OSError: no room."""
+        view = memoryview(payload)
+        end = self.size
+        while view:
+            written = os.pwrite(self._number, view, end)
+            view, end = view[written:], end + written
+
+    def map_shared(self) -> mmap.mmap:
+        """A mapping whose changes all processes see, for the writer. Not for size 0."""
+        return mmap.mmap(self._number, self.size, access=mmap.ACCESS_WRITE)
+
+    def map_private(self) -> mmap.mmap:
+        """A mapping for readers: pages are shared until the reader itself changes one.
+
+        A sample changed in place by its reader changes for that process only. Not for size 0.
+        """
+        return mmap.mmap(self._number, self.size, access=mmap.ACCESS_COPY)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # For DataLoader workers that are spawned: they attach while their parent lives.
+        return SharedMemorySegment.attach, (self.address(),)
+
+
+def memory_error_from(
+    error: OSError, size: int, directory: str, context: ErrorContext
+) -> SharedMemoryError | UnsupportedError:
+    """The error for an OSError while ``size`` bytes were written to ``directory``."""
+    if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
+        return UnsupportedError(
+            f"The file system of {directory} cannot hold files without a name, as {context.what} "
+            f"needs them; tmpfs, ext4 and xfs can. {context.cure}"
+        )
+    if error.errno == errno.ENOSPC:
+        facts = os.statvfs(directory)
+        free = facts.f_bavail * facts.f_frsize
+        return SharedMemoryError(
+            f"{directory} has {free / MiB:.1f} MiB free and {context.what} needs "
+            f"{size / MiB:.1f} MiB. {context.cure}"
+        )
+    if not Path(directory).is_dir():
+        return SharedMemoryError(
+            f"There is no folder {directory} for {context.what}. {context.cure}"
+        )
+    return SharedMemoryError(
+        f"{directory} could not be used for {context.what}: {error}. {context.cure}"
+    )
+
+
+def _unreachable(path: str, seen: str) -> str:
+    return (
+        f"Memory shared by this node's ranks cannot be opened at {path}: {seen}. Ranks with the "
+        "same host name must run as the same user in one process namespace; else give the "
+        "containers different host names."
+    )

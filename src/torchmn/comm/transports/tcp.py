@@ -1,0 +1,398 @@
+"""TCP connections for large messages between hosts, with few cycles per byte.
+
+A wrapper around another transport, which carries small messages, GPU tensors, barriers and
+broadcasts.
+
+Where a rank computes on the only core that it has, an exchange that overlaps the computation costs
+what its threads take from it: not the time on the network, but the wake-ups. Over 1 Gb/s a packet
+of 64 KB arrives every half millisecond, and with it a change of threads. ``SO_RCVLOWAT`` keeps the
+kernel from waking the thread before half a megabyte has arrived, which is possible because the
+length of every message is known.
+
+Sums are formed at the owners of stripes as in `Transport.striped_all_reduce_`, but in one pass: as
+soon as a piece of the own stripe has arrived from all ranks, it is summed and sent to all ranks,
+while the next piece arrives. The second half of the all-reduce overlaps the first, with the bits of
+the two steps one after the other. Two ranks send each other all they have and both add it.
+
+Between the end of one sum and the beginning of the next the link would be idle: 3 to 5 ms for a
+bucket of 4 MB on a core that computes. What `prefetch_send` announces is sent right after the sums
+before it, over a second connection with an order of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import math
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchmn.control.authenticated_listener import AuthenticatedListener, connect
+from torchmn.control.ports import listen_on
+from torchmn.cluster.environment_variables import SECRET_VARIABLE
+from torchmn.errors import CommunicationError, LaunchError, TimeLimitError
+from torchmn.cluster.network import own_addresses
+from torchmn.comm.transports.base import (
+    COMBINE,
+    Message,
+    ReduceOp,
+    TimeLimit,
+    Transport,
+    WrappingTransport,
+    fold,
+)
+from torchmn.comm.transports.tcp_stream import Stream, memory_of
+from torchmn.cluster.units import KiB, MiB
+
+MAX_PEERS = 15
+"""With more peers the many connections of an all-to-all cost more than they save."""
+
+_LARGE_BYTES = 64 * KiB
+_PIECE_BYTES = MiB  # summed and sent on at a time; smaller pieces cost more than they hide
+_CONNECT_S = 5.0
+_TOKEN_BYTES = 16
+_ADDRESS_BYTES = 16
+_ROW_BYTES = 256
+_ROLE = "tcp"
+
+
+@dataclass(frozen=True)
+class _Announcement:
+    """A sum that `TcpTransport.prefetch_send` has announced."""
+
+    number: int
+    address: int
+    nbytes: int
+    ends: Mapping[int, int]
+    """By peer: the position in its stream at which its message ends."""
+
+
+class TcpTransport(WrappingTransport):
+    """Large messages over TCP connections, everything else by ``inner``. *Collective.*
+
+    `connect` makes one. Where the ranks could not be connected, ``fallback_reason`` says why,
+    everything is carried by ``inner``, and groups split from it may still have connections.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self,
+        inner: Transport,
+        connections: Mapping[int, socket.socket],
+        early_connections: Mapping[int, socket.socket],
+        fallback_reason: str = "",
+    ) -> None:
+        super().__init__(inner)
+        self.has_fast_small_sums = inner.has_fast_small_sums
+        self.fallback_reason = fallback_reason
+        if fallback_reason:
+            self.name = inner.name
+        self._streams = {peer: Stream(peer, each) for peer, each in connections.items()}
+        self._early = {peer: Stream(peer, each) for peer, each in early_connections.items()}
+        self._by_descriptor = {
+            stream.socket.fileno(): stream
+            for stream in (*self._streams.values(), *self._early.values())
+        }
+        self._poll = select.poll()
+        self._polled: dict[int, int] = {}  # events by descriptor
+        self._announced: deque[_Announcement] = deque()
+        self._num_announced = 0
+
+    @classmethod
+    def connect(cls, inner: Transport, limit: TimeLimit) -> Transport:
+        """Connect all ranks with each other, or none of them. *Collective.*"""
+        if inner.size == 1:
+            return inner
+        if inner.size > MAX_PEERS + 1:
+            return cls(inner, {}, {}, f"{inner.size} ranks are more than {MAX_PEERS + 1}")
+        both = [_connect_all(inner, limit) for _ in range(2)]
+        num_missing = torch.zeros(inner.size, dtype=torch.int64, device="cpu")
+        for peer in range(inner.size):
+            if peer != inner.rank:
+                num_missing[peer] += sum(peer not in connections for connections in both)
+        inner.all_reduce_(num_missing, "sum", limit)
+        unreached = num_missing.nonzero().flatten().tolist()
+        if unreached:
+            for connection in (*both[0].values(), *both[1].values()):
+                connection.close()
+            ranks = f"rank{'s' * (len(unreached) > 1)} {', '.join(map(str, unreached))}"
+            return cls(inner, {}, {}, f"{ranks} could not be connected in {_CONNECT_S:g} s")
+        return cls(inner, both[0], both[1])
+
+    def exchange(
+        self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
+    ) -> None:
+        if self.fallback_reason:
+            self.inner.exchange(sends, recvs, limit, tag)
+            return
+        small_sends = [message for message in sends if not _is_large(message)]
+        small_recvs = [message for message in recvs if not _is_large(message)]
+        if small_sends or small_recvs:
+            self.inner.exchange(small_sends, small_recvs, limit, tag)
+        if len(small_sends) == len(sends) and len(small_recvs) == len(recvs):
+            return
+        for peer, tensor in sends:
+            if _is_large((peer, tensor)):
+                self.sent[peer] += tensor.nbytes
+                stream = self._streams[peer]
+                stream.num_needed = stream.post_send(tensor, tag)
+        for peer, tensor in recvs:
+            if _is_large((peer, tensor)):
+                self.received[peer] += tensor.nbytes
+                self._streams[peer].post_recv(tensor, tag)
+        self._run(limit)
+
+    # ---- sums ----
+
+    def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        if self._is_small(buffer):
+            self.inner.all_reduce_(buffer, op, limit)
+        else:
+            self._all_reduce_large_(buffer, op, limit)
+
+    def striped_all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        if self._is_small(buffer):
+            super().striped_all_reduce_(buffer, op, limit)
+        else:
+            self._all_reduce_large_(buffer, op, limit)
+
+    def prefetch_send(self, buffer: Tensor) -> None:
+        if self._is_small(buffer):
+            return
+        self._num_announced += 1
+        ends = {
+            peer: self._early[peer].post_send(tensor, 2 * self._num_announced)
+            for peer, tensor in self._outgoing(buffer).items()
+        }
+        self._announced.append(
+            _Announcement(self._num_announced, buffer.data_ptr(), buffer.nbytes, ends)
+        )
+
+    def _is_small(self, buffer: Tensor) -> bool:
+        """Whether ``inner`` sums it."""
+        is_large = buffer.nbytes >= _LARGE_BYTES * self.size and not buffer.is_cuda
+        return not is_large or bool(self.fallback_reason)
+
+    def _next_announcement(self, buffer: Tensor) -> _Announcement | None:
+        """The next announced sum if it is that of this buffer; None if the sum was not announced.
+
+        Raises CommunicationError: it was announced after another one.
+        """
+        announced = list(self._announced)
+        for index, each in enumerate(announced):
+            if (each.address, each.nbytes) == (buffer.data_ptr(), buffer.nbytes):
+                if index > 0:
+                    raise CommunicationError(
+                        f"sum {each.number} is made before sum {announced[0].number}, which was "
+                        "announced before it. Sums must be made in the order of their "
+                        "announcements."
+                    )
+                return self._announced.popleft()
+        return None
+
+    def _swaps(self, buffer: Tensor) -> bool:
+        """Whether two ranks send each other the whole buffer and both sum it.
+
+        These are the bytes of a sum by stripes, and no rank has to wait for the sums of the other.
+        16 bits are folded in float32, by stripes.
+        """
+        return self.size == 2 and buffer.dtype not in (torch.float16, torch.bfloat16)
+
+    def _outgoing(self, buffer: Tensor) -> dict[int, Tensor]:
+        """What this rank sends to each peer first: the whole buffer, or the peer's stripe."""
+        if self._swaps(buffer):
+            return {1 - self.rank: buffer}
+        stripes = self.stripes(buffer)
+        return {peer: stripes[peer] for peer in self._others}
+
+    def _all_reduce_large_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
+        outgoing = self._outgoing(buffer)
+        own = buffer if self._swaps(buffer) else self.stripes(buffer)[self.rank]
+        scratch = self.scratch.take(own.numel() * (self.size - 1), buffer.dtype, buffer.device)
+        parts = dict(zip(outgoing, scratch.split(own.numel()), strict=True))
+        announced = self._next_announcement(buffer)
+        tag = 0 if announced is None else 2 * announced.number
+        arriving = []
+        for peer, part in parts.items():
+            stream = self._streams[peer] if announced is None else self._early[peer]
+            stream.num_needed = (
+                stream.post_send(outgoing[peer], 0) if announced is None else announced.ends[peer]
+            )
+            arriving.append(stream.post_recv(part, tag))
+            self.sent[peer] += outgoing[peer].nbytes
+            self.received[peer] += part.nbytes
+        if own is buffer:
+            self._run(limit)
+            COMBINE[op](buffer, scratch, out=buffer)
+            return
+        for peer, stripe in outgoing.items():
+            stream = self._streams[peer]
+            stream.post_recv(stripe, tag + 1)
+            self.sent[peer] += own.nbytes
+            self.received[peer] += stripe.nbytes
+            stream.num_needed = stream.post_head(own.nbytes, tag + 1) + own.nbytes
+        parts[self.rank] = own
+        in_rank_order = [parts[peer] for peer in range(self.size)]
+        memory, itemsize = memory_of(own), own.element_size()
+        num_summed = 0
+
+        def sum_arrived() -> None:
+            nonlocal num_summed
+            end = min(message.num_body_bytes for message in arriving) // itemsize
+            is_last = end == own.numel()
+            if end == num_summed or (not is_last and (end - num_summed) * itemsize < _PIECE_BYTES):
+                return
+            pieces = [part[num_summed:end] for part in in_rank_order]
+            fold(pieces[self.rank], pieces, op)
+            piece = memory[num_summed * itemsize : end * itemsize]
+            for peer in outgoing:
+                self._streams[peer].post_body(piece)
+            num_summed = end
+
+        self._run(limit, sum_arrived)
+
+    def _run(self, limit: TimeLimit, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Send and receive until all expected messages are complete, and announced ones meanwhile.
+
+        ``on_progress`` is called whenever something may have arrived.
+        """
+        streams, poll, polled = self._by_descriptor, self._poll, self._polled
+        ready = [(descriptor, select.POLLIN | select.POLLOUT) for descriptor in streams]
+        longest_s = self.progress_period_s or math.inf
+        while True:
+            for descriptor, events in ready:
+                streams[descriptor].advance(events)
+            on_progress()
+            if all(stream.is_done for stream in streams.values()):
+                return
+            for descriptor, stream in streams.items():
+                if stream.events != polled.get(descriptor, 0):
+                    polled[descriptor] = stream.events
+                    if stream.events:
+                        poll.register(descriptor, stream.events)
+                    else:
+                        poll.unregister(descriptor)
+            ready = poll.poll(min(limit.left_s, longest_s) * 1e3)
+            if longest_s < math.inf:
+                self.inner.progress()
+            if not ready and limit.left_s == 0.0:
+                peers = sorted({s.peer for s in streams.values() if not s.is_done})
+                raise TimeLimitError(
+                    f"an exchange with ranks {peers} of the group did not complete within "
+                    f"{limit.seconds:g} s."
+                )
+
+    def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
+        """See `Transport.split`: the new group has connections of its own."""
+        return TcpTransport.connect(self.inner.split(ranks, key, limit), limit)
+
+    def close(self) -> None:
+        for stream in self._by_descriptor.values():
+            stream.socket.close()
+        self._by_descriptor.clear()
+        self.inner.close()
+
+
+def _is_large(message: Message) -> bool:
+    """The same on both sides, for the sizes of what is sent and received must match."""
+    _, tensor = message
+    return tensor.nbytes >= _LARGE_BYTES and not tensor.is_cuda
+
+
+# ---- connecting ----
+
+
+def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]:
+    """One connection to each peer, by rank; those that failed are not in it. *Collective.*
+
+    Every rank listens and sends its address to the others; the higher rank of a pair connects. The
+    secret of each listener is a token that only the ranks receive, together with the secret of the
+    job if there is one: so both sides authenticate each other.
+    """
+    addresses = own_addresses(inner.own_address)[
+        : (_ROW_BYTES - _TOKEN_BYTES - 3) // _ADDRESS_BYTES
+    ]
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    listener = listen_on(addresses[0] if len(addresses) == 1 else "")
+    with contextlib.closing(
+        AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
+    ) as authenticated:
+        row = token + struct.pack("<HB", listener.getsockname()[1], len(addresses))
+        row += b"".join(map(_packed, addresses))
+        table = torch.zeros(inner.size, _ROW_BYTES, dtype=torch.uint8, device="cpu")
+        table[inner.rank, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        inner.all_gather_stripes_(table.view(-1), limit)
+        deadline = time.monotonic() + min(_CONNECT_S, limit.left_s)
+        connections = {}
+        for peer in range(inner.rank):
+            found = _connect_peer(table[peer].numpy().tobytes(), inner.rank, deadline)
+            if found is not None:
+                connections[peer] = found
+        connections |= _accept_peers(authenticated, range(inner.rank + 1, inner.size), deadline)
+        return connections
+
+
+def _connect_peer(row: bytes, rank: int, deadline: float) -> socket.socket | None:
+    """Connect to a rank that listens, at the first of its addresses that is reachable."""
+    token, rest = row[:_TOKEN_BYTES], row[_TOKEN_BYTES:]
+    port, num_addresses = struct.unpack_from("<HB", rest)
+    for index in range(num_addresses):
+        begin = 3 + _ADDRESS_BYTES * index
+        address = _unpacked(rest[begin : begin + _ADDRESS_BYTES])
+        is_last = index == num_addresses - 1
+        left_s = (deadline - time.monotonic()) / (1 if is_last else 2)
+        if left_s <= 0:
+            return None
+        with contextlib.suppress(LaunchError):
+            return connect(
+                f"{address}:{port}",
+                secret=_secret(token),
+                role=_ROLE,
+                line=b"%d\n" % rank,
+                limit_s=left_s,
+            )
+    return None
+
+
+def _packed(address: str) -> bytes:
+    """An IPv6 address, or an IPv4 address in the form of one."""
+    text = address if ":" in address else f"::ffff:{address}"
+    return socket.inet_pton(socket.AF_INET6, text)
+
+
+def _unpacked(row: bytes) -> str:
+    found = ipaddress.IPv6Address(row)
+    return str(found.ipv4_mapped or found)
+
+
+def _accept_peers(
+    listener: AuthenticatedListener, peers: range, deadline: float
+) -> dict[int, socket.socket]:
+    """The connections of those of these ranks that connect in time."""
+    found: dict[int, socket.socket] = {}
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while len(found) < len(peers) and (left_s := deadline - time.monotonic()) > 0:
+        poll.poll(min(left_s, 1.0) * 1e3)
+        for connection, line in listener.accept():
+            rank = int(line)
+            if rank in peers and rank not in found:
+                found[rank] = connection
+            else:
+                connection.close()
+    return found
+
+
+def _secret(token: bytes) -> str:
+    return f"{os.environ.get(SECRET_VARIABLE, '')} {token.hex()}"

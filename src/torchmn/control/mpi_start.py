@@ -1,0 +1,126 @@
+"""A time limit for `MPI_Init`, which waits for all ranks and has none.
+
+Importing mpi4py holds the interpreter meanwhile, so that no thread of the script can watch it.
+Under ``torchmn run`` the agent does (`Joining`). Elsewhere this module is also a program,
+``python -m torchmn.control.mpi_start``: a process beside the script, which ends when `MPI_Init` has
+returned, and after the limit reports what it sees and kills the script. Its `Order` is a line on
+standard input, whose end means that it is no longer needed.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from torchmn.control.codec import Record, decode, encode
+from torchmn.control.loop_clock import LoopClock
+from torchmn.control.processes import (
+    ancestors,
+    descendants,
+    environment_of,
+    is_stopped,
+    python_module,
+    send,
+)
+from torchmn.errors import TopologyError
+from torchmn.control import script_monitor
+from torchmn.cluster.launcher_env import read_launcher_env
+
+_PERIOD_S = 0.2
+
+
+class Order(Record, frozen=True, kw_only=True):
+    """The script, its rank, and how long it may be in `MPI_Init`."""
+
+    pid: int
+    rank: int
+    limit_s: float
+
+
+@contextmanager
+def limited_mpi_start(limit_s: float) -> Iterator[None]:
+    """Inside the block this process calls `MPI_Init`: it is killed if that takes longer. Local."""
+    launched = read_launcher_env(os.environ)
+    has_other_limit = script_monitor.current() is not None or "mpi4py.MPI" in sys.modules
+    if launched is None or launched.known_size == 1 or has_other_limit:
+        yield
+        return
+    order = Order(pid=os.getpid(), rank=launched.rank, limit_s=limit_s)
+    with subprocess.Popen(
+        python_module(__name__),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as watch:
+        try:
+            if watch.stdin is not None:
+                watch.stdin.write(encode(order))
+                watch.stdin.flush()
+            yield
+        finally:
+            watch.kill()
+
+
+def main() -> int:
+    """Read the order, and kill the script unless standard input ends within the limit."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)  # meant for the script
+    order = decode(sys.stdin.readline(), Order)
+    clock = LoopClock()
+    waited_s, before = 0.0, clock.now
+    while waited_s < order.limit_s:
+        if select.select([sys.stdin], [], [], _PERIOD_S)[0]:
+            return 0
+        now = clock.tick()
+        if not is_stopped(order.pid):
+            waited_s += now - before
+        before = now
+    print(
+        f"torchmn: rank {order.rank} on {socket.gethostname()}: MPI_Init, which waits for all "
+        f"ranks, has not returned within {order.limit_s:g} s (first_timeout_s): "
+        f"{_describe(_ranks_beside(order.pid))}. This rank is killed.",
+        file=sys.stderr,
+        flush=True,
+    )
+    send(order.pid, signal.SIGKILL)
+    return 1
+
+
+def _describe(ranks: Mapping[int, list[int]]) -> str:
+    stopped = [(rank, pid) for rank, pids in ranks.items() for pid in pids if is_stopped(pid)]
+    if stopped:
+        names = [f"rank {rank} (process {pid})" for rank, pid in stopped]
+        return f"{', '.join(names)} on this host is stopped by a signal"
+    numbers = ", ".join(str(rank) for rank in sorted(ranks))
+    return (
+        f"the ranks that run on this host are {numbers}; another one has ended, is stopped, has "
+        "not started, or has not called create_communicator()"
+    )
+
+
+def _ranks_beside(pid: int) -> dict[int, list[int]]:
+    """The ranks of this host with their processes: all below the process that started them."""
+    above = [parent for parent in ancestors(pid) if _rank_of(parent) is None]
+    ranks: dict[int, list[int]] = {}
+    for process in descendants(above[0]) if above else [pid]:
+        if (rank := _rank_of(process)) is not None:
+            ranks.setdefault(rank, []).append(process)
+    return ranks
+
+
+def _rank_of(pid: int) -> int | None:
+    try:
+        launched = read_launcher_env(environment_of(pid))
+    except TopologyError:
+        return None
+    return None if launched is None else launched.rank
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The agent's end of the connection to its script: reports come in, requests go out.
+
+The other end is the script's `torchmn.control.script_monitor.ScriptMonitor`. For a script that does
+not answer, the state of its process is reported instead.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+
+from torchmn.control.connection import Channel
+from torchmn.control.messages import Message
+from torchmn.control.messages.monitor import (
+    CheckpointSaved,
+    Failed,
+    Joined,
+    Joining,
+    Leaving,
+    Overdue,
+    StatusReply,
+    StatusRequest,
+)
+from torchmn.control.processes import process_state
+
+_FROM_SCRIPTS = (CheckpointSaved, Failed, Joined, Joining, Leaving, Overdue, StatusReply)
+
+
+class ScriptLink:
+    """The connection to one script; ``forward`` is called with each of the script's messages.
+
+    Without a ``connection`` one is made, whose other end the script inherits (`variable`).
+    """
+
+    def __init__(
+        self, forward: Callable[[Message], None], connection: socket.socket | None = None
+    ) -> None:
+        self._script_end: socket.socket | None = None
+        if connection is None:
+            connection, self._script_end = socket.socketpair()
+        self._channel = Channel(connection)
+        self._forward = forward
+        self._pid = 0
+        self.reply_by: float | None = None
+        """The deadline of the script's reply while a status request is pending."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the script, or a process that it started, may still send."""
+        return self._channel.is_open
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._channel.fileno()
+
+    def variable(self) -> str:
+        """The value of `torchmn.run.monitor.MONITOR_VARIABLE` for the script."""
+        if self._script_end is None:
+            return ""
+        self._script_end.set_inheritable(True)
+        return f"{self._script_end.fileno()}:{os.getpid()}"
+
+    def script_started(self, pid: int) -> None:
+        """The script runs as this process, and has inherited its end."""
+        self._pid = pid
+        if self._script_end is not None:
+            self._script_end.close()
+
+    def post(self, message: Message) -> None:
+        """Send the script a message."""
+        self._channel.post(message)
+
+    def request_status(self, request: StatusRequest) -> None:
+        """Request the script's status. The reply is forwarded."""
+        self.reply_by = time.monotonic() + request.limit_s
+        self._channel.post(request)
+
+    def forward_messages(self) -> None:
+        """Forward what the script has sent."""
+        self._channel.flush()
+        for message in self._channel.collect():
+            if isinstance(message, StatusReply):
+                self.reply_by = None
+            if isinstance(message, _FROM_SCRIPTS):
+                self._forward(message)
+
+    def reply_if_overdue(self) -> None:
+        """Reply in place of a script that has not replied in time."""
+        if self.reply_by is not None and time.monotonic() >= self.reply_by:
+            self.reply_by = None
+            process, kernel_function = process_state(self._pid)
+            self._forward(StatusReply(process=process, kernel_function=kernel_function))

@@ -1,0 +1,304 @@
+"""Predict the time of a step from measured times: the model of `auto` and of ``torchmn plan``.
+
+The last steps of a training are simulated (`step_simulation`). Backward makes gradients ready one
+after another; a bucket is exchanged when its last gradient is ready and the bucket before it is
+done. An exchange of n elements in N bytes with a codec of b bits is
+
+    encode n;   a round of N b / 32 share / 2 bytes;   sum the parts and encode the sum;
+    a second round;   decode n
+
+with ``share`` of the route (`crossing`), and each round takes its latency, a time per message and
+its bytes over the bandwidth of the adapter, for which the ranks of a host compete. What the
+schedules wait for:
+
+    every_step          at the end of backward for all of its exchanges
+    double_buffering    at the end of backward for the exchanges of the step before
+    blocks              after block_steps steps for one exchange
+
+To the simulated step of a typical rank the wait for the slowest rank is added (`stragglers`).
+
+Everything here is a pure function of numbers. What was not measured is None or 0 and counts as
+free; `torchmn.observe.plan` says so where it matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torchmn.exchange.auto.adapter_traffic import Crossing, crossing
+from torchmn.exchange.auto.step_simulation import Part, StepSimulation
+from torchmn.exchange.auto.stragglers import waiting_share
+from torchmn.comm.link_speed import LinkSpeed
+from torchmn.errors import UnknownNameError
+from torchmn.cluster.units import MiB
+
+SCHEDULES = ("every_step", "double_buffering", "blocks")
+_NUM_STEPS = 4  # simulated, of which the last is in the steady state
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadyGradient:
+    """A parameter whose gradient is ready ``ready_s`` after the start of the backward pass."""
+
+    ready_s: float
+    numel: int
+    nbytes: int
+    is_small: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """One training step of the slowest rank, in seconds, without waits for the exchange."""
+
+    compute_s: float
+    backward_s: float
+    gradients: tuple[ReadyGradient, ...]
+    """In the order in which they become ready."""
+    after_s: float = 0.0
+    """Of ``compute_s``, what comes after backward: the optimizer."""
+    deviations: tuple[float, ...] = ()
+    """Of single steps of all ranks from ``compute_s``, as shares of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecFacts:
+    """A codec on this machine: bits, and seconds to encode and to decode, per element."""
+
+    name: str
+    bits: float = 32.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Where a training runs. ``cores_per_rank`` below 1: several ranks share a core.
+
+    ``link`` is the adapter of a host, None if it is not known. ``node_bytes_per_s`` is the rate of
+    a sum within a host, None if it is free. ``send_s_per_byte`` is what a message to another host,
+    and as much received, takes from a core of the rank.
+    """
+
+    num_hosts: int
+    ranks_per_host: int = 1
+    link: LinkSpeed | None = None
+    route: str = "hierarchical"
+    cores_per_rank: float = 1.0
+    node_bytes_per_s: float | None = None
+    send_s_per_byte: float = 0.0
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.num_hosts * self.ranks_per_host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A schedule, codec and bucket size.
+
+    ``block_steps`` is the length of a block, see `LocalUpdateSchedule`.
+    """
+
+    schedule: str
+    codec: str
+    bucket_bytes: int
+    block_steps: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, {self.codec}, buckets of {self.bucket_bytes / MiB:g} MB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """Seconds of a step: ``seconds`` is the sum of the others."""
+
+    compute_s: float
+    coding_s: float
+    """What codecs and sending take from the training thread's core."""
+    exposed_s: float
+    """Waits for the exchange."""
+    straggler_s: float
+    """Waits for slower ranks."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.compute_s + self.coding_s + self.exposed_s + self.straggler_s
+
+
+def predict_step(plan: Plan, step: StepFacts, codec: CodecFacts, cluster: Cluster) -> PredictedStep:
+    """The mean step of a long training. Raises UnknownNameError, UsageError: schedule or route."""
+    if plan.schedule not in SCHEDULES:
+        raise UnknownNameError("schedule", plan.schedule, SCHEDULES)
+    compute_s = step.compute_s / min(1.0, cluster.cores_per_rank)
+    if cluster.size == 1 or (cluster.num_hosts > 1 and cluster.link is None):
+        return PredictedStep(compute_s=compute_s, coding_s=0.0, exposed_s=0.0, straggler_s=0.0)
+    exchange = _Exchange(codec, cluster)
+    num_cores = cluster.cores_per_rank
+    seconds = _steady_s(plan, step, exchange, num_cores)
+    # Without the link: what is left is the work of the cores.
+    busy_s = _steady_s(plan, step, _Exchange(codec, replace(cluster, link=None)), num_cores)
+    num_late = {"double_buffering": 2, "blocks": plan.block_steps}.get(plan.schedule, 1)
+    share = waiting_share(step.deviations, cluster.size, num_late)
+    return PredictedStep(
+        compute_s=compute_s,
+        coding_s=busy_s - compute_s,
+        exposed_s=max(0.0, seconds - busy_s),
+        straggler_s=share * compute_s,
+    )
+
+
+def predict_step_s(
+    plan: Plan, step: StepFacts, codec: CodecFacts, link: LinkSpeed | None, num_parts: int
+) -> float:
+    """Seconds of one step of ``num_parts`` ranks, or leaders, that exchange over the link."""
+    return predict_step(plan, step, codec, Cluster(num_hosts=num_parts, link=link)).seconds
+
+
+def ranked(
+    plans: Iterable[Plan],
+    step: StepFacts,
+    codecs: Sequence[CodecFacts],
+    link: LinkSpeed | None,
+    num_parts: int,
+) -> list[tuple[float, Plan]]:
+    """All plans with their predicted steps, the fastest first; the order of equals is kept."""
+    by_name = {codec.name: codec for codec in codecs}
+    predicted = [
+        (predict_step_s(plan, step, by_name[plan.codec], link, num_parts), plan) for plan in plans
+    ]
+    return sorted(predicted, key=lambda item: item[0])
+
+
+def shortlist(
+    predictions: Sequence[tuple[float, Plan]], *, within: float, max_plans: int
+) -> list[Plan]:
+    """The plans to try: the best few, with the best bucket size of each schedule and codec."""
+    best_s = predictions[0][0]
+    chosen: dict[tuple[str, str], Plan] = {}
+    for seconds, plan in predictions:
+        if seconds <= within * best_s:
+            chosen.setdefault((plan.schedule, plan.codec), plan)
+    return list(chosen.values())[:max_plans]
+
+
+# ---- one exchange ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bucket:
+    """Gradients that are exchanged together."""
+
+    ready_s: float
+    numel: float
+    """Of those that are encoded."""
+    nbytes: float
+    small_nbytes: float
+    """Of those that are not."""
+
+
+class _Exchange:
+    """The parts of the exchange of a bucket."""
+
+    def __init__(self, codec: CodecFacts, cluster: Cluster) -> None:
+        self._codec, self._cluster = codec, cluster
+        is_encoded = codec.bits != 32.0 or codec.encode_s > 0
+        self._crossing: Crossing = crossing(
+            cluster.route, cluster.num_hosts, cluster.ranks_per_host, is_encoded=is_encoded
+        )
+
+    def parts(self, bucket: _Bucket) -> list[Part]:
+        """What the exchange thread does, one after the other."""
+        codec, cluster, across = self._codec, self._cluster, self._crossing
+        node_rate = cluster.node_bytes_per_s if cluster.ranks_per_host > 1 else None
+        in_node = _coded(bucket.nbytes / node_rate / 2 if node_rate else 0.0)
+        if not across.num_rounds:
+            return [in_node, in_node]
+        encode_s, decode_s = bucket.numel * codec.encode_s, bucket.numel * codec.decode_s
+        num_parts = max(2, cluster.num_hosts)
+        transfer = self._transfer(bucket)
+        return [
+            in_node,
+            _coded(encode_s * (num_parts - 1) / num_parts),
+            transfer,
+            _coded(decode_s * (num_parts - 1) / num_parts + encode_s / num_parts),
+            transfer,
+            _coded(decode_s),
+            in_node,
+        ]
+
+    def _transfer(self, bucket: _Bucket) -> Part:
+        """Half of what crosses the adapter."""
+        cluster, across, link = self._cluster, self._crossing, self._cluster.link
+        sent = across.share * (bucket.small_nbytes + (bucket.nbytes - bucket.small_nbytes) * (
+            self._codec.bits / 32
+        ))  # fmt: skip
+        senders = 1 if cluster.route == "hierarchical" else cluster.ranks_per_host
+        cpu_s = sent / senders * cluster.send_s_per_byte
+        duration_s = 0.0
+        if link is not None:
+            duration_s = link.seconds(sent, across.num_rounds)
+            duration_s += (across.num_messages - across.num_rounds) * link.message_s
+        return Part(duration_s / 2, cpu_s / 2)
+
+
+def _coded(seconds: float) -> Part:
+    return Part(seconds, seconds)
+
+
+# ---- the training thread ----
+
+
+def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, num_cores: float) -> float:
+    """Seconds of a step once the exchange of the first one was met."""
+    simulation = StepSimulation(num_cores)
+    buckets = list(_buckets(step.gradients, plan.bucket_bytes))
+    if plan.schedule == "blocks":  # nothing of a block overlaps with the next one
+        simulation.compute(plan.block_steps * step.compute_s)
+        for index, bucket in enumerate(buckets):
+            simulation.start(index, exchange.parts(bucket))
+        for index in range(len(buckets)):
+            simulation.wait(index)
+        return simulation.now_s / plan.block_steps
+    num_late = int(plan.schedule == "double_buffering")
+    began_s = 0.0
+    for number in range(_NUM_STEPS):
+        began_s = simulation.now_s
+        simulation.compute(step.compute_s - step.backward_s - step.after_s)
+        done_s = 0.0
+        for index, bucket in enumerate(buckets):
+            ready_s = min(bucket.ready_s, step.backward_s)
+            simulation.compute(ready_s - done_s)
+            done_s = max(done_s, ready_s)
+            simulation.start((number, index), exchange.parts(bucket))
+        simulation.compute(step.backward_s - done_s)
+        for index in range(len(buckets)):
+            simulation.wait((number - num_late, index))
+        simulation.compute(step.after_s)
+    return simulation.now_s - began_s
+
+
+# ---- buckets ----
+
+
+def _buckets(gradients: Sequence[ReadyGradient], bucket_bytes: int) -> Iterator[_Bucket]:
+    """Consecutive gradients of at least ``bucket_bytes``, but for the last; see `plan_buckets`."""
+    members: list[ReadyGradient] = []
+    for gradient in gradients:
+        members.append(gradient)
+        if sum(member.nbytes for member in members) >= bucket_bytes:
+            yield _bucket_of(members)
+            members = []
+    if members:
+        yield _bucket_of(members)
+
+
+def _bucket_of(members: Sequence[ReadyGradient]) -> _Bucket:
+    return _Bucket(
+        ready_s=max(member.ready_s for member in members),
+        numel=sum(member.numel for member in members if not member.is_small),
+        nbytes=sum(member.nbytes for member in members),
+        small_nbytes=sum(member.nbytes for member in members if member.is_small),
+    )

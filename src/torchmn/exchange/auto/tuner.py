@@ -1,0 +1,355 @@
+"""Select schedule, codec and bucket size for the network, by measurement.
+
+    steps 1, 2        the default plan (every step, float32), to warm up
+    steps 3 to 6      the same, timed: when each gradient is ready, how long a step takes
+    then              links and codecs are timed, and every plan is predicted (`predict`)
+    4 steps each      the best few plans are tried, all of them twice, in turns
+    from then on      the fastest of them
+
+All ranks switch at the same step. The communicator, the optimizer and the model stay the same. All
+times are those of the slowest rank; rank 0 decides and all ranks follow. Plans that lose bits or
+are a step late are tried only if the user allowed it, and not if the first steps show that the
+script cannot work with them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+from torchmn.exchange.auto.predict import CodecFacts, Plan, ReadyGradient, StepFacts, ranked, shortlist
+from torchmn.exchange.auto.step_timer import StepTimer
+from torchmn.comm.link_speed import LinkSpeed, measure_links
+from torchmn.comm.codecs import Codec, create_codec
+from torchmn.comm.codecs.codec_timing import measure_codec
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.schedules.base import Schedule
+from torchmn.cluster.units import MiB
+
+NUM_WARM_UP = 2
+NUM_TIMED = 4
+MAX_TRIALS = 4
+WITHIN = 1.5  # plans up to this multiple of the best prediction are tried
+MARGIN = 1.02  # the default plan is kept unless another one is this much faster
+DRIFT = 1.25  # with retune=True: measure again when steps are this much slower than planned
+RETUNE_STEPS = 200
+BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSpace:
+    """The candidates: schedules and codecs by name, the default ones first."""
+
+    schedules: Mapping[str, Callable[[], Schedule]]
+    codecs: Sequence[str]
+
+    def plans(self) -> list[Plan]:
+        """All combinations, the default ones first."""
+        return [
+            Plan(schedule=schedule, codec=codec, bucket_bytes=nbytes)
+            for schedule in self.schedules
+            for codec in self.codecs
+            for nbytes in BUCKET_BYTES
+        ]
+
+    def contains(self, plan: Plan) -> bool:
+        """Whether schedule and codec of a plan are candidates."""
+        return plan.schedule in self.schedules and plan.codec in self.codecs
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan and the median time of its steps in one turn, on the slowest rank."""
+
+    plan: Plan
+    step_s: float
+
+
+class Tunable(Protocol):
+    """What an `Autotuner` needs of the optimizer."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule in use."""
+
+    @property
+    def reducer(self) -> GradientReducer:
+        """The reducer in use."""
+
+    def switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
+        """Continue with another schedule, codec and bucket size. *Collective*, between steps."""
+
+
+def report_to_stderr(text: str) -> None:
+    """Print lines with the prefix of the package."""
+    print("\n".join(f"torchmn: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
+
+
+class Autotuner:
+    """Measures the first steps of an optimizer, then selects the fastest plan for it.
+
+    ``retune=True`` measures again when steps have become slower; a repeated run then need not have
+    the same bits. ``report`` receives the result on rank 0.
+    """
+
+    def __init__(
+        self,
+        space: SearchSpace,
+        *,
+        retune: bool = False,
+        report: Callable[[str], None] = report_to_stderr,
+    ) -> None:
+        self.space = space
+        self.retune = retune
+        self.plan: Plan | None = None
+        """The selected plan; None during the measurements."""
+        self.reason = ""
+        """Why it was selected, in three lines."""
+        self.trials: list[Trial] = []
+        self.planned_s = 0.0
+        """Seconds of a step with the selected plan, when it was selected."""
+        self._report = report
+        self._untried: list[Plan] = []
+        self._trying: Plan | None = None
+        self._must_start_over = False
+        self._num_passes = 0
+        """Backward passes since the last step."""
+        self._excluded: dict[str, str] = {}
+        """Schedules that cannot work in this script, or gain nothing, with the reason."""
+        self._timer = StepTimer()
+
+    def attach(self, optimizer: Tunable) -> None:
+        """Called once. The optimizer has the first schedule and codec of the search space."""
+        self._optimizer = optimizer
+        self._default = Plan(
+            schedule=next(iter(self.space.schedules)),
+            codec=self.space.codecs[0],
+            bucket_bytes=optimizer.reducer.comm.bucket_bytes,
+        )
+        self._using = self._default
+
+    # ---- what the optimizer reports ----
+
+    def timed(self, backward_ended: Callable[[], None]) -> Callable[[], None]:
+        """``backward_ended`` of a schedule, timed."""
+
+        def timed() -> None:
+            started = time.perf_counter()
+            self._num_passes += 1
+            if self._num_passes > 1:
+                self._excluded["double_buffering"] = "two backward passes before a step"
+            backward_ended()
+            self._timer.backward_ended(time.perf_counter() - started)
+
+        return timed
+
+    def closure_given(self) -> None:
+        """The next step has a closure. Local."""
+        self._excluded["double_buffering"] = "step() has a closure"
+
+    def scaler_used(self) -> None:
+        """A GradScaler looks at the gradients before the step. Local."""
+        if self._num_passes:
+            self._excluded["double_buffering"] = "a GradScaler looks at all gradients"
+
+    def on_zero_grad(self) -> None:
+        """Gradients were cleared. Local."""
+        self._num_passes = 0
+
+    def step_ended(self) -> None:
+        """A step is over. *Collective*: it may switch to another plan."""
+        self._num_passes = 0
+        if self._must_start_over:
+            self._start_over()
+            return
+        if self.plan is not None and not self.retune:
+            return
+        self._timer.step_ended()
+        num_steps = len(self._timer.steps_s)
+        if self.plan is not None:
+            if num_steps == RETUNE_STEPS:
+                self._check_drift()
+        elif self._trying is not None:
+            num_warm_up = 1 + self._optimizer.schedule.staleness_steps
+            if num_steps == num_warm_up + NUM_TIMED:
+                self.trials.append(Trial(self._trying, self._slowest_s()))
+                self._try_next()
+        elif num_steps == NUM_WARM_UP:
+            self._timer.record_gradients(list(self._optimizer.reducer.parameters.trained()))
+        elif num_steps == NUM_WARM_UP + NUM_TIMED:
+            self._predict()
+
+    # ---- measuring and deciding; collective ----
+
+    def _start_over(self) -> None:
+        self.plan, self.trials, self._untried, self._trying = None, [], [], None
+        self._must_start_over = False
+        self._timer = StepTimer()
+        self._use(self._default)
+
+    def _slowest_s(self) -> float:
+        """The median of the timed steps on the slowest rank."""
+        mine = torch.tensor([self._timer.median_s(NUM_TIMED)], dtype=torch.float64, device="cpu")
+        return float(self._optimizer.reducer.comm.allreduce(mine, "max"))
+
+    def _predict(self) -> None:
+        """Time links and codecs, and select the plans to try."""
+        comm = self._optimizer.reducer.comm
+        self.trials.append(Trial(self._default, self._slowest_s()))
+        group = comm.inter_node_group
+        link = None
+        if group is not None:
+            link = comm.engine.call(lambda: measure_links(group, comm.device))
+        mine = self._timer.facts(NUM_TIMED)
+        codecs = [
+            CodecFacts(name=name, **asdict(measure_codec(create_codec(name), comm.device)))
+            for name in self.space.codecs
+        ]
+        gathered = comm.gather_obj(
+            (asdict(mine), [asdict(each) for each in codecs], self._excluded)
+        )
+        decision: tuple[list[dict[str, Any]], str] = ([], "")
+        if gathered is not None:
+            slowest = max((_step_facts(s) for s, _, _ in gathered), key=lambda s: s.compute_s)
+            codecs = [
+                max((CodecFacts(**row[i]) for _, row, _ in gathered), key=lambda c: c.encode_s)
+                for i in range(len(codecs))
+            ]
+            excluded = {name: why for _, _, own in gathered for name, why in own.items()}
+            plans: list[Plan] = []
+            if link is not None and group is not None:
+                default = self._default.schedule
+                possible = [
+                    plan
+                    for plan in self.space.plans()
+                    if plan.schedule == default or plan.schedule not in excluded
+                ]
+                found = ranked(possible, slowest, codecs, link, group.size)
+                plans = shortlist(found, within=WITHIN, max_plans=MAX_TRIALS)
+            text = _describe(link, slowest) + self._describe_excluded(excluded)
+            decision = [asdict(plan) for plan in plans], text
+        chosen, self.reason = comm.bcast_obj(decision)
+        others = [plan for plan in (Plan(**row) for row in chosen) if plan != self._default]
+        # In turns: a slow phase of a shared machine affects all of them.
+        self._untried = [*others, self._default, *others] if others else []
+        self._try_next()
+
+    def _describe_excluded(self, excluded: Mapping[str, str]) -> str:
+        return "".join(
+            f"; without {name}: {why}"
+            for name, why in excluded.items()
+            if name in self.space.schedules and name != self._default.schedule
+        )
+
+    def _try_next(self) -> None:
+        """Switch to the next plan to try; after the last one, decide."""
+        if self._untried:
+            self._trying = self._untried.pop(0)
+            self._use(self._trying)
+            return
+        best_s: dict[Plan, float] = {}
+        for trial in self.trials:
+            best_s[trial.plan] = min(trial.step_s, best_s.get(trial.plan, trial.step_s))
+        best = min(best_s, key=best_s.__getitem__)
+        if best_s[self._default] <= best_s[best] * MARGIN:
+            best = self._default
+        tried = ", ".join(f"{plan} {step_s * 1e3:.1f} ms" for plan, step_s in best_s.items())
+        self.planned_s = best_s[best]
+        self._decide(best, f"{self.reason}\ntried: {tried}")
+
+    def _decide(self, plan: Plan, why: str) -> None:
+        self.plan, self._trying = plan, None
+        self.reason = f"{plan}\n{why}"
+        if self._optimizer.reducer.comm.rank == 0:
+            self._report(f"auto selected {self.reason}")
+        self._use(plan)
+
+    def _check_drift(self) -> None:
+        step_s = self._slowest_s()
+        self.planned_s = self.planned_s or step_s
+        self._timer.restart()
+        if step_s > DRIFT * self.planned_s:
+            self._start_over()
+
+    def _use(self, plan: Plan) -> None:
+        self._using = plan
+        schedule = self.space.schedules[plan.schedule]()
+        self._optimizer.switch(schedule, create_codec(plan.codec), plan.bucket_bytes)
+        self._timer.restart()
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The selected plan, or the progress of the measurements. Local."""
+        state = {"using": asdict(self._using), "reason": self.reason}
+        if self.plan is not None:
+            return {**state, "plan": asdict(self.plan), "planned_s": self.planned_s}
+        return {
+            **state,
+            "default": asdict(self._default),
+            "is_trial": self._trying is not None,
+            "untried": [asdict(plan) for plan in self._untried],
+            "trials": [(asdict(trial.plan), trial.step_s) for trial in self.trials],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from `state_dict`, before the optimizer loads its own. *Collective*: may switch.
+
+        A state with a plan continues with it. One that was saved during the measurements continues
+        them, with the plan that was in use: its steps are timed again. A plan that is not in the
+        search space is dropped; without a state everything is measured from scratch.
+        """
+        if not state or not self.space.contains(Plan(**state["using"])):
+            self._start_over()
+        elif "plan" in state:
+            self._decide(Plan(**state["plan"]), "the plan was saved with the state")
+            self.planned_s = state["planned_s"]
+        else:
+            self._start_over()
+            self._use(Plan(**state["using"]))
+            self._default = Plan(**state["default"])
+            self.reason = state["reason"]
+            self._trying = self._using if state["is_trial"] else None
+            untried = [Plan(**row) for row in state["untried"]]
+            self._untried = [plan for plan in untried if self.space.contains(plan)]
+            trials = [Trial(Plan(**row), step_s) for row, step_s in state["trials"]]
+            self.trials = [trial for trial in trials if self.space.contains(trial.plan)]
+            self._must_start_over = state.get("is_of_other_ranks", False)
+
+    def reshard_state_dict(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """For another number of ranks: the old plan for one step, then all is measured again."""
+        return {
+            "using": states[0]["using"],
+            "default": asdict(self._default),
+            "reason": "",
+            "is_trial": False,
+            "untried": [],
+            "trials": [],
+            "is_of_other_ranks": True,
+        }
+
+    def resume_warnings(self) -> list[str]:
+        """See `MultiNodeOptimizer.resume_warnings`."""
+        return [
+            "'auto' measures again and may select another plan: its plan was for the old ranks."
+        ]
+
+
+def _step_facts(row: dict[str, Any]) -> StepFacts:
+    gradients = tuple(ReadyGradient(**gradient) for gradient in row["gradients"])
+    return StepFacts(**{**row, "gradients": gradients, "deviations": ()})
+
+
+def _describe(link: LinkSpeed | None, step: StepFacts) -> str:
+    megabytes = sum(gradient.nbytes for gradient in step.gradients) / 1e6
+    if link is None:
+        return f"nothing crosses a network: {megabytes:.1f} MB of gradients stay on one node"
+    return (
+        f"measured: {link}; a step computes {step.compute_s * 1e3:.1f} ms "
+        f"(backward {step.backward_s * 1e3:.1f} ms) for {megabytes:.1f} MB of gradients"
+    )

@@ -1,0 +1,516 @@
+"""The buckets of one exchange: packed, summed over ranks, and turned into means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.comm import Communicator
+from torchmn.comm.allreduce import AllReduceAlgorithm
+from torchmn.errors import UnsupportedError, UsageError
+from torchmn.exchange.buckets import Bucket, Slot
+from torchmn.exchange.finiteness import Finiteness
+from torchmn.exchange.footer import (
+    ACTIVE,
+    CHECKSUM,
+    GIVEN_UP,
+    JOINT,
+    LATE,
+    MEAN_NOISE,
+    NONFINITE,
+    NUM_FOOTER,
+    OTHER_LAYOUT,
+    OWN_NOISE,
+    OWN_SQUARE,
+    RATE,
+    SAMPLES,
+    WEIGHT,
+    footer_row,
+    raise_if_flags_differ,
+)
+from torchmn.exchange.gradient_norms import GradientNorms, own_terms, squared_norms, total_of
+from torchmn.exchange.nonfinite import NonfiniteGradients
+from torchmn.exchange.weights import PassContext, WeightAgreement, weight_scale
+from torchmn.record import recording
+
+Reduction = Literal["mean", "sum"]
+"""How the ranks' gradients are combined."""
+_NO_DATA = PassContext(step=0, weight=0.0, num_samples=0.0, is_active=False)
+
+
+class BucketSet:
+    """The buckets of one exchange and the sums under way in them.
+
+    Gradients are packed as ``weight / (size * scale)`` times themselves and the footer holds the
+    weight itself: with weights w_i the mean is the sum times ``size * scale / sum(w_i)``, and with
+    ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * scale``.
+
+    The order of calls in one exchange: `begin`, `pack` for each slot, `write_footer`,
+    `start_remaining` or `reduce_remaining`; then `wait` turns the sums into means. `restart` begins
+    the next one.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        algorithm: AllReduceAlgorithm,
+        buckets: list[Bucket],
+        *,
+        what: str = "gradients",
+        reduction: Reduction = "mean",
+    ) -> None:
+        self.comm = comm
+        self.algorithm = algorithm
+        self.buckets = buckets
+        self.slot_of: dict[nn.Parameter, Slot] = {
+            slot.parameter: slot for bucket in buckets for slot in bucket.slots
+        }
+        """In the order of the memory."""
+        self.slots = list(self.slot_of.values())
+        self.what = what
+        self.next_scale: float | None = 1.0
+        """The `weight_scale` that suits the weights of this exchange."""
+        self.sparse_means: dict[nn.Parameter, Tensor | None] = {}
+        """Of parameters whose gradients are sparse, which are in no bucket."""
+        self.context = _NO_DATA
+        """What this rank contributes."""
+        self._reduction = reduction
+        self._overlaps_backward = comm.overlaps_backward
+        self._footer = buckets[-1].exact if buckets else torch.zeros(NUM_FOOTER, device="cpu")
+        self._row: list[float] = [0.0] * self._footer.numel()
+        """The footer, as it was when it was last awaited or written."""
+        self._scale = 1.0
+        self._factor = 1.0
+        self._holds_means = True
+        self._agreement: WeightAgreement | None = None
+        self.finiteness = Finiteness()
+        self._own_squares: list[Tensor] | None = None
+        """Squared norms of what is packed; None if this exchange is not measured."""
+        self.restart()
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether values beyond float16's range would be lost on the way."""
+        return self.algorithm.codec is not None or any(
+            bucket.buffer.dtype == torch.float16 for bucket in self.buckets
+        )
+
+    def warm_up(self) -> None:
+        """Compile what the codec needs now, so that no step has to."""
+        codec = self.algorithm.codec
+        if codec is None or self.comm.size == 1:
+            return
+        layouts = {bucket.layout.dtype: bucket.layout for bucket in self.buckets}
+        for layout in layouts.values():
+            if layout.numel:
+                codec.warm_up(layout, self.buckets[0].buffer.device)
+
+    # ---- filling ----
+
+    def restart(self) -> None:
+        """Forget what was packed."""
+        self.is_begun = False
+        self.is_accumulating = False
+        """Whether a gradient was added to the mean of an earlier exchange."""
+        self._num_started = 0
+        for slot in self.slots:
+            slot.is_packed = slot.has_gradient = False
+        for bucket in self.buckets:
+            bucket.num_packed = 0
+
+    def begin(
+        self, context: PassContext, scale: float | None, *, is_measured: bool = False
+    ) -> None:
+        """Begin an exchange. *Collective*; it waits for nothing.
+
+        ``scale``: the `weight_scale`, the same on all ranks; None to agree on one, for which
+        `await_scale` waits. The ranks' weights are summed first where that must come first.
+        ``is_measured``: `norms` will be asked for.
+        """
+        self.context, self.is_begun = context, True
+        self._own_squares = [] if is_measured else None
+        self._leave_lent()
+        codec = self.algorithm.codec
+        if scale is None or (codec is not None and codec.keeps_residuals):
+            self._agreement = WeightAgreement(
+                self.comm,
+                context.weight,
+                is_active=context.is_active,
+                scale=scale,
+                then=self._ready,
+            )
+        if scale is not None:
+            self._set_scale(scale)
+
+    def _leave_lent(self) -> None:
+        """Leave memory that a script still uses to it and continue in new memory. Local."""
+        for slot in self._move_to_new_memory([slot for slot in self.slots if slot.is_in_use]):
+            grad = slot.parameter.grad
+            if grad is not None:
+                slot.tensor.copy_(grad)
+                slot.lend()
+
+    def _move_to_new_memory(self, slots: Sequence[Slot]) -> list[Slot]:
+        """Move the buckets of these slots, and so all slots in them; every ``p.grad`` stays.
+
+        Returns the moved slots whose tensor was ``p.grad``.
+        """
+        lent = []
+        for bucket in dict.fromkeys(slot.bucket for slot in slots):
+            lent += [slot for slot in bucket.slots if slot.parameter.grad is slot.tensor]
+            new = torch.zeros_like(bucket.buffer).untyped_storage()
+            for tensor in (bucket.buffer, *([self._footer] if bucket is self.buckets[-1] else [])):
+                tensor.set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
+            for slot in bucket.slots:
+                slot.follow()
+        return lent
+
+    def await_scale(self, scale: float | None) -> float:
+        """The `weight_scale` of this exchange; waits for the other ranks if ``scale`` is None."""
+        if scale is None:
+            scale = 1.0 if self._agreement is None else self._agreement.scale
+            self._set_scale(scale)
+        return scale
+
+    def _set_scale(self, scale: float) -> None:
+        self._scale = scale
+        self._own_factor = self.context.weight / (self.comm.size * scale)
+
+    def _ready(self, total_weight: float, scale: float) -> None:
+        """After the sum of weights, before anything is encoded; inside of the engine's job."""
+        factor = self._factor_of(total_weight, scale)
+        if self.algorithm.codec is not None:
+            self.algorithm.codec.begin(1 / factor if factor else 0.0)
+
+    def pack(self, slot: Slot) -> None:
+        """Write this rank's part of a gradient, zeros if there is none; send what is full."""
+        grad, tensor, factor = slot.parameter.grad, slot.tensor, self._own_factor
+        if tensor.data_ptr() != slot.address:
+            tensor = slot.current_tensor()
+        if grad is not None:
+            if grad.requires_grad or grad.layout is not torch.strided:
+                self._refuse(slot.name, grad)
+            slot.has_gradient = True
+        if grad is None or factor == 0.0:  # zero weight: even NaN, the mean of nothing, has none
+            tensor.zero_()
+        elif grad.data_ptr() != tensor.data_ptr():
+            torch.mul(grad, factor, out=tensor)
+        else:
+            if factor != 1.0:
+                tensor.mul_(factor)
+            if grad is tensor:
+                self.is_accumulating = True
+        slot.is_packed = True
+        self.finiteness.note(slot)
+        if self._own_squares is not None and slot.has_gradient and slot.end > slot.start:
+            self._own_squares.append(squared_norms(slot.values))
+        bucket = slot.bucket
+        bucket.num_packed += 1
+        if bucket.num_packed == len(bucket.slots):
+            bucket.ready = recording.mark()
+            if self._overlaps_backward:
+                self.start_full()
+
+    def _refuse(self, name: str, grad: Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{self.comm.rank_label}: the gradient of '{name}' is sparse ({grad.layout}), and "
+                "its layer is not one whose gradients are known to be: nn.Embedding and "
+                "nn.EmbeddingBag with sparse=True. Use one of these, or dense gradients "
+                "(sparse=False)."
+            )
+        raise UnsupportedError(
+            f"{self.comm.rank_label}: backward(create_graph=True): every p.grad becomes a mean "
+            "over ranks, which has no graph and cannot be differentiated again. For second "
+            "derivatives use torch.autograd.grad(loss, parameters, create_graph=True)."
+        )
+
+    def write_footer(
+        self,
+        *,
+        presence: Sequence[bool] = (),
+        flag: int | None = None,
+        context: PassContext | None = None,
+    ) -> None:
+        """Write what this rank reports; ``flag``: `GIVEN_UP` or `OTHER_LAYOUT`, or None."""
+        if context is not None:
+            self.context = context
+        if self.buckets:
+            row = footer_row(self.context, self.comm.rank, presence, flag)
+            self._row = row + [0.0] * (self._footer.numel() - len(row))
+            self._footer.copy_(torch.tensor(self._row, dtype=torch.float64, device="cpu"))
+            replica = self.context.replica
+            if self.context.is_active and replica is not None and replica.checksum is not None:
+                self._footer[CHECKSUM] = replica.checksum
+            num_nonfinite = self.finiteness.count(self._footer.device)
+            if num_nonfinite is not None:
+                self._footer[NONFINITE] = num_nonfinite
+            if self._own_squares is not None:
+                self._footer[OWN_SQUARE], self._footer[OWN_NOISE], self._footer[MEAN_NOISE] = (
+                    own_terms(
+                        total_of(self._own_squares, self._footer.device),
+                        self._own_factor,
+                        self.context,
+                        is_own=not self.is_accumulating,
+                    )
+                )
+
+    # ---- sending ----
+
+    def start_full(self) -> None:
+        """Start the sums of buckets that are full, but for the last: no computation hides it."""
+        for bucket in self.buckets[self._num_started : -1]:
+            if bucket.num_packed < len(bucket.slots):
+                return
+            self._start(bucket)
+
+    def start_remaining(self) -> None:
+        """Start all other sums and return at once."""
+        for bucket in self.buckets[self._num_started :]:
+            self._start(bucket)
+
+    def reduce_remaining(self) -> None:
+        """Do all other sums, on the calling thread if nothing else is under way."""
+        for bucket in self.buckets[self._num_started :]:
+            self.comm.sum_(
+                bucket,
+                self.algorithm,
+                bucket=bucket.index,
+                step=self.context.step,
+                on_complete=self._next_callback(),
+            )
+
+    def send_nothing(self, flag: int) -> None:
+        """Do all other sums with zeros and a footer that says why there will be no means."""
+        held = [slot for slot in self.slots if slot.parameter.grad is slot.tensor]
+        self._move_to_new_memory([slot for slot in held if slot.may_lend])
+        for slot in held:
+            if not slot.may_lend:  # memory that ranks share stays where it is
+                slot.parameter.grad = slot.tensor.clone()
+        for bucket in self.buckets[self._num_started :]:
+            bucket.buffer.zero_()
+        nothing = replace(self.context, weight=0.0, num_samples=0.0, rate=0.0, is_active=False)
+        self.write_footer(flag=flag, context=nothing)
+        self.reduce_remaining()
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.work = self.comm.start_sum_(
+            bucket,
+            self.algorithm,
+            bucket=bucket.index,
+            step=self.context.step,
+            on_complete=self._next_callback(),
+        )
+
+    def _next_callback(self) -> Callable[[], None] | None:
+        """What ends an exchange: after its last bucket, before anything else is encoded."""
+        self._holds_means = False
+        self._num_started += 1
+        is_last = self._num_started == len(self.buckets)
+        return self._finish if is_last and self.algorithm.codec is not None else None
+
+    def _finish(self) -> None:
+        codec = self.algorithm.codec
+        if codec is None:
+            return
+        finiteness = self.finiteness
+        finiteness.in_decoding = codec.nonfinite.names("decoding")
+        finiteness.in_encoding = codec.nonfinite.names("encoding")
+        is_decoded = self.comm.all_valid(not finiteness.in_decoding)
+        # A sum that is thrown away has lost nothing, and what was added to it is still lost.
+        row = self._footer.tolist()
+        finiteness.is_valid = is_decoded and row[NONFINITE] == 0
+        is_used = row[WEIGHT] > 0 and not row[GIVEN_UP] and not row[OTHER_LAYOUT]
+        codec.finish(is_valid=finiteness.is_valid and is_used)
+
+    # ---- what has arrived ----
+
+    def drain(self) -> None:
+        """Wait for all sums, whatever they are."""
+        self._await_agreement()
+        for bucket in self.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+        self._row = self._footer.tolist()
+
+    def await_bucket(self, bucket: Bucket) -> None:
+        """Wait for the sum of one bucket, which `wait` has not made means yet."""
+        if bucket.work is not None:
+            bucket.work.wait()
+
+    def wait(self) -> bool:
+        """Wait for all sums and turn them into means; calling it again changes nothing.
+
+        Returns whether sums were scaled. Raises UsageError on all ranks: the weights of the active
+        ranks add up to zero.
+        """
+        self.drain()
+        if self._holds_means:
+            return False
+        self._check_footer()
+        if self._factor != 1.0:
+            for bucket in self.buckets:
+                bucket.buffer[: bucket.buffer.numel() - bucket.num_exact].mul_(self._factor)
+        self._holds_means = True
+        return self._factor != 1.0
+
+    def _check_footer(self) -> None:
+        self.raise_if_flags_differ()
+        total = self.total_weight
+        self.next_scale = weight_scale(total, self.num_active)
+        self._factor = self._factor_of(total, self._scale)
+        if total == 0.0 and self.num_active and self._reduction == "mean":
+            raise UsageError(
+                f"{self.comm.rank_label}: the weights of all ranks are zero. With weight='samples' "
+                "(the default with scatter_loader) the model's forward must see a tensor with a "
+                "batch dimension, in train() mode; else call "
+                "optimizer.set_weight(number_of_samples) before backward()."
+            )
+
+    def raise_if_flags_differ(self) -> None:
+        """Raise RankMismatchError if only some ranks did what all must do. Local."""
+        if self.buckets:
+            raise_if_flags_differ(self.comm, self._row, self.context)
+
+    def _factor_of(self, total: float, scale: float) -> float:
+        """The factor that turns a sum into the mean, or into what else was asked for."""
+        if total == 0.0:
+            return 0.0
+        return self.comm.size * scale / (1.0 if self._reduction == "sum" else total)
+
+    def _await_agreement(self) -> None:
+        """A sum of weights that failed must not be taken for one that succeeded."""
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            agreement.wait()
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what was summed is finite on all ranks, after the sum was awaited."""
+        return self.finiteness.is_valid and self._row[NONFINITE] == 0
+
+    @property
+    def total_weight(self) -> float:
+        """The weights of all ranks in the sum that was awaited."""
+        return self._row[WEIGHT]
+
+    @property
+    def num_samples(self) -> float:
+        """The samples of all ranks in the sum that was awaited, where they are counted."""
+        return self._row[SAMPLES]
+
+    @property
+    def sum_of_rates(self) -> float:
+        """The learning rates of all ranks in the sum that was awaited, added up."""
+        return self._row[RATE]
+
+    @property
+    def num_active(self) -> int:
+        """The number of ranks that contributed data of their own to the sum that was awaited."""
+        return round(self._row[ACTIVE])
+
+    @property
+    def is_late_on_some(self) -> bool:
+        """Whether some active ranks, and not all, made this exchange in `step`."""
+        return 0 < round(self._row[LATE]) < self.num_active
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether a rank made it in a backward pass that other optimizers share."""
+        return self._row[JOINT] > 0
+
+    @property
+    def presence(self) -> list[bool]:
+        """Whether any rank had a gradient, for every one of `slots` (zero_fill off)."""
+        return [flag != 0.0 for flag in self._row[NUM_FOOTER:]]
+
+    def norms(self) -> GradientNorms | None:
+        """Of the gradients and of the means that `wait` has made; None if not measured. Local."""
+        total = self.total_weight
+        if self._own_squares is None or not total:
+            return None
+        squares = [squared_norms(slot.values) for slot in self.slots if slot.end > slot.start]
+        return GradientNorms(
+            step=self.context.step,
+            num_samples=self.num_samples,
+            own_square=self._row[OWN_SQUARE] / total,
+            mean_square=total_of(squares, self._footer.device).item(),
+            own_noise=self._row[OWN_NOISE] / total,
+            mean_noise=self._row[MEAN_NOISE] / total**2,
+        )
+
+    def nonfinite(self) -> NonfiniteGradients | None:
+        """What was not finite in the sums that were awaited. *Collective*, and only once.
+
+        Nothing is sent unless something was not finite.
+        """
+        is_finite, own = self.is_finite, self.finiteness
+        names = None if is_finite else (own.here, own.in_encoding, own.in_decoding)
+        own.clear()
+        if names is None:
+            return None
+        gathered = self.comm.allgather_obj(names)
+        # A rank that encodes for a node meets what is not finite in others' gradients too, so its
+        # report counts only if all gradients were finite: then narrowing them was too much.
+        by_rank = {rank: own for rank, (own, _, _) in enumerate(gathered) if own}
+        if not by_rank:
+            by_rank = {rank: names for rank, (_, names, _) in enumerate(gathered) if names}
+        in_sum = sorted({name for _, _, names in gathered for name in names})
+        return NonfiniteGradients(self.context.step, by_rank, in_sum, self.what)
+
+    # ---- state ----
+
+    def means(self) -> dict[str, Tensor | None]:
+        """A copy of the means by name, to be saved; None where no rank had a gradient."""
+        copies: dict[str, Tensor | None] = {slot.name: slot.tensor.clone() for slot in self.slots}
+        for slot, is_present in zip(self.slots, self.presence, strict=False):
+            if not is_present:
+                copies[slot.name] = None
+        return copies
+
+    def record(self) -> dict[str, Any]:
+        """What is known of the sums that were awaited, beside their means: to be saved."""
+        return {
+            "step": self.context.step,
+            "next_scale": self.next_scale,
+            "is_finite": self.is_finite,
+            **self.finiteness.record(),
+        }
+
+    def load_means(
+        self,
+        means: dict[str, Tensor | None],
+        record: dict[str, Any] | None = None,
+        *,
+        total_weight: float | None = None,
+    ) -> None:
+        """Hold saved means, and their `record`. Raises UsageError: they are of other parameters."""
+        names = [slot.name for slot in self.slots]
+        if set(names) != means.keys():
+            odd = sorted(set(names) ^ means.keys())
+            raise UsageError(
+                f"The saved pending gradient is of other parameters; they differ in {odd[:5]}."
+            )
+        self._leave_lent()
+        self._own_squares = None
+        for slot in self.slots:
+            mean = means[slot.name]
+            slot.tensor.zero_() if mean is None else slot.tensor.copy_(mean)
+        record = record or {}
+        self.finiteness.load(record)
+        self.write_footer(
+            presence=[means[name] is not None for name in names][: len(self._row) - NUM_FOOTER],
+            context=PassContext(
+                step=record.get("step", self.context.step),
+                weight=float(self.comm.size) if total_weight is None else total_weight,
+                num_samples=0.0,
+                is_active=True,
+            ),
+        )
+        self.next_scale = record.get("next_scale")
+        self._holds_means = True

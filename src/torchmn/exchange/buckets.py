@@ -1,0 +1,254 @@
+"""Gradients laid out in flat buffers, the buckets, which are sent one by one.
+
+A buffer holds parameters of one dtype and device, in one fixed order on all ranks. Every parameter
+has a `Slot`, a tensor of its own shape and strides in the buffer's memory. A `Bucket` is what is
+sent at once: a whole buffer. The last bucket ends with the footer (see `torchmn.exchange.footer`),
+which no codec encodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.comm.allreduce import ReduceBlock
+from torchmn.comm.base import Granularity
+from torchmn.comm.engine import Work
+from torchmn.comm.codecs import Layout
+from torchmn.exchange.gradient_memory import CAN_COUNT, num_references
+
+NamedParameter = tuple[str, nn.Parameter]
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+_NARROW = (torch.float16, torch.bfloat16)
+_ALIGNMENT = 16  # elements; slots start at a multiple of a vector's width
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """The memory of one parameter's gradient in a buffer."""
+
+    name: str
+    parameter: nn.Parameter
+    tensor: Tensor
+    """Of the parameter's shape and, if that is dense, its strides."""
+    start: int
+    """The first element in the bucket, and one past the last."""
+    end: int
+    address: int = 0
+    may_lend: bool = False
+    """Whether the memory can be given up to a script: ordinary CPU memory."""
+    bucket: Bucket = field(init=False)
+    is_packed: bool = False
+    """Whether this rank's part of the exchange being filled has been written."""
+    has_gradient: bool = False
+    """Whether there was a gradient to write."""
+    unused: tuple[int, int, int] | None = None
+    """`num_references` before ``p.grad`` was first `tensor`; None if it never was."""
+
+    def current_tensor(self) -> Tensor:
+        """`tensor`, made again if it was given other memory, as ``p.grad.data = ...`` does."""
+        if self.tensor.data_ptr() != self.address:
+            self.tensor = _alias(self.bucket.buffer, self.start, self.parameter)
+        return self.tensor
+
+    @property
+    def suits_parameter(self) -> bool:
+        """Whether the tensor can be ``p.grad``: not if the parameter was converted meanwhile."""
+        tensor, parameter = self.tensor, self.parameter
+        return tensor.dtype == parameter.dtype and tensor.device == parameter.device
+
+    def lend(self) -> None:
+        """Make ``p.grad`` the tensor, until the script has let go of it."""
+        tensor = self.current_tensor()
+        if self.parameter.grad is not tensor:
+            del tensor
+            if self.unused is None:
+                self.unused = num_references(self)
+            self.parameter.grad = self.tensor
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a script keeps the tensor, a view of it or an array in its memory.
+
+        A ``p.grad`` that was not cleared does not count: a backward pass changes it in place.
+        """
+        return (
+            self.unused is not None
+            and self.parameter.grad is not self.tensor
+            and (num_references(self) != self.unused or self.tensor.data_ptr() != self.address)
+        )
+
+    @property
+    def values(self) -> Tensor:
+        """The elements in the bucket's buffer, (numel,)."""
+        return self.bucket.buffer[self.start : self.end]
+
+    def follow(self) -> None:
+        """Continue in the memory that the bucket has now; ``p.grad`` stays where it is."""
+        self.tensor = _alias(self.bucket.buffer, self.start, self.parameter)
+        self.address, self.unused = self.tensor.data_ptr(), None
+
+
+@dataclass(eq=False)
+class Bucket(ReduceBlock):
+    """A flat buffer, which is sent at once."""
+
+    index: int = 0
+    slots: list[Slot] = field(default_factory=list)
+    num_packed: int = 0
+    work: Work[None] | None = None
+    """Its sum under way."""
+
+
+def new_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in ordinary memory."""
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def plan_buckets(
+    parameters: Sequence[NamedParameter],
+    *,
+    granularity: Granularity,
+    bucket_bytes: int,
+    num_footer: int,
+    footer_device: torch.device | None = None,
+    allocate: Allocate = new_zeros,
+) -> list[Bucket]:
+    """Lay out parameters in the order in which their gradients are expected.
+
+    ``parameters`` come in the order of registration: backward meets them about in reverse.
+    ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. A pure
+    function of facts that are the same on all ranks, but for ``allocate``, which may be collective.
+
+    The footer ends the last bucket. It has a bucket of its own beside 16 bits, in which it would
+    miscount, and on ``footer_device`` where there are no parameters.
+    """
+    if granularity == "parameter":
+        groups = [[item] for item in sorted(parameters, key=lambda item: item[0])]
+    elif granularity == "everything":
+        groups = _by_kind(parameters)
+    else:
+        groups = [
+            part
+            for kind in _by_kind(list(reversed(parameters)))
+            for part in _in_parts(kind, bucket_bytes)
+        ]
+    has_own_footer, footer_dtype = not groups, torch.float32
+    if groups:
+        last = groups[-1][0][1]
+        footer_device = last.device
+        if last.dtype in _NARROW:
+            has_own_footer = True
+        else:
+            footer_dtype = last.dtype.to_real() if last.dtype.is_complex else last.dtype
+    elif footer_device is None:
+        return []
+    buckets = [
+        _lay_out(group, 0 if has_own_footer or group is not groups[-1] else num_footer, allocate)
+        for group in groups
+    ]
+    if has_own_footer:
+        footer = allocate(num_footer, footer_dtype, footer_device)
+        buckets.append(Bucket(footer, Layout((), footer_dtype), num_footer))
+    for index, bucket in enumerate(buckets):
+        bucket.index = index
+    return buckets
+
+
+def _by_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[NamedParameter]] = {}
+    for name, parameter in parameters:
+        kinds.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
+    return list(kinds.values())
+
+
+def _in_parts(
+    parameters: Sequence[NamedParameter], bucket_bytes: int
+) -> list[list[NamedParameter]]:
+    """Consecutive parts of at least ``bucket_bytes``, but for the last."""
+    parts: list[list[NamedParameter]] = []
+    part: list[NamedParameter] = []
+    nbytes = 0
+    for name, parameter in parameters:
+        part.append((name, parameter))
+        nbytes += parameter.nbytes
+        if nbytes >= bucket_bytes:
+            parts.append(part)
+            part, nbytes = [], 0
+    if part:
+        parts.append(part)
+    return parts
+
+
+def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocate) -> Bucket:
+    first = group[0][1]
+    dtype = first.dtype.to_real() if first.dtype.is_complex else first.dtype
+    sizes = [p.numel() * (2 if p.dtype.is_complex else 1) for _, p in group]
+    starts = []
+    end = 0
+    for size in sizes:
+        starts.append(end)
+        end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
+    buffer = allocate(end + num_footer, dtype, first.device)
+    is_ordinary = buffer.device.type == "cpu" and buffer.untyped_storage().resizable()
+    slots = []
+    for start, size, (name, parameter) in zip(starts, sizes, group, strict=True):
+        tensor = _alias(buffer, start, parameter)
+        slots.append(Slot(name, parameter, tensor, start, start + size, tensor.data_ptr()))
+        slots[-1].may_lend = CAN_COUNT and is_ordinary and size > 0
+    layout = Layout.of(((s.name, s.start, shape_in_memory(s.tensor)) for s in slots), dtype)
+    bucket = Bucket(buffer, layout, num_footer, slots=slots)
+    for slot in slots:
+        slot.bucket = bucket
+    return bucket
+
+
+def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
+    """A tensor in the buffer's memory with the parameter's shape and, if dense, its strides.
+
+    Not a view: `detach_` and `zero_grad` treat it as any gradient. On the CPU it has a storage
+    of its own, which begins and ends with it.
+    """
+    shape = parameter.shape
+    strides = (
+        parameter.stride() if is_dense(parameter) else torch.empty(shape, device="meta").stride()
+    )
+    if buffer.device.type == "cpu" and parameter.numel():
+        alias = torch.frombuffer(
+            buffer.view(torch.uint8).numpy(),
+            dtype=parameter.dtype,
+            count=parameter.numel(),
+            offset=start * buffer.itemsize,
+        )
+        return alias.set_(alias.untyped_storage(), 0, shape, strides)
+    alias = torch.empty(0, dtype=parameter.dtype, device=buffer.device)
+    offset = buffer.storage_offset() + start
+    if parameter.dtype.is_complex:
+        offset //= 2  # in elements of the alias
+    return alias.set_(buffer.untyped_storage(), offset, shape, strides)
+
+
+def shape_in_memory(slot: Tensor) -> tuple[int, ...]:
+    """The slot's dims in the order of its memory; of complex numbers with the two real parts."""
+    dims = sorted(zip(slot.stride(), slot.shape, strict=True), key=lambda dim: -dim[0])
+    return (*(size for _, size in dims), *((2,) if slot.is_complex() else ()))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in any order of dims."""
+    dims = sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    )
+    expected = 1
+    for stride, size in dims:
+        if stride != expected:
+            return False
+        expected *= size
+    return True

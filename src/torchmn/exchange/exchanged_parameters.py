@@ -1,0 +1,136 @@
+"""The parameters whose gradients are exchanged, and whether they have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.comm import Communicator
+from torchmn.errors import UnsupportedError
+from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.local_shards import LocalShards, whole_of
+from torchmn.exchange.sharded_parameters import ModelMesh
+
+
+class ExchangedParameters:
+    """The parameters of one reducer.
+
+    Args:
+        trained: called for those of the optimizer by name, in the order of registration.
+        find_sparse: called for those whose gradients are sparse.
+        find_untrained: called once, at the first exchange, for parameters of the model that no
+            optimizer trains; until then another optimizer may be made for them.
+    """
+
+    def __init__(
+        self,
+        trained: Callable[[], Sequence[NamedParameter]],
+        find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
+        find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
+    ) -> None:
+        self._shards = LocalShards()
+        self._trained = trained
+        self.untrained: Sequence[NamedParameter] = ()
+        """Parameters of the model that no optimizer trains, since the first exchange."""
+        self.sparse: list[NamedParameter] = []
+        """Of those laid out, the ones that are in no bucket."""
+        self._find_sparse = find_sparse
+        self._find_untrained: Callable[[], Sequence[NamedParameter]] | None = find_untrained
+        self.mesh = ModelMesh([])
+        """The ranks that hold the model among them: this one, unless parameters are sharded."""
+        self._known: list[nn.Parameter] = []
+        self._facts: list[tuple[object, ...]] = []
+        self._addresses: list[tuple[bool, int]] = []
+
+    def trained(self) -> list[NamedParameter]:
+        """Those of the optimizer by name, in order; see `LocalShard` for those that are sharded."""
+        return self._shards.named(self._trained())
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """What stands for a parameter of the model here."""
+        return self._shards.of(parameter)
+
+    @property
+    def differentiable(self) -> list[nn.Parameter]:
+        """All that can have a gradient, frozen ones too."""
+        return [p for p in self._known if p.is_floating_point() or p.is_complex()]
+
+    def lay_out(self, with_gradients: Collection[Tensor]) -> list[NamedParameter]:
+        """Take note of how the parameters are now, and return those that buckets must hold.
+
+        ``with_gradients`` are exchanged even if they are frozen.
+        """
+        self._shards.follow()
+        trained = self.trained()
+        held = {parameter for _, parameter in trained}
+        known = trained + [(n, p) for n, p in self.untrained if p not in held]
+        self._known = [p for _, p in known]
+        self._facts = [_layout_facts(p) for p in self._known]
+        self._addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
+        trainable = [(n, p) for n, p in known if p.requires_grad or p in with_gradients]
+        sparse = set(self._find_sparse())
+        self.sparse = [(n, p) for n, p in trainable if p in sparse]
+        self.mesh = ModelMesh(whole_of(p) for p in self._known)
+        return [(n, p) for n, p in trainable if p not in sparse]
+
+    @property
+    def are_sharded(self) -> bool:
+        """Whether some are DTensors, of which each rank holds a part."""
+        return self._shards.exist
+
+    @property
+    def can_be_compared_in_backward(self) -> bool:
+        """Whether `have_changed` may be called inside of a backward pass.
+
+        `fully_shard` has other parameters in the model's place there, so none is looked for.
+        """
+        return self._find_untrained is None or not self.are_sharded
+
+    def have_changed(self) -> bool:
+        """Whether parameters are not as they were when they were laid out.
+
+        `nn.Module.to`, `half`, `requires_grad_` and an assignment to ``.data`` change parameters in
+        place, at any time. What has the same address as before is not looked at again.
+        """
+        if self._find_untrained is not None:
+            self.untrained = self._shards.named(self._find_untrained())
+            self._find_untrained = None
+            for _, parameter in self.untrained:  # as if they had been frozen until now
+                self._known.append(parameter)
+                self._facts.append((False, *_layout_facts(parameter)[1:]))
+                self._addresses.append((False, 0))
+        self._shards.follow()
+        addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
+        if addresses == self._addresses:
+            return False
+        if [_layout_facts(p) for p in self._known] != self._facts:
+            return True
+        self._addresses = addresses
+        return False
+
+    def release(self, parameters: Collection[nn.Parameter]) -> bool:
+        """Forget untrained parameters that another optimizer trains; whether there were any."""
+        kept = [(n, p) for n, p in self.untrained if whole_of(p) not in parameters]
+        is_changed, self.untrained = len(kept) < len(self.untrained), kept
+        return is_changed
+
+
+def raise_if_on_another_gpu(named: Iterable[NamedParameter], comm: Communicator) -> None:
+    """Raise UnsupportedError if one is on a GPU that is not that of the communicator. Local.
+
+    The engine orders its stream with those of one GPU, and NCCL has one for each rank.
+    """
+    for name, parameter in named:
+        if parameter.is_cuda and parameter.device != comm.device:
+            raise UnsupportedError(
+                f"{comm.rank_label}: '{name}' is on {parameter.device}, but this rank exchanges "
+                f"gradients on {comm.device}. Move the model to comm.device, or leave the "
+                "parameters on the CPU."
+            )
+
+
+def _layout_facts(parameter: nn.Parameter) -> tuple[bool, torch.dtype, torch.device, torch.Size]:
+    """What the place of a parameter in a bucket depends on."""
+    return parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape

@@ -1,0 +1,91 @@
+"""Which gradients of an exchange are not finite, found while they are packed and exchanged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmn.exchange.buckets import Slot
+
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+class Finiteness:
+    """What this rank knows of one exchange. Every method is local."""
+
+    def __init__(self) -> None:
+        self.is_valid = True
+        """Whether all ranks could decode what was exchanged."""
+        self.in_encoding: list[str] = []
+        """Parameters of which a codec encoded or decoded what is not finite."""
+        self.in_decoding: list[str] = []
+        self._sums: list[tuple[Slot, Tensor]] = []
+        self._here: list[str] = []
+
+    def note(self, slot: Slot) -> None:
+        """Remember whether what was written into a slot is finite.
+
+        Best called straight after the copy: as long as the slot is in the cache, a sum costs a
+        fifth of the copy.
+        """
+        tensor = slot.tensor
+        if tensor.device.type != "cpu" and tensor.numel():  # a sum that overflows is final there
+            total = torch.linalg.vector_norm(tensor, float("inf"))
+        elif tensor.dtype in _NARROW:
+            total = tensor.sum(dtype=torch.float32)
+        else:
+            total = tensor.sum()
+        self._sums.append((slot, total))
+
+    def count(self, device: torch.device) -> Tensor | float | None:
+        """How many gradients of this rank are not finite; a GPU is not waited for.
+
+        None: none was noted. ``device`` is that of the count.
+        """
+        if not self._sums:
+            return None
+        if device.type != "cpu":
+            # Each on the device of its gradient and in its own dtype: a finite float64 may be
+            # infinite in float32.
+            flags = [torch.isfinite(total).to(device) for _, total in self._sums]
+            return (~torch.stack(flags)).sum()
+        self._here = [
+            slot.name
+            for slot, total in self._sums
+            if not math.isfinite(abs(total.item()))
+            and not torch.isfinite(slot.tensor).all()  # or large values that overflow in their sum
+        ]
+        self._sums.clear()
+        return float(len(self._here))
+
+    def clear(self) -> None:
+        """Forget all of it."""
+        self.is_valid = True
+        self.in_encoding, self.in_decoding, self._here = [], [], []
+        self._sums.clear()
+
+    @property
+    def here(self) -> list[str]:
+        """The names of this rank's gradients that are not finite; waits for a GPU."""
+        on_device = [slot.name for slot, total in self._sums if not torch.isfinite(total)]
+        return list(dict.fromkeys([*self._here, *on_device]))
+
+    def record(self) -> dict[str, list[str]]:
+        """What is known, to be saved."""
+        return {
+            "here": self.here,
+            "encoded": self.in_encoding,
+            "decoded": self.in_decoding,
+        }
+
+    def load(self, record: Mapping[str, Any]) -> None:
+        """Continue from a `record`, with ``is_finite`` beside it."""
+        self._sums.clear()
+        self.is_valid = record.get("is_finite", self.is_valid)
+        self._here = list(record.get("here", ()))
+        self.in_encoding = list(record.get("encoded", ()))
+        self.in_decoding = list(record.get("decoded", ()))

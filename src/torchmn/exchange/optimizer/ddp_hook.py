@@ -1,0 +1,347 @@
+"""Any codec as a communication hook of torch's DistributedDataParallel (DDP).
+
+For each bucket, as soon as DDP has filled it, on W ranks:
+
+    g_i <- g_i / W;     g <- sum over ranks of the encoded g_i      (`communicators.allreduce`)
+
+and at the end of backward `Codec.finish`, once. The sums run on the communicator's engine,
+overlapped with backward, over connections of their own: nothing of ours comes between DDP's own
+collectives.
+
+Differences from the hooks of torch.distributed.algorithms: residuals are kept by the parameter's
+name, so that they outlive DDP's new buckets after the first step (its PowerSGD hook lost them
+there); they are state, and a step whose gradients are not finite leaves them as they were; all
+ranks decode the same bytes, so replicas stay bit-identical.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket, PrefixStore
+from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.nn.parallel import DistributedDataParallel
+
+from torchmn.comm import Communicator
+from torchmn.comm.allreduce import ReduceBlock
+from torchmn.comm.engine import Work
+from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.comm.object_codec import Trust
+from torchmn.compiling import not_compiled
+from torchmn.comm.codecs import Codec, Layout
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.buckets import shape_in_memory
+from torchmn.exchange.codec_state import (
+    codec_state,
+    load_codec_state,
+    own_codec,
+    warn_if_it_encodes_nothing,
+)
+from torchmn.exchange.nonfinite import NonfiniteGradients
+from torchmn.exchange.parameter_hook import owners_of
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.resharding import reshard_codec
+from torchmn.cluster import Topology
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+
+
+class DdpHook:
+    """Made by `ddp_hook`. It serves one model, until `close`."""
+
+    def __init__(
+        self, codec: str | Codec | None, comm: Communicator | None, *, timeout_s: float
+    ) -> None:
+        self.__name__ = self.__qualname__ = "ddp_hook"  # DDP asks for both
+        self.nonfinite: list[NonfiniteGradients] = []
+        """Every pass in which a codec met gradients that were not finite, the same on all ranks."""
+        self._asked = codec
+        self._comm = comm
+        self._is_own_comm = comm is None
+        self._timeout_s = timeout_s
+        self._codec: Codec | None = None
+        self._names: dict[Tensor, str] = {}
+        self._is_named = False
+        self._is_open = False
+        self._works: list[Work[None]] = []
+        self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._num_passes = 0
+        self._was_finite = True
+        self._seen: dict[Literal["encoding", "decoding"], list[str]] = {}
+        self._layouts: dict[tuple[str, ...], Layout] = {}
+
+    # ---- before training, and after ----
+
+    def register(self, model: DistributedDataParallel) -> DdpHook:
+        """Exchange the gradients of ``model`` from now on; returns itself. *Collective.*
+
+        Raises UsageError: not a DDP model, or a second one; UnsupportedError: the route cannot
+        carry the codec; RankMismatchError: ranks ask for different codecs.
+        """
+        if not isinstance(model, DistributedDataParallel):
+            raise UsageError(
+                f"ddp_hook() is for DistributedDataParallel, but got {type(model).__name__}. Other "
+                "models are trained with create_multi_node_optimizer."
+            )
+        if self._is_open:
+            raise UsageError("This hook serves a model already. Make another with ddp_hook().")
+        if any(isinstance(o, GradientReducer) for o in owners_of(model.parameters())):
+            raise UsageError(
+                "A multi-node optimizer exchanges the gradients of this model already, and they "
+                "would be averaged twice. Use one of the two: close() the optimizer, or give it "
+                "the module without DistributedDataParallel."
+            )
+        self._open(model, next(model.module.parameters()).device)
+        self._warm_up()
+        model.register_comm_hook(None, self)  # with the model as state neither would ever be freed
+        return self
+
+    @property
+    def communicator(self) -> Communicator:
+        """Over which the gradients go. Raises UsageError: there is none yet."""
+        if self._comm is None:
+            raise UsageError("This hook serves no model yet. Call register(model) first.")
+        return self._comm
+
+    @property
+    def codec(self) -> Codec | None:
+        """The codec of this model, with its residuals; None in float32."""
+        return self._codec
+
+    def state_dict(self) -> dict[str, Any]:
+        """The codec's state on this rank: save it on every rank. Local.
+
+        It has the form of ``optimizer.state_dict()["torchmn"]["codec"]``.
+        """
+        self._raise_if_nameless()
+        return codec_state(self._codec, self.communicator)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the `state_dict` of the same rank; an empty dict starts from scratch."""
+        self._raise_if_nameless()
+        load_codec_state(self._codec, self.communicator, state)
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local."""
+        return reshard_codec(states, self.communicator)
+
+    def close(self) -> None:
+        """End the connections, if they are its own. The model can no longer be trained. Local."""
+        if self._comm is not None and self._is_own_comm:
+            self._comm.finalize()
+
+    def _open(self, model: object, device: torch.device) -> None:
+        """Meet the other ranks. *Collective.* Without a model names are numbers."""
+        group: Any = None  # the default one
+        if isinstance(model, DistributedDataParallel):
+            group = model.process_group
+            self._names = {parameter: name for name, parameter in model.module.named_parameters()}
+            self._is_named = True
+        comm = self._comm if self._comm is not None else _connect(group, device, self._timeout_s)
+        if (comm.rank, comm.size) != (dist.get_rank(group), dist.get_world_size(group)):
+            raise UsageError(
+                f"{comm.rank_label}: the model's process group has this rank as "
+                f"{dist.get_rank(group)} of {dist.get_world_size(group)}. Give a communicator of "
+                "the same ranks in the same order, or none."
+            )
+        self._codec, self._comm = own_codec(self._asked, comm), comm
+        warn_if_it_encodes_nothing(self._codec, comm)
+        asked = comm.allgather_obj(self._codec.name if self._codec is not None else None)
+        if len(set(asked)) > 1:
+            raise RankMismatchError(
+                f"{comm.rank_label}: the ranks ask for different codecs: "
+                + ", ".join(f"rank {rank}: {name}" for rank, name in enumerate(asked))
+                + "."
+            )
+        self._is_open = True
+
+    def _raise_if_nameless(self) -> None:
+        if not self._is_named:
+            raise UsageError(
+                "Residuals are saved by the names of parameters, which this hook does not know. "
+                "Call ddp_hook(codec).register(model) instead of "
+                "model.register_comm_hook(None, hook)."
+            )
+
+    def _warm_up(self) -> None:
+        """Compile what the codec needs now, so that no step has to."""
+        if self._codec is None or self.communicator.size == 1:
+            return
+        largest: dict[torch.dtype, tuple[str, Tensor]] = {}
+        for parameter, name in self._names.items():
+            known = largest.setdefault(_real(parameter.dtype), (name, parameter))
+            if parameter.numel() > known[1].numel():
+                largest[_real(parameter.dtype)] = (name, parameter)
+        for dtype, (name, parameter) in largest.items():
+            layout = Layout.of([(name, 0, shape_in_memory(parameter))], dtype)
+            self._codec.warm_up(layout, parameter.device)
+
+    def _forget_buckets(self) -> None:
+        """DDP rebuilds its buckets after the first step: drop the memory of messages."""
+        self._algorithm = self.communicator.allreduce_algorithm(self._codec)
+        self._layouts = {}
+
+    # ---- during backward ----
+
+    @not_compiled
+    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """DDP has filled a bucket: start its sum, and with the last one wait for all.
+
+        Waiting here, not in the futures, gives the user our error and not one of C++.
+        """
+        buffer = bucket.buffer()
+        if not self._is_open:
+            self._open(state, buffer.device)
+        comm = self.communicator
+        future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else None)
+        if comm.size == 1:
+            future.set_result(buffer)
+            return future
+        block = self._block(bucket, buffer)
+        block.buffer.mul_(1 / comm.size)
+        self._futures.append((future, buffer))
+        index, step = bucket.index(), self._num_passes
+        if not bucket.is_last():
+            self._works.append(comm.start_sum_(block, self._algorithm, bucket=index, step=step))
+            return future
+        comm.sum_(block, self._algorithm, bucket=index, step=step, on_complete=self._finish)
+        for work in self._works:
+            work.wait()
+        self._note_nonfinite()
+        for done, mean in self._futures:
+            done.set_result(mean)
+        self._works.clear()
+        self._futures.clear()
+        self._num_passes += 1
+        return future
+
+    # DDP compares with the objects, and annotations in this file are texts.
+    __call__.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
+
+    def _block(self, bucket: GradBucket, buffer: Tensor) -> ReduceBlock:
+        parameters = bucket.parameters()
+        names = tuple(self._name(parameter) for parameter in parameters)
+        if buffer.layout != torch.strided:
+            raise UnsupportedError(
+                f"{self.communicator.rank_label}: the gradient of '{names[0]}' is sparse. Only "
+                "dense gradients are exchanged: make the layer with sparse=False."
+            )
+        real = torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
+        layout = self._layouts.get(names)
+        if layout is None:
+            if bucket.index() == 0:
+                self._forget_buckets()
+            per_element = 2 if buffer.is_complex() else 1
+            starts = (
+                int(gradient.storage_offset() - buffer.storage_offset()) * per_element
+                for gradient in bucket.gradients()
+            )
+            layout = self._layouts[names] = Layout.of(
+                zip(names, starts, map(shape_in_memory, parameters), strict=True), real.dtype
+            )
+        return ReduceBlock(real, layout)
+
+    def _name(self, parameter: Tensor) -> str:
+        name = self._names.get(parameter)
+        if name is None and not self._is_named and self._num_passes == 0:
+            # Buckets and what is in them come in the same order on all ranks.
+            name = self._names[parameter] = f"parameter {len(self._names)}"
+        if name is None:
+            raise UsageError(
+                f"{self.communicator.rank_label}: a parameter of shape {list(parameter.shape)} was "
+                "added to the model after this hook was registered, or the hook was given to two "
+                "models. Build the model first, and make a hook for each."
+            )
+        return name
+
+    def _finish(self) -> None:
+        """After the last sum of a backward pass, inside of the engine's job."""
+        codec = self._codec
+        if codec is None:
+            return
+        self._seen = {
+            "encoding": codec.nonfinite.names("encoding"),
+            "decoding": codec.nonfinite.names("decoding"),
+        }
+        # What one rank encodes others decode, so that ranks in one group agree; a group of one
+        # leader decodes nothing and has only seen what it encoded.
+        self._was_finite = self.communicator.all_valid(not any(self._seen.values()))
+        codec.finish(is_valid=self._was_finite)
+
+    def _note_nonfinite(self) -> None:
+        if self._was_finite:
+            return
+        self._was_finite = True
+        seen = [self._seen["encoding"], self._seen["decoding"]]
+        gathered = self.communicator.allgather_obj(seen)
+        self.nonfinite.append(
+            NonfiniteGradients(
+                self._num_passes,
+                {rank: names for rank, (names, _) in enumerate(gathered) if names},
+                sorted({name for _, names in gathered for name in names}),
+            )
+        )
+
+
+def ddp_hook(
+    codec: str | Codec | None, *, comm: Communicator | None = None, timeout_s: float = 60
+) -> DdpHook:
+    """A communication hook for DistributedDataParallel, with any codec. Local.
+
+    ``torchmn.exchange.optimizer.ddp_hook("1bit").register(model)`` after ``model`` was wrapped; nothing else
+    of the script changes. ``no_sync()``, ``join()``, unused parameters and GradScaler work as DDP
+    has them. ``model.register_comm_hook(None, ddp_hook("1bit"))`` does the same among all ranks of
+    the default process group; the residuals cannot be saved then.
+
+    Args:
+        codec: a name of `torchmn.compression.CODECS` or an object; None is float32.
+        comm: a communicator of the same ranks in the same order, whose route and transport are
+            then used; by default all ranks of the model's process group exchange with each other,
+            over gloo for CPU tensors and NCCL for CUDA tensors.
+        timeout_s: the limit of every single collective in seconds, if ``comm`` is not given.
+
+    CUDA tensors are exchanged the same way, which has not been tested on GPUs yet.
+
+    Raises UsageError: ``timeout_s`` is not positive.
+
+    Example:
+        >>> hook = torchmn.exchange.optimizer.ddp_hook("1bit")  # then hook.register(model)
+    """
+    if not timeout_s > 0:
+        raise UsageError(f"timeout_s={timeout_s} must be a positive number of seconds.")
+    return DdpHook(codec, comm, timeout_s=timeout_s)
+
+
+def _connect(group: Any, device: torch.device, timeout_s: float) -> Communicator:
+    """A communicator of the ranks of a process group, met through the group's store."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    default: Any = dist.group.WORLD
+    shared = _get_process_group_store(group if group is not None else default)
+    number = shared.add(f"torchmn/ddp_hooks_of/{rank}", 1)  # hooks of all ranks come in one order
+    store = PrefixStore(f"torchmn/ddp_hook{number}", shared)
+    cuda_device = device if device.type == "cuda" else None
+    gpu = "" if cuda_device is None else torch.cuda.get_device_properties(cuda_device).uuid
+    store.set(f"rank{rank}", f"{socket.gethostname()} {gpu}")
+    found = [store.get(f"rank{peer}").decode().split(" ") for peer in range(size)]
+    hosts = tuple(host for host, _ in found)
+    transport = TorchDistributedTransport(
+        store,
+        rank,
+        size,
+        timeout_s=timeout_s,
+        cuda_device=cuda_device,
+        supports_nccl=len({gpu for _, gpu in found}) == size,  # none of them shares its GPU
+    )
+    return FlatCommunicator(
+        transport, Topology(hosts), device=device, timeout_s=timeout_s, trust=Trust()
+    )
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype

@@ -1,0 +1,51 @@
+"""Steps whose samples no forward pass has counted, under a schedule that needs their number.
+
+Blocks of local updates would never end.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchmn.errors import UsageError
+from torchmn.exchange.weights import miscount
+from torchmn.exchange.model_tensors import parameters_of
+
+if TYPE_CHECKING:
+    from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
+
+_MAX_STEPS = 10
+"""In a row: a script may step more than once with a gradient."""
+
+
+class UncountedSteps:
+    """What a rank remembers from one step to the next. Local."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        """In a row."""
+
+    def before_step(self, optimizer: MultiNodeOptimizer) -> None:
+        """Raise UsageError if nothing was counted, or something else than samples."""
+        comm, reducer = optimizer.communicator, optimizer.reducer
+        own = reducer.contribution
+        if not optimizer.schedule.counts_samples:
+            return
+        if comm.size > 1 and not own.is_checked and own.is_miscounted(own.compare(own.num_samples)):
+            raise UsageError(f"{comm.rank_label}: {miscount(own.num_samples)}")
+        is_own_step = reducer.is_suspended  # else exchanges have taken what was counted
+        if own.is_known or (own.was_ever_known and not is_own_step):
+            self._num_steps = 0
+            return
+        if all(p.grad is None for p in parameters_of(optimizer.inner)):
+            return
+        self._num_steps += 1
+        if own.was_ever_known and self._num_steps < _MAX_STEPS:
+            return
+        since = f" in {_MAX_STEPS} steps" if own.was_ever_known else ""
+        raise UsageError(
+            f"{comm.rank_label}: {optimizer.schedule.name} counts samples, but the model's forward "
+            f"has seen no tensor with a batch dimension{since}. Calls of the whole model in "
+            "train() are counted; otherwise call optimizer.set_weight(number_of_samples) before "
+            "step()."
+        )

@@ -1,0 +1,79 @@
+"""A method called when a gradient is final, which does not keep its owner alive.
+
+torch's own hook on a parameter would keep the method's owner, and through it buckets, threads and
+the parameter itself, alive forever: the garbage collector does not see such a cycle, for it runs
+through C++. So parameters refer weakly to the owner, and the model keeps it, which the collector
+sees. Copies and pickles of the model carry none of this and load without torchmn.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import cast
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from torchmn.compiling import not_compiled
+from torchmn.exchange.local_shards import whole_of
+
+
+class GradientHook:
+    """What is registered on a parameter. Copies and pickles of parameters carry no such hooks."""
+
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    @property
+    def owner(self) -> object | None:
+        """The object whose method it calls; None after that was freed."""
+        return getattr(self._method(), "__self__", None)
+
+    @not_compiled
+    def __call__(self, parameter: Tensor) -> None:
+        """What torch calls."""
+        method = self._method()
+        if method is not None:
+            method(parameter)
+
+
+def watch_gradient(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call the bound ``method`` whenever the gradient of ``parameter`` is final. Local.
+
+    For a parameter that is frozen this begins once it is not. Something must keep the method's
+    owner alive, as a model does that has a hook of it, see `ModelHooks`. The method gets the
+    parameter of the model, also for a `LocalShard`.
+    """
+    parameter = cast(nn.Parameter, whole_of(parameter))
+    is_trainable = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(GradientHook(method))
+    parameter.requires_grad_(is_trainable)
+    return handle
+
+
+def owners_of(parameters: Iterable[nn.Parameter]) -> list[object]:
+    """The owners of the hooks that `watch_gradient` put on any of the parameters, each once."""
+    owners = {}
+    for parameter in parameters:
+        for hook in _hooks(parameter):
+            if isinstance(hook, GradientHook) and hook.owner is not None:
+                owners[id(hook.owner)] = hook.owner
+    return list(owners.values())
+
+
+def has_later_hook(parameter: Tensor, method: Callable[[Tensor], None]) -> bool:
+    """Whether the script's own hook is called after ``method``, and may change the gradient."""
+    if len(parameter._post_accumulate_grad_hooks or ()) < 2:
+        return False
+    for hook in reversed(_hooks(parameter)):
+        if not isinstance(hook, GradientHook):
+            return True
+        if hook._method() == method:
+            return False
+    return False
+
+
+def _hooks(parameter: Tensor) -> list[object]:
+    return list((parameter._post_accumulate_grad_hooks or {}).values())

@@ -1,0 +1,633 @@
+"""The reducer: sums gradients over ranks while backward still runs.
+
+Hooks copy each gradient into its bucket as soon as it is final, and a full bucket is handed to the
+communicator's engine; hooks never block. Buckets are sent in one order, the same on all ranks, so
+one that is full early waits for those before it. At the end of backward a callback packs what had
+no gradient and calls the schedule, which sends the rest.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from torchmn.comm import Communicator
+from torchmn.comm.codecs import Codec
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.backward_pass import AtEnd, BackwardPass
+from torchmn.exchange.bucket_set import BucketSet, Reduction
+from torchmn.exchange.buckets import NamedParameter, Slot
+from torchmn.exchange.codec_state import codec_state, load_codec_state
+from torchmn.exchange.exchange_buffers import ExchangeBuffers
+from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
+from torchmn.exchange.footer import GIVEN_UP, OTHER_LAYOUT
+from torchmn.exchange.gradient_memory import GradientState, gradient_state
+from torchmn.exchange.assign_means import MeanAssignment
+from torchmn.exchange.nonfinite import NonfiniteGradients
+from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
+from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
+from torchmn.exchange.sparse_gradients import mean_sparse_gradients
+from torchmn.exchange.weights import Contribution, PassContext
+from torchmn.record import recording
+
+
+class GradientReducer:
+    """Watches the backward passes of some parameters and sums their gradients over ranks.
+
+    Args:
+        comm: the ranks, and the route between them.
+        codec: the form in which buckets are sent; None as they are.
+        parameters: called for the parameters by name, in the order of registration.
+        num_sets: sets of buckets that are used in turns: with two, the means of one step are in
+            use while the sums of the next are under way; with none, the reducer is suspended until
+            `reconfigure`.
+        zero_fill: whether a parameter without a gradient on any rank gets one of zeros.
+        reduction: whether the result is the ranks' mean or their sum.
+        gradient_as_bucket_view: whether every ``p.grad`` is the slot in its bucket, which the next
+            pass overwrites, instead of memory of its own.
+        contribution: the weight and the samples of this rank.
+        find_sparse: called for the parameters whose gradients are sparse.
+        find_untrained: called at the first exchange for parameters of the model without a reducer;
+            those that require a gradient are exchanged as well.
+        find_buffers: called for the model's buffers that must be the same on all ranks.
+        on_backward_end: called when the gradients of a backward pass are packed and all buckets but
+            the last were handed over: a schedule's `backward_ended`.
+        on_nonfinite: raises or warns about what is not finite, as the user has asked. *Collective.*
+        rate: returns the learning rates in one number, which must be the same on all ranks.
+        owner: the optimizer, for those that find the reducer by a parameter's hook.
+
+    Only its own methods change a reducer. What this rank puts into an exchange is a frozen
+    `PassContext`, made when its first gradient is there.
+
+    A pass that raised is given up when the next one begins: the ranks end its exchange and discard
+    it. Parameters that have another dtype, device, shape or ``requires_grad`` than at the last pass
+    are laid out again. Both must happen on all ranks; where it does not, all raise
+    RankMismatchError, for the footer of each exchange holds what its ranks are about to do.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        codec: Codec | None,
+        parameters: Callable[[], Sequence[NamedParameter]],
+        *,
+        num_sets: int,
+        on_backward_end: Callable[[], None],
+        zero_fill: bool = False,
+        reduction: Reduction = "mean",
+        gradient_as_bucket_view: bool = False,
+        contribution: Contribution | None = None,
+        find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
+        find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
+        find_buffers: Callable[[], Sequence[Watched]] = tuple,
+        on_nonfinite: Callable[[], None] = lambda: None,
+        rate: Callable[[], float] = lambda: 0.0,
+        owner: object = None,
+    ) -> None:
+        self.comm = comm
+        self.codec = codec
+        self.parameters = ExchangedParameters(parameters, find_sparse, find_untrained)
+        self.buffers = ExchangeBuffers(max(1, num_sets), zero_fill=zero_fill, reduction=reduction)
+        self.means = MeanAssignment(self.parameters, self.buffers, as_view=gradient_as_bucket_view)
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.contribution = contribution or Contribution()
+        """This rank's weight in the next exchange or step, and its samples."""
+        self.owner = owner
+        self.act_on_nonfinite = on_nonfinite
+        self.step = 0
+        self.is_suspended = num_sets == 0
+        """Whether nothing is exchanged: gradients stay this rank's own."""
+        self.is_active = True
+        self.is_late = False
+        """Whether the last exchange was made in `step`."""
+        self.num_passes = 0
+        """Exchanges with data of this rank since `restart_counts`."""
+        self.passes_weight = 0.0
+        """The sum of this rank's weights in them."""
+        self._own_gradients: dict[Tensor, Tensor] | None = None
+        """What this rank's last backward pass has computed, if a schedule wants it."""
+        self._find_buffers = find_buffers
+        self._rate = rate
+        self._is_syncing = True
+        self._has_loaded = False
+        self._unexchanged: dict[Tensor, GradientState | None] = {}
+        """Parameters whose gradient holds passes under no_sync() that no exchange has taken, and
+        that gradient after the last of them; None: a hook of the script may change it later."""
+        self._is_joint = False
+        """Whether other optimizers exchange in the backward pass that ends."""
+        self.were_own_changed = False
+        """Whether the script had changed such gradients before they were exchanged in `step`."""
+        self.replicas = ReplicaWatch()
+        """Of what the script does to parameters, where it must be the same on all ranks."""
+        self._has_warned = False
+        self._on_backward_end = on_backward_end
+        self._hooks: list[RemovableHandle] = []
+        self._lock = threading.RLock()
+        """Autograd has a thread for each device."""
+        self._pass: BackwardPass | None = None
+        """The backward pass that has begun and not ended."""
+        self.rebuild()
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """The codec's state on this rank. Local."""
+        return codec_state(self.codec, self.comm)
+
+    def progress(self) -> dict[str, Any]:
+        """The count of steps and what belongs to it, the same on all ranks. Local."""
+        return {
+            "step": self.step,
+            "scale": self.buffers.scale,
+            "has_untrained": bool(self.parameters.untrained),
+            "problems": [asdict(problem) for problem in self.means.nonfinite.problems],
+        }
+
+    def find_untrained(self) -> None:
+        """Find parameters that no optimizer trains before the first exchange does. *Collective.*
+
+        A state that is loaded then finds the buckets that it was saved with.
+        """
+        if self.parameters.have_changed():
+            self.rebuild()
+
+    def load_state_dict(self, codec: dict[str, Any], progress: dict[str, Any]) -> None:
+        """Continue from `state_dict` and `progress`. All ranks must call it, or none.
+
+        The codec's state of another rank is left out; an empty ``progress`` keeps the count of
+        steps.
+        """
+        load_codec_state(self.codec, self.comm, codec)
+        self._has_loaded = True
+        self.replicas.forget()
+        self.load_progress(progress)
+
+    def load_progress(self, progress: dict[str, Any]) -> None:
+        """The part of `load_state_dict` that is the same on all ranks."""
+        self.buffers.forget_scale()
+        if not progress:
+            return
+        self.step = progress["step"]
+        self.means.nonfinite.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
+        if self.filling.is_narrow:
+            self.buffers.scale = progress["scale"]
+
+    def end_step(self, *, are_replicas: bool = False) -> None:
+        """The optimizer has stepped. Local.
+
+        ``are_replicas``: whether parameters are up to date now and the same on all ranks.
+        """
+        self.step += 1
+        self.replicas.step_ended()
+        parameters = self.parameters
+        is_divided = parameters.are_sharded or parameters.mesh.has_parallel_layers
+        if are_replicas and self.is_needed and not is_divided:
+            self.replicas.note(self.step, self.comm.size)
+        if not self.is_needed:  # no backward pass does it
+            self.contribution.reset()
+        self.contribution.end_step()
+
+    def set_step(self, step: int) -> None:
+        """Set the count of steps. Local."""
+        self.step = step
+
+    # ---- layout ----
+
+    def rebuild(self) -> None:
+        """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
+        self.close()
+        trainable = self.parameters.lay_out(self._unexchanged)
+        sparse = self.parameters.sparse
+        if self.comm.size > 1:
+            raise_if_on_another_gpu([*trainable, *sparse], self.comm)
+        if self.is_suspended:
+            trainable, sparse = [], []
+        self.replicas.watch([*trainable, *sparse], self._find_buffers())
+        self._num_exchanges = 0
+        self.means.memory.clear()
+        self.buffers.lay_out(self.comm, self.codec, trainable, sparse)
+        if self.is_needed:
+            self._hooks = [
+                watch_gradient(p, self._on_gradient) for p in self.parameters.differentiable
+            ]
+        self.buffers.forget_scale()
+
+    def release(self, parameters: Collection[nn.Parameter]) -> None:
+        """Stop exchanging these: another optimizer trains them. *Collective.*"""
+        if self.parameters.release(parameters):
+            self.rebuild()
+
+    def reconfigure(
+        self,
+        comm: Communicator,
+        codec: Codec | None,
+        *,
+        num_sets: int | None = None,
+        bucket_bytes: int | None = None,
+        on_backward_end: Callable[[], None] | None = None,
+    ) -> None:
+        """Exchange over another communicator, in another form, from now on. *Collective.*
+
+        Options that are None stay as they are.
+        """
+        self.comm, self.codec, self.is_suspended = comm, codec, False
+        self.buffers.num_sets = self.buffers.num_sets if num_sets is None else num_sets
+        self.buffers.bucket_bytes = bucket_bytes or self.buffers.bucket_bytes
+        self._on_backward_end = on_backward_end or self._on_backward_end
+        self.rebuild()
+
+    def suspend(self) -> None:
+        """Exchange nothing until `reconfigure`: every ``p.grad`` stays this rank's own. Local."""
+        self.codec, self.is_suspended = None, True
+        self.rebuild()
+
+    def close(self) -> None:
+        """Stop watching backward passes."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is anything to do: one rank alone has its means already.
+
+        But it must know what is not finite in other parts of a parallel layer.
+        """
+        return not self.is_suspended and (
+            self.comm.size > 1
+            or self.buffers.num_sets > 1
+            or self.parameters.mesh.has_parallel_layers
+        )
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The size of a bucket, at least, but for the last."""
+        return self.buffers.bucket_bytes or self.comm.bucket_bytes
+
+    @property
+    def filling(self) -> BucketSet:
+        """The buckets that the current backward pass fills."""
+        return self.buffers.filling
+
+    def keep_own_gradients(self) -> None:
+        """Keep what each backward pass computes on this rank for `take_own_gradients`. Local."""
+        self._own_gradients = {}
+
+    def take_own_gradients(self) -> dict[Tensor, Tensor]:
+        """This rank's dense gradients of the pass that has ended; empty if none are kept. Local."""
+        if self._own_gradients is None:
+            return {}
+        own, self._own_gradients = self._own_gradients, {}
+        return own
+
+    def _pack(self, slot: Slot, *, is_mean: bool) -> None:
+        """Write this rank's gradient into the bucket; ``is_mean``: it was added to a mean."""
+        grad = slot.parameter.grad
+        if self._own_gradients is not None and grad is not None:
+            is_reused = is_mean or self.gradient_as_bucket_view
+            self._own_gradients[slot.parameter] = grad.clone() if is_reused else grad
+        self.filling.pack(slot)
+
+    # ---- during backward ----
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Exchange nothing in the backward passes inside. Local."""
+        before, self._is_syncing = self._is_syncing, False
+        try:
+            yield
+        finally:
+            self._is_syncing = before
+
+    @contextmanager
+    def without_data(self) -> Iterator[None]:
+        """Take part in exchanges with weight 0. Local."""
+        self.is_active = False
+        try:
+            yield
+        finally:
+            self.is_active = True
+            self.replicas.forget()
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """A gradient is final: pack it, which sends the buckets that are full in order."""
+        recorder = recording.current()
+        if recorder is None or not recorder.clock.is_host:  # a GPU does it in order with backward
+            self._take_gradient(parameter)
+            return
+        before = recorder.enter("exchange", in_backward=True)
+        try:
+            self._take_gradient(parameter)
+        finally:
+            recorder.leave(before)
+
+    def _take_gradient(self, whole: Tensor) -> None:
+        parameter = self.parameters.of(whole)
+        with self._lock:
+            if not self._is_syncing:
+                is_final = not has_later_hook(whole, self._on_gradient)
+                self._unexchanged[parameter] = gradient_state(parameter) if is_final else None
+                return
+            pass_ = self._pass
+            if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
+                pass_ = self._open_backward()
+            filling = self.filling
+            slot: Slot | None = filling.slot_of.get(parameter)  # type: ignore[call-overload]
+            if (
+                slot is None
+                or not pass_.packs_early
+                or (
+                    len(parameter._post_accumulate_grad_hooks or ()) > 1
+                    and has_later_hook(parameter, self._on_gradient)
+                )
+            ):
+                # Not in the layout, the scale of weights is not known yet, or the script has a hook
+                # that comes later and may change it: the end of backward sees to it.
+                return
+            if slot.is_packed:
+                raise UnsupportedError(
+                    f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' "
+                    "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. "
+                    "Use use_reentrant=False."
+                )
+            is_mean = self.means.is_mean(slot.parameter)
+            self._pack(slot, is_mean=is_mean)
+            # What was copied is freed at once: the next layer's gradient then takes its memory,
+            # where all of them together would cost 10,000 page faults a step for 60 MB.
+            if self.gradient_as_bucket_view:
+                parameter.grad = slot.tensor
+            elif is_mean:
+                filling.is_accumulating = True
+            else:
+                parameter.grad = None
+
+    def _open_backward(self) -> BackwardPass:
+        """The first gradient of a backward pass, or of one that runs inside of it."""
+        backward_id = torch._C._current_graph_task_id()
+        if self._pass is not None:
+            if self._pass.failure is not None:
+                self.raise_if_unfinished()
+            if self._pass.is_running:
+                self._pass.ids.add(backward_id)
+                return self._pass
+            self._give_up_pass()
+        self.is_late = False
+        self.means.nonfinite.take()
+        parameters = self.parameters
+        callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
+        packs_early = (
+            self.buffers.scale is not None
+            and parameters.can_be_compared_in_backward
+            and not parameters.have_changed()
+        )
+        self._pass = BackwardPass(backward_id, callback, packs_early=packs_early)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self._begin_exchange()
+        return self._pass
+
+    def _begin_exchange(self) -> None:
+        """Fix what this rank contributes; once for each exchange."""
+        if not self.filling.is_begun:
+            if self._own_gradients is not None:
+                self._own_gradients = {}  # of a pass that raised
+            listener = self.means.norm_listener
+            is_measured = listener is not None and listener.wants(self.step)
+            self.filling.begin(self._context(), self.buffers.scale, is_measured=is_measured)
+
+    def _context(self) -> PassContext:
+        own, is_active = self.contribution, self.is_active
+        weight, num_samples = 0.0, 0.0
+        if is_active:
+            weight, num_samples = self.parameters.mesh.mean_weights(
+                own.weight, own.num_samples, self.comm.rank_label
+            )
+        shares = None
+        if is_active and not self.parameters.mesh.has_parallel_layers:
+            shares = own.compare(num_samples)
+        return PassContext(
+            step=self.step,
+            weight=weight,
+            num_samples=num_samples,
+            is_active=is_active,
+            has_loaded=self._has_loaded,
+            index=self._num_exchanges,
+            rate=self._rate() if is_active else 0.0,
+            is_late=self.is_late,
+            is_miscounted=is_active and own.is_miscounted(shares),
+            shares=shares,
+            replica=self.replicas.now,
+        )
+
+    def _end_backward(self) -> None:
+        ended, self._pass = self._pass, None
+        self._is_joint = ended is not None and ended.is_joint
+        recorder = recording.current()
+        before = None if recorder is None else recorder.enter("exchange", in_backward=True)
+        try:
+            if (
+                ended is not None
+                and ended.is_nested
+                and not all(slot.is_packed for slot in self.filling.slots)
+            ):
+                # More of it may come in another one, after this has been handed over.
+                self._pass = ended
+                raise UnsupportedError(
+                    f"{self.comm.rank_label}: this backward pass runs in parts, as "
+                    "torch.utils.checkpoint with use_reentrant=True does, and the first gradients "
+                    "came from a part. Use use_reentrant=False."
+                )
+            self.exchange_now()
+        except (UsageError, UnsupportedError):
+            raise  # on all ranks, and nothing is under way: they may continue
+        except BaseException as error:
+            # Ranks that gave up a pass use the same buckets again, others the next ones.
+            if self.buffers.num_sets > 1 or not isinstance(error, RankMismatchError):
+                self._pass = ended
+                if ended is not None:
+                    ended.failure = error
+            raise
+        finally:
+            self._is_joint = False
+            if recorder is not None:
+                recorder.leave(before)
+
+    def raise_if_unfinished(self) -> None:
+        """Raise if a backward pass began that did not end. Local.
+
+        UsageError: it raised, and the gradients were not cleared since; CommunicationError: an
+        exchange failed, or this is called inside of a pass.
+        """
+        if self._pass is not None:
+            self._pass.raise_if_unfinished(self.comm.rank_label)
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether this is called while a backward pass computes gradients. Local."""
+        return self._pass is not None and torch._C._current_graph_task_id() != -1
+
+    def _give_up_pass(self) -> None:
+        """End the exchange of a pass that raised, and discard it. *Collective.*
+
+        Other ranks that have not given it up raise RankMismatchError at the end of theirs.
+        """
+        self._pass = None
+        self._end_without_means(GIVEN_UP)
+        self.filling.restart()
+
+    def _end_without_means(self, flag: int) -> None:
+        """Send the rest of this exchange with a footer that says why there will be no means."""
+        filling = self.filling
+        self._begin_exchange()
+        self.buffers.scale = filling.await_scale(self.buffers.scale)
+        filling.send_nothing(flag)
+        self._num_exchanges += 1
+        self._exchange_sparse(weight=0.0)
+        filling.drain()
+
+    def on_zero_grad(self) -> None:
+        """Gradients were cleared. Local."""
+        self._unexchanged.clear()
+        self.contribution.zero_grad()
+        if self._pass is not None:
+            self._pass.is_cleared = True
+
+    @property
+    def has_unexchanged(self) -> bool:
+        """Whether some ``p.grad`` holds passes under no_sync() that no exchange has taken."""
+        return bool(self._unexchanged)
+
+    # ---- at the end of backward ----
+
+    def exchange_now(self, *, is_late: bool = False) -> None:
+        """Take the gradients as they are for those of this backward pass. *Collective.*
+
+        ``is_late``: in `step`, as no backward pass has done it; see `share_with_late_ranks`.
+        """
+        if not self.is_needed:
+            return
+        if self._pass is not None:
+            self.raise_if_unfinished()
+            self._give_up_pass()
+        self.is_late = is_late
+        self.were_own_changed = is_late and any(
+            state is not None and state != gradient_state(parameter)
+            for parameter, state in self._unexchanged.items()
+        )
+        self.finish_filling()
+        filling = self.filling
+        context = filling.context
+        is_of_sums = filling.is_accumulating and self.buffers.reduction == "sum"
+        try:
+            self._on_backward_end()
+        finally:
+            self.num_passes += 1
+            self.passes_weight += context.weight
+            self.contribution.reset()
+        if is_of_sums:
+            raise UnsupportedError(
+                f"{self.comm.rank_label}: this backward pass added to a sum over ranks, which was "
+                "then added up over ranks once more (reduction='sum'). Call zero_grad() before "
+                "each step, and wrap all passes of a step but the last in optimizer.no_sync()."
+            )
+
+    def _lay_out_again(self) -> None:
+        """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*
+
+        Raises RankMismatchError on all ranks: not all have changed them.
+        """
+        self._end_without_means(OTHER_LAYOUT)
+        self.filling.restart()
+        self.filling.raise_if_flags_differ()
+        self.rebuild()
+
+    def finish_filling(self) -> None:
+        """Pack what is not packed yet and hand over what may be sent early."""
+        self.raise_if_unfinished()
+        if self.parameters.have_changed():
+            self._lay_out_again()
+        filling = self.filling
+        self._begin_exchange()
+        self.buffers.scale = filling.await_scale(self.buffers.scale)
+        for slot in filling.slots:
+            if not slot.is_packed:
+                is_mean = self.means.is_mean(slot.parameter)
+                self._pack(slot, is_mean=is_mean)
+                filling.is_accumulating |= is_mean
+        is_active = filling.context.is_active
+        filling.write_footer(
+            context=replace(filling.context, is_joint=self._is_joint),
+            presence=[]
+            if self.buffers.zero_fill
+            else [slot.has_gradient and is_active for slot in filling.slots],
+        )
+        self._unexchanged.clear()
+        self._num_exchanges += 1
+        self._has_loaded = False
+        self.replicas.exchanged()
+
+    def start_remaining(self) -> None:
+        """Hand over what is left; return at once, or, with sparse gradients, when all is summed."""
+        self.filling.start_remaining()
+        self._exchange_sparse(self.filling.context.weight)
+
+    def reduce_remaining(self) -> None:
+        """Sum what is left, on the calling thread if it can be."""
+        self.filling.reduce_remaining()
+        self._exchange_sparse(self.filling.context.weight)
+
+    def _exchange_sparse(self, weight: float) -> None:
+        """The sparse gradients of this pass, after all sums on every rank."""
+        if self.parameters.sparse:
+            self.filling.sparse_means = mean_sparse_gradients(
+                self.comm,
+                [parameter for _, parameter in self.parameters.sparse],
+                weight,
+                zero_fill=self.buffers.zero_fill,
+                reduction=self.buffers.reduction,
+            )
+
+    def shadow_exchange(self) -> BucketSet:
+        """Take part in an exchange of the other ranks without data. *Collective.*"""
+        self.is_late = self.were_own_changed = False
+        self.finish_filling()
+        self.reduce_remaining()
+        means = self.buffers.swap()
+        means.wait()
+        self.means.discard(means)
+        self.replicas.forget()
+        return means
+
+    # ---- inside ----
+
+    def restart_counts(self) -> None:
+        """Set `num_passes` and `passes_weight` to zero. Local."""
+        self.num_passes, self.passes_weight = 0, 0.0
+
+    def warn_of_second_pass(self) -> None:
+        """Warn once, on rank 0, if gradients were added to means. Local."""
+        if self._has_warned or not self.filling.is_accumulating:
+            return
+        self._has_warned = True
+        if self.comm.rank != 0:
+            return
+        warnings.warn(
+            "More than one backward pass before step(): each one exchanges all gradients. The "
+            "result is right. To exchange once, wrap all passes but the last in "
+            "optimizer.no_sync(), which is exact if their batches have the same size.",
+            stacklevel=2,
+        )
+
+    def fill_missing(self) -> None:
+        """Treat a missing gradient as exchanges do, for a step without one. Local."""
+        if self.buffers.zero_fill:
+            for _, parameter in self.parameters.trained():
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)

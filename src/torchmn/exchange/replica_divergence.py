@@ -1,0 +1,166 @@
+"""Whether ranks stay replicas: their steps and a part of their tensors, seen at each exchange.
+
+A script can make replicas differ without torchmn's knowledge: it loads a state on one rank, leaves
+a step out there, draws random numbers for parameters or gradients, has an embedding with
+``max_norm=`` or a buffer that forward changes. So each exchange brings, in its footer, how many
+steps each rank has made since the one before, and the last checksum of some parameters or buffers:
+of another part after every fourth step, so that all are seen in turn. Nothing more is sent, and a
+GPU is not waited for.
+
+`torchmn.ReplicaCheck` and checkpoints compare all parameters and name what differs.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.comm import Communicator
+from torchmn.exchange.model_tensors import persistent_buffers
+
+UNKNOWN = -float(2**23)
+"""In place of a number, from a rank that does not compare: then none does."""
+EVERY = 4
+"""Steps from one checksum to the next, which takes longer than all else here."""
+_PART_NUMEL = 65_536
+_LARGEST_SUM = 2**22
+"""Over all ranks, which float32 holds exactly, beside `UNKNOWN`."""
+_LARGEST_CHECKSUM = 4096
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Watched(NamedTuple):
+    """A parameter or a buffer that is the same on all ranks."""
+
+    name: str
+    get: Callable[[], Tensor | None]
+    """The tensor of now: a script may replace a buffer."""
+    is_buffer: bool = False
+
+
+class Replica(NamedTuple):
+    """What a rank knows of its replica in one exchange."""
+
+    num_steps: int | None
+    """Since the exchange before; None: what other ranks have done since is not known."""
+    checksum: Tensor | None
+    """Of one element, on the parameter's device; None: not compared."""
+    part: Watched | None
+    """Of what the checksum is."""
+    watch: ReplicaWatch
+
+
+class ReplicaWatch:
+    """The steps of this rank since the last exchange, a checksum after the last one. Local."""
+
+    def __init__(self) -> None:
+        self._num_steps: int | None = None
+        self._checksum: Tensor | None = None
+        self._part: Watched | None = None
+        self._watched: list[Watched] = []
+        self._warned_of: set[bool] = set()
+        """Values of `Watched.is_buffer`."""
+
+    def watch(
+        self, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[Watched] = ()
+    ) -> None:
+        """Compare these from now on, which have replicas on all ranks."""
+        self._watched = [
+            *(Watched(name, p.detach) for name, p in parameters if p.numel()),
+            *buffers,
+        ]
+        self.forget()
+
+    def forget(self) -> None:
+        """Compare nothing until the next step: parameters, ranks or counts have changed."""
+        self._num_steps = self._checksum = None
+
+    @property
+    def now(self) -> Replica:
+        """What the next exchange compares."""
+        return Replica(self._num_steps, self._checksum, self._part, self)
+
+    def exchanged(self) -> None:
+        """An exchange has taken the number of steps."""
+        self._num_steps = 0
+
+    def step_ended(self) -> None:
+        """The optimizer has stepped."""
+        if self._num_steps is not None:
+            self._num_steps += 1
+
+    def note(self, step: int, num_ranks: int) -> None:
+        """Take the checksum that is due after ``step``, which is the same on all ranks."""
+        turn, is_other = divmod(step, EVERY)
+        watched = self._watched
+        if is_other or not watched:
+            return
+        self._part = watched[turn % len(watched)]
+        tensor = self._part.get()
+        if tensor is None or not tensor.numel():
+            self._checksum = None
+            return
+        bits = _bits(tensor)
+        num_parts = -(-bits.numel() // _PART_NUMEL)
+        start = turn // len(watched) % num_parts * _PART_NUMEL
+        total = bits[start : start + _PART_NUMEL].sum(dtype=torch.int64)
+        # Odd: round numbers end with zeros, of which powers of two leave nothing.
+        self._checksum = total % (min(_LARGEST_CHECKSUM, _LARGEST_SUM // num_ranks) - 1 | 1)
+
+    def warn(self, comm: Communicator, part: Watched | None, step: int) -> None:
+        """The checksums of a part differ: warn once of parameters, once of buffers."""
+        if part is None or part.is_buffer in self._warned_of:
+            return
+        self._warned_of.add(part.is_buffer)
+        what = _OF_BUFFERS if part.is_buffer else _OF_PARAMETERS
+        warnings.warn(f"{comm.rank_label}: {what.format(part.name, step)}", stacklevel=2)
+
+
+_OF_PARAMETERS = (
+    "the parameters of the ranks differ, as seen in '{}' after step {}. Each rank then trains "
+    "another model. All ranks must change parameters in the same way: load a state on all of them, "
+    "draw random numbers for parameters or gradients from a generator with the same seed, decide "
+    "by values that all ranks share, and leave out max_norm= of embeddings. comm.bcast_data(model) "
+    "makes them equal again, and torchmn.ReplicaCheck names what differs. (On hosts with other "
+    "processors an optimizer may round in another way.)"
+)
+_OF_BUFFERS = (
+    "the ranks differ in the buffer '{}' after step {}. Only gradients are exchanged: a buffer "
+    "that forward changes, such as a codebook that is a moving average or a queue of samples, is "
+    "computed from this rank's part of each batch. Compute it in forward from the samples of all "
+    "ranks (comm.allreduce of sums and counts, comm.allgather of samples), or call "
+    "torchmn.train.evaluation.sync_buffers_([model], comm) before each step(), which averages buffers "
+    "over ranks, or with rule='rank0' takes those of rank 0. (Running statistics of normalization "
+    "layers are not compared. If each rank is meant to have its own, register the buffer with "
+    "persistent=False.)"
+)
+
+
+def buffers_of_replicas(models: Sequence[nn.Module]) -> list[Watched]:
+    """The buffers that are expected to be the same on all ranks. Local.
+
+    Not those that are left out of a ``state_dict`` (caches), nor what normalization layers and the
+    observers of quantization have seen: these are statistics of a rank's own samples.
+    """
+    return [
+        Watched(own.name, own.get, is_buffer=True)
+        for model in models
+        for own in persistent_buffers(model)
+        if not isinstance(own.module, nn.modules.batchnorm._NormBase)
+        and not type(own.module).__module__.startswith("torch.ao.")
+    ]
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    """The bits of a tensor as integers, in the order of its memory if it is dense."""
+    values = parameter.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    if not values.is_contiguous():
+        strides = values.stride()
+        values = values.permute(sorted(range(values.dim()), key=lambda dim: -strides[dim]))
+    return values.reshape(-1).view(_INTEGERS[values.element_size()])

@@ -1,0 +1,276 @@
+"""Replicas: all ranks train one model and start from the same values; a checksum proves it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchmn.comm import Communicator
+from torchmn.comm.checksums import checksum, differences, digest
+from torchmn.comm.local_tensors import (
+    PART,
+    from_part,
+    is_distributed,
+    is_part,
+    local_part,
+    part_of,
+    placement_of,
+    reshard,
+    with_parts,
+)
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.sparse_gradients import sparse_parameters
+from torchmn.exchange.model_tensors import parameters_of
+
+_OF_SHARDS = (
+    " A model of which ranks hold parts is exchanged between those that hold the same part: give "
+    "the communicator of an axis across, as grid.data of torchmn.Grid(comm, data=-1, model=2)."
+)
+
+
+def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and buffers by name; with several models, prefixed by the model's number."""
+    reshard(models)
+    return {
+        prefix + name: tensor
+        for prefix, model in zip(_prefixes(models), models, strict=True)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+    }
+
+
+def sum_of_rates(inner: Optimizer) -> float:
+    """The learning rates of all groups in one number; those on a GPU, to be awaited, left out."""
+    rates = [group.get("lr") for group in inner.param_groups]
+    rates = [r for r in rates if not isinstance(r, Tensor) or r.device.type == "cpu"]
+    return sum(float(r) for r in rates if isinstance(r, (int, float, Tensor)))
+
+
+def named_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
+    """The optimizer's parameters with the model's names, in the model's order.
+
+    Raises UsageError: one is not in the model; UnsupportedError: one is not initialised yet.
+    """
+    reshard(models)
+    names = {
+        parameter: prefix + name
+        for prefix, model in zip(_prefixes(models), models, strict=True)
+        for name, parameter in model.named_parameters()
+    }
+    wanted = set()
+    for group_index, group in enumerate(inner.param_groups):
+        for position, parameter in enumerate(group["params"]):
+            is_lazy = isinstance(parameter, nn.parameter.UninitializedParameter)
+            if parameter not in names:
+                label = group.get("param_names", {position: f"number {position}"})[position]
+                shape = "not known yet" if is_lazy else list(parameter.shape)
+                raise UsageError(
+                    f"Parameter {label} of the optimizer's group {group_index}, shape {shape}, is "
+                    "not in the model. Pass the model that owns it, or a list of models."
+                )
+            if is_lazy:
+                raise UnsupportedError(
+                    f"Parameter '{names[parameter]}' is not initialised yet. Run one forward pass "
+                    "before create_multi_node_optimizer."
+                )
+            wanted.add(parameter)
+    return [(name, parameter) for parameter, name in names.items() if parameter in wanted]
+
+
+def raise_if_ranks_differ(
+    comm: Communicator, models: Sequence[nn.Module], inner: Optimizer, asked: Mapping[str, object]
+) -> None:
+    """Compare what is exchanged, and how, over ranks. *Collective.*
+
+    Names, shapes, dtypes and strides of the tensors, which of them are trained, the options of the
+    optimizer, and the options ``asked`` for: all of these decide what a rank sends. Raises
+    RankMismatchError on all ranks, naming the first difference and the values on both ranks.
+    """
+    trained = {parameter for _, parameter in named_parameters(inner, models)}
+    named = named_tensors(models)
+    tensors = {name: _describe(tensor, trained) for name, tensor in named.items()}
+    sparse = sparse_parameters(models)
+    for name, tensor in named.items():
+        if tensor in sparse:
+            tensors[name] += ", with sparse gradients"
+    settings = {name: str(value) for name, value in asked.items()} | _options(inner)
+    gathered = _gathered_if_different(comm, [settings, tensors])
+    for rank in range(1, len(gathered)):
+        what = _first_difference("the models", gathered[0][1], gathered[rank][1], rank)
+        what = what or _first_difference("the optimizers", gathered[0][0], gathered[rank][0], rank)
+        if what:
+            is_sharded = any(placement_of(tensor) for tensor in trained)
+            raise RankMismatchError(
+                f"{comm.rank_label}: {what}. All ranks must build the same model and the same "
+                f"optimizer.{_OF_SHARDS if is_sharded else ''}"
+            )
+
+
+def _prefixes(models: Sequence[nn.Module]) -> list[str]:
+    return [""] if len(models) == 1 else [f"{i}." for i in range(len(models))]
+
+
+def _describe(tensor: Tensor, trained: set[nn.Parameter]) -> str:
+    local = local_part(tensor)
+    text = f"{list(local.shape)} {tensor.dtype}{placement_of(tensor)}"
+    if not local.is_contiguous():
+        text += f" with strides {list(local.stride())}"
+    if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        text += ", frozen"
+    if isinstance(tensor, nn.Parameter) and tensor not in trained:
+        text += ", not in the optimizer"
+    return text
+
+
+def _options(inner: Optimizer) -> dict[str, str]:
+    """The class and the plain options of every group, as text."""
+    options = {"class": type(inner).__qualname__}
+    for index, group in enumerate(inner.param_groups):
+        options[f"size of group {index}"] = str(len(group["params"]))
+        for name, value in group.items():
+            if isinstance(value, Tensor) and value.numel() == 1:
+                value = value.item()
+            if name != "params" and isinstance(value, (bool, int, float, str, tuple, type(None))):
+                options[f"{name} of group {index}"] = repr(value)
+    return options
+
+
+def _first_difference(
+    kind: str, reference: Mapping[str, str], other: Mapping[str, str], rank: int
+) -> str | None:
+    for name in (*reference, *other):
+        if reference.get(name) != other.get(name):
+            return (
+                f"{kind} of the ranks differ in '{name}': rank 0 has "
+                f"{reference.get(name, 'none')}, rank {rank} has {other.get(name, 'none')}"
+            )
+    if list(reference) != list(other):
+        return f"{kind} of rank 0 and rank {rank} hold the same things in another order"
+    return None
+
+
+def broadcast_and_verify(comm: Communicator, models: Sequence[nn.Module]) -> None:
+    """Give all ranks rank 0's parameters and buffers, then compare checksums. *Collective.*
+
+    Raises CommunicationError: a tensor differs after the broadcast.
+    """
+    for model in models:
+        comm.bcast_data(model)
+    different = different_tensors(comm, models)
+    if different:
+        raise CommunicationError(
+            f"{comm.rank_label}: after the broadcast ranks still differ in {different[:5]}. Memory "
+            "or network is faulty, or a tensor has overlapping memory."
+        )
+
+
+def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
+    """Give all ranks rank 0's optimizer state if theirs differ. *Collective.*
+
+    It differs where a file was loaded on rank 0 alone, or ranks took different steps before.
+    """
+    state = inner.state_dict()
+    mine = {
+        name: checksum([value]) if isinstance(value, Tensor) else repr(value)
+        for name, value in _leaves("", state.get("state", state))
+    }
+    if _gathered_if_different(comm, mine):
+        whole = comm.bcast_obj(with_parts(inner.state_dict()) if comm.rank == 0 else None)
+        if comm.rank != 0:
+            load_inner_state(inner, whole)
+
+
+def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
+    """What is in dicts, lists and tuples within each other, by its path."""
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            yield from _leaves(f"{path}.{key}", inside)
+    elif isinstance(value, (list, tuple)):
+        for index, inside in enumerate(value):
+            yield from _leaves(f"{path}.{index}", inside)
+    else:
+        yield path, value
+
+
+def load_inner_state(inner: Optimizer, state: Mapping[str, Any]) -> None:
+    """Load a state, of which this rank takes its part for parameters that are DTensors. Local.
+
+    It holds DTensors, parts of the same place (`with_parts`), or whole tensors. Raises
+    UnsupportedError: a state is placed otherwise than its parameter.
+    """
+    if "state" not in state:  # of a wrapper of an optimizer, which nests that optimizer's
+        inner.load_state_dict(dict(state))
+        return
+    parameters = parameters_of(inner)
+    values = {
+        index: {
+            name: _placed(value, parameters[index], type(inner).__name__)
+            for name, value in values.items()
+        }
+        if isinstance(values, Mapping) and index in range(len(parameters))
+        else values
+        for index, values in state["state"].items()
+    }
+    inner.load_state_dict({**state, "state": values})
+
+
+def _placed(value: Any, like: Tensor, optimizer: str) -> Any:
+    """One value of a parameter's state, as a DTensor if the parameter is one."""
+    if not is_distributed(like) or is_distributed(value):
+        return value
+    if is_part(value):
+        local = value[PART]
+        if list(value["shape"]) != list(like.shape) or local.shape != local_part(like).shape:
+            raise UnsupportedError(
+                f"A state of {optimizer} has shape {value['shape']}, of which this rank holds "
+                f"{list(local.shape)}, beside a parameter of shape {list(like.shape)}, of which it "
+                f"holds {list(local_part(like).shape)}: only states that are placed as their "
+                "parameters are loaded. Use an optimizer with such a state, as Adam."
+            )
+        return from_part(local.to(like.device), like)
+    if isinstance(value, Tensor) and value.dim() and value.shape == like.shape:
+        return from_part(part_of(value, like).to(like.device), like)
+    return value
+
+
+def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[str]:
+    """Names of the tensors that are not bit-identical on all ranks. *Collective.*"""
+    mine = {name: checksum([tensor]) for name, tensor in named_tensors(models).items()}
+    gathered = _gathered_if_different(comm, mine)
+    return [difference.name for difference in differences(gathered)]
+
+
+def _gathered_if_different(comm: Communicator, mine: Any) -> list[Any]:
+    """The values of all ranks, plain JSON; none if they are equal, order included. *Collective.*
+
+    Then only digests are sent: a list of all tensors of every rank would be large on many ranks.
+    """
+    digests = comm.allgather_obj(digest(json.dumps(mine).encode()))
+    return comm.allgather_obj(mine) if len(set(digests)) > 1 else []
+
+
+def copy_state_from_rank(
+    comm: Communicator,
+    tensors: Sequence[Tensor],
+    inner: Optimizer,
+    source: int,
+    *,
+    is_behind: bool | None = None,
+) -> None:
+    """Copy tensors and the optimizer's state from one rank to those that lack steps. *Collective.*
+
+    By default those are all but the ``source``.
+    """
+    is_source = comm.rank == source
+    state = comm.bcast_obj(with_parts(inner.state_dict()) if is_source else None, source)
+    held = comm.bcast_obj([local_part(t.detach()) for t in tensors] if is_source else None, source)
+    if is_behind or (is_behind is None and not is_source):
+        with torch.no_grad():
+            for tensor, value in zip(tensors, held, strict=True):
+                local_part(tensor).copy_(value)
+        load_inner_state(inner, state)

@@ -1,0 +1,304 @@
+"""Double buffering: step k applies mean(g_{k-1}) while the sum of g_k is under way.
+
+    backward k:  start the sum of g_k;  p.grad <- mean(g_{k-1})
+    step k:      w_{k+1} = w_k - update(mean(g_{k-1}))        (k >= 2; the first step does nothing)
+    flush:       w = w - update(mean(g_N))
+
+Source: ChainerMN's `_DoubleBufferingOptimizer`, CNTK's ``useBufferedAsyncGradientAggregation``.
+Staleness is exactly one step. Differences: no iteration is spent on a broadcast, so that N
+iterations give N-1 steps instead of N-2; `flush()` applies the last gradient; the pending gradient
+is saved.
+
+``eager=True`` computes g_k where the late mean will lead, by a step with the rank's own gradient
+(see `eager_step`):
+
+    step k:      w_{k+1} = w_k - update(mean(g_{k-1}));  note c = update(own g_k)
+    pass k+1:    g_{k+1} is computed at w_{k+1} - c;  after it the parameters are w_{k+1} again
+
+``delay_compensation=lambda`` corrects the late mean instead (see `delay_compensation`):
+
+    backward k:  p.grad <- g + lambda g g (w_k - w_{k-1}),    g = mean(g_{k-1})
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from torchmn.comm import Communicator
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.bucket_set import BucketSet
+from torchmn.exchange.gradient_memory import GradientState
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.schedules.base import Schedule
+from torchmn.exchange.schedules.delay_compensation import DelayCompensation
+from torchmn.exchange.schedules.eager_step import EagerStep
+
+
+class DoubleBuffering(Schedule):
+    """Gradients are applied one step late, and their exchange overlaps with a whole step.
+
+    Args:
+        eager: compute each gradient after a step with the rank's own gradient of the step before.
+            Training is then about as good as with `EveryStep` (``docs/explain/recipes.md``). It
+            costs a second step of the optimizer and copies of gradients, parameters and the
+            optimizer's state. Parameters are those after that step from a call of the model, with
+            gradients enabled, to the end of `backward`; at any other time all ranks hold the same.
+            Call the model that `create_multi_node_optimizer` was given, not parts of it. Hooks of
+            the optimizer see steps with means only. Not for parameters of which ranks hold parts.
+        delay_compensation: lambda of the term lambda * g * g * (w - w_then) that is added to a
+            late mean g, where w_then are the parameters for which it was computed; 0 adds none.
+            It costs a copy of the parameters, and cannot be combined with ``eager``, which
+            `recommended` uses (``docs/explain/recipes.md``).
+
+    Raises UsageError: ``delay_compensation`` is negative or not finite, or given with ``eager``.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = DoubleBuffering.recommended()
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=schedule)
+        >>> optimizer.flush()  # at the end: the last gradient
+    """
+
+    name = "double_buffering"
+    num_sets = 2
+    staleness_steps = 1
+
+    def __init__(self, *, eager: bool = False, delay_compensation: float = 0.0) -> None:
+        if not 0 <= delay_compensation < float("inf"):
+            raise UsageError(f"delay_compensation={delay_compensation} must be 0 or positive.")
+        if eager and delay_compensation:
+            raise UsageError(
+                f"eager=True and delay_compensation={delay_compensation} cannot be combined: with "
+                "eager a gradient is computed about where its mean is applied. Use one of them."
+            )
+        self.eager = eager
+        self.delay_compensation = delay_compensation
+        self._pending: BucketSet | None = None
+        self._has_mean = False
+        self._num_backwards = 0
+        self._ahead: EagerStep | None = None
+        self._compensation: DelayCompensation | None = None
+        self._own: dict[Tensor, Tensor] = {}
+        """This rank's gradients of the last backward pass, if eager."""
+        self._assigned: list[GradientState] = []
+        """The means as `backward` has left them; empty if none was made in this step."""
+        self._was_changed = False
+        """Whether the script has changed them before the last step."""
+
+    @classmethod
+    def recommended(cls) -> DoubleBuffering:
+        """The settings that were measured to keep the accuracy: ``eager``."""
+        return cls(eager=True)
+
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+        """See `Schedule.attach`.
+
+        Raises UnsupportedError: eager, and ranks hold parts; delay compensation of sparse
+        gradients; LBFGS.
+        """
+        if isinstance(inner, LBFGS):
+            raise UnsupportedError(
+                f"{reducer.comm.rank_label}: double_buffering does not support LBFGS, whose step "
+                "needs gradients at the parameters that it tries, not those of a step before. Use "
+                "schedule='every_step'."
+            )
+        super().attach(reducer, inner)
+        if self.delay_compensation:
+            if reducer.parameters.sparse:
+                names = [name for name, _ in reducer.parameters.sparse]
+                raise UnsupportedError(
+                    f"{reducer.comm.rank_label}: DoubleBuffering(delay_compensation="
+                    f"{self.delay_compensation}) needs dense gradients, and those of {names[:3]} "
+                    "are sparse. Use sparse=False, or no compensation."
+                )
+            num_added = reducer.comm.size if reducer.buffers.reduction == "sum" else 1
+            self._compensation = DelayCompensation(
+                self.delay_compensation / num_added, reducer.parameters.trained
+            )
+        if self.eager:
+            parameters = reducer.parameters
+            if parameters.are_sharded or parameters.mesh.has_parallel_layers:
+                raise UnsupportedError(
+                    f"{reducer.comm.rank_label}: DoubleBuffering(eager=True) compares norms of "
+                    "whole gradients on each rank, and of this model ranks hold parts. Use "
+                    "DoubleBuffering() or 'every_step'."
+                )
+            self._ahead = EagerStep(inner, reducer.parameters.trained, reducer.comm.rank_label)
+            reducer.keep_own_gradients()
+
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """See `Schedule.watch`."""
+        if self._ahead is not None:
+            self._ahead.watch(models)
+
+    def remove_eager_step(self) -> None:
+        """See `Schedule.remove_eager_step`."""
+        if self._ahead is not None:
+            self._ahead.remove()
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        self._num_backwards += 1
+        if self._num_backwards > 1:
+            raise UnsupportedError(
+                "Two backward passes before step() with double_buffering: the second would add to "
+                "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
+            )
+        reducer = self._reducer
+        own = reducer.take_own_gradients()
+        self._own = own if reducer.filling.context.weight else {}
+        reducer.start_remaining()
+        before, self._pending = self._pending, reducer.buffers.swap()
+        if before is None:
+            for slot in self._pending.slots:
+                slot.parameter.grad = None
+            for _, parameter in reducer.parameters.sparse:
+                parameter.grad = None
+        else:
+            self._assign(before)
+            self._has_mean = True
+            self._assigned = self._reducer.means.gradient_states()
+        if self._compensation is not None:
+            self._compensation.note_parameters()
+        if self._ahead is not None:
+            self._ahead.pass_ended()  # last, as it may raise
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`."""
+        loss = closure() if closure is not None else None
+        self._was_changed = (
+            bool(self._assigned) and self._assigned != self._reducer.means.gradient_states()
+        )
+        if self._num_backwards == 0:
+            self._reducer.exchange_now(is_late=True)
+        elif self._reducer.has_unexchanged:
+            raise UnsupportedError(
+                "A backward pass under no_sync() came after the one that was exchanged, before "
+                "step(). With double_buffering the pass outside no_sync() must be the last one."
+            )
+        self._num_backwards = 0
+        self._assigned = []
+        has_mean, self._has_mean = self._has_mean, False
+        own, self._own = self._own, {}
+        if has_mean and self._ahead is not None:
+            reducer = self._reducer  # an own part of a sum is as many times smaller
+            self._ahead.step(own, reducer.comm.size if reducer.buffers.reduction == "sum" else 1.0)
+        elif has_mean:
+            self._inner.step()
+        return loss
+
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`."""
+        self._forget()
+        if self._pending is not None:
+            self._pending.wait()
+        reducer = self._reducer
+        reducer.finish_filling()
+        reducer.start_remaining()
+        if self._pending is not None:
+            reducer.means.discard(self._pending)
+        filling = reducer.filling
+        filling.wait()
+        if filling.num_active:  # in the same turns as the others: their buckets belong together
+            self._pending = reducer.buffers.swap()
+        else:
+            filling.restart()
+        return filling.num_active
+
+    def on_zero_grad(self) -> None:
+        """See `Schedule.on_zero_grad`. The mean in ``p.grad`` is dropped: no step applies it."""
+        self._num_backwards = 0
+        self._has_mean = False
+
+    def flush(self) -> None:
+        """See `Schedule.flush`."""
+        has_mean, self._has_mean, self._num_backwards = self._has_mean, False, 0
+        self._forget()
+        if has_mean:  # there was a backward pass, but no step yet
+            self._inner.step()
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        self._assign(pending)
+        self._inner.step()
+
+    def _assign(self, means: BucketSet) -> None:
+        """Make every ``p.grad`` its late mean, corrected if asked for.
+
+        Raises RankMismatchError: in the step in which these means were started, the script has
+        changed the gradients of this rank, and some rank had none then.
+        """
+        self._reducer.means.assign(means)
+        if means.is_late_on_some and self._was_changed:
+            raise RankMismatchError(
+                f"{self._reducer.comm.rank_label}: in the step before, gradients were changed "
+                "between backward() and step(), as by clip_grad_norm_, and a rank without a "
+                "backward pass had none to change. Its parameters are others now. Clip by "
+                "create_multi_node_optimizer(max_grad_norm=...), or call backward() on all ranks: "
+                "a batch of 0 rows will do."
+            )
+        if self._compensation is not None:
+            self._compensation.correct_gradients()
+
+    def close(self) -> None:
+        """See `Schedule.close`."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _forget(self) -> None:
+        if self._ahead is not None:
+            self._ahead.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`: the mean that the next step will apply, by name.
+
+        If eager, also what a step with this rank's own gradient changes; with delay compensation,
+        the parameters for which the mean was computed.
+        """
+        if self._pending is None:
+            return {}
+        self._pending.wait()
+        state: dict[str, Any] = {
+            "pending": self._pending.means(),
+            "pending_record": self._pending.record(),
+        }
+        if self._ahead is not None:
+            state["ahead"] = self._ahead.state_dict()
+        if self._compensation is not None:
+            state["then"] = self._compensation.state_dict()
+        return state
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """See `Resharding`: an own gradient of fewer or more samples is left out."""
+        return {key: value for key, value in states[0].items() if key != "ahead"}
+
+    def resume_warnings(self) -> list[str]:
+        """See `MultiNodeOptimizer.resume_warnings`."""
+        if not self.eager:
+            return []
+        return [
+            "With eager=True gradients are computed after a step with a rank's own gradient, which "
+            "is that of fewer or more samples now: the run takes another path, as with another "
+            "seed."
+        ]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`. Raises UsageError: other parameters than saved."""
+        if self._pending is not None:
+            self._pending.drain()  # its memory is used again
+        self._pending, self._has_mean, self._num_backwards = None, False, 0
+        self._own = {}
+        if self._ahead is not None:
+            self._ahead.load_state_dict(state.get("ahead", {}))
+        if self._compensation is not None:
+            self._compensation.load_state_dict(state.get("then", {}))
+        if "pending" in state:
+            self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
+            self._pending = self._reducer.buffers.swap()

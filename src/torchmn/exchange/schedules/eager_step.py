@@ -1,0 +1,218 @@
+"""A step with a rank's own gradient, until the mean of all ranks is there.
+
+The expectation of a rank's own gradient is that of the mean, so that a step with it is right but
+for noise. A schedule that waits for the mean adds what it would change for one forward and backward
+pass, so that the next gradient is computed at about the parameters that the mean will give. Before
+and after these passes parameters are those of steps with means, the same on all ranks: what scripts
+read, average, save, evaluate and change. Nothing is left in the optimizer (see `trial_step`).
+
+The own gradient is made no longer than the last mean. It is noisier than the mean, and the mean
+may have been clipped.
+
+Source: the eager updates of Kale et al., *Eager Updates For Overlapped Communication and
+Computation in DiLoCo*, 2025, which do the same with blocks and keep the own part of the mean.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchmn.compiling import not_compiled
+from torchmn.errors import UsageError
+from torchmn.exchange.model_hooks import ModelHooks
+from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.schedules.tensor_checksum import differ, fingerprint
+from torchmn.exchange.schedules.trial_step import trial_step
+
+Named = Sequence[tuple[str, nn.Parameter]]
+_MAX_NAMED = 3
+_NOT_COMPILED = (
+    "DoubleBuffering(eager=True) changes parameters before the model runs. Leave fullgraph=True "
+    "out, or compile the model before create_multi_node_optimizer"
+)
+
+
+class EagerStep:
+    """Makes steps with own gradients, and adds them during passes. All methods are local.
+
+    ``trained`` returns the parameters that are exchanged, by name.
+    """
+
+    def __init__(self, inner: Optimizer, trained: Callable[[], Named], rank_label: str) -> None:
+        self._inner, self._trained, self._rank_label = inner, trained, rank_label
+        self._hooks = ModelHooks()
+        self._models: list[nn.Module] = []
+        self._changes: dict[str, Tensor] = {}
+        """What the next passes add, by the parameter's name."""
+        self._before: list[tuple[str, nn.Parameter, Tensor]] = []
+        """The parameters and their values without it, while it is added."""
+        self._fingerprints: list[Tensor] = []
+        """Of the parameters with it."""
+        self._mean_norm = 0.0
+        """Of the last means that the optimizer has seen."""
+        self._num_missed = 0
+        """Passes for which it was not added."""
+
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """Add steps when one of the models is called to train it."""
+        self._models = list(models)
+        for model in models:
+            self._hooks.before_forward(model, self._forward_begins, prepend=True)
+
+    @partial(not_compiled, reason=_NOT_COMPILED)  # a break before a model, not within
+    def _forward_begins(self, *_: object) -> None:
+        if not self._changes or self._before or not torch.is_grad_enabled():
+            return
+        if torch._C._functorch.maybe_current_level() is not None:  # refuses changes in place
+            return
+        if torch._C._is_tracing():  # what is done here would become a part of the graph
+            return
+        if self._num_missed or any(m.training for model in self._models for m in model.modules()):
+            self._add()
+
+    def _layer_begins(self, *_: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._forward_begins()
+
+    def step(self, own: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
+        """Step with the means in ``p.grad``; note what a step with own gradients would change.
+
+        The latter are multiplied by ``scale``, or by less: their norm becomes no larger than that
+        of the means. Without any, or not only finite ones, nothing is noted. ``p.grad`` stays.
+        """
+        self._mean_norm = 0.0
+        hook = self._inner.register_step_pre_hook(self._measure)  # after all hooks that clip
+        try:
+            self._inner.step()
+        finally:
+            hook.remove()
+        self._try(own, scale)
+
+    @not_compiled
+    def _measure(self, *_: object) -> None:
+        self._mean_norm = _norm([p.grad for p in self._parameters()])
+
+    def pass_ended(self) -> None:
+        """Drop the step: its passes are over. Raises UsageError: see `remove`."""
+        if self._changes and not self._before:
+            self._num_missed += 1
+            if self._num_missed == 1:  # the script may train it in eval(), or call its layers
+                for module in {m for model in self._models for m in model.modules()}:
+                    self._hooks.before_forward(module, self._layer_begins, prepend=True)
+            elif self._num_missed == 2:
+                self._warn()
+        self.forget()
+
+    def remove(self) -> None:
+        """Take the step back; the next forward pass adds it again.
+
+        Raises UsageError: the script has changed parameters meanwhile. The change is taken back.
+        """
+        before, self._before = self._before, []
+        changed = self._changed(before)
+        _load(before)
+        if changed:
+            names = ", ".join(map(repr, changed[:_MAX_NAMED]))
+            raise UsageError(
+                f"{self._rank_label}: parameters were changed between forward and backward: "
+                f"{names}. They were those of a step with the rank's own gradient, which is taken "
+                "back at the end of backward, and the change with it. Change parameters between "
+                "backward() and the next forward pass, compute what is not trained on under "
+                "torch.no_grad(), or use DoubleBuffering(eager=False)."
+            )
+
+    def forget(self) -> None:
+        """Drop the step. Raises UsageError: see `remove`."""
+        self._changes = {}
+        self.remove()
+
+    def close(self) -> None:
+        """Drop the step and stop watching. What the script has changed meanwhile stays."""
+        self._hooks.remove()
+        before, self._before, self._changes = self._before, [], {}
+        changed = set(self._changed(before))
+        _load([each for each in before if each[0] not in changed])
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What the next passes add, by name. It is not added then."""
+        self.remove()
+        return {name: change.clone() for name, change in self._changes.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_dict`."""
+        self.forget()
+        named = self._trained() if state else []
+        self._changes = {name: state[name].to(p, copy=True) for name, p in named}
+
+    # ---- implementation ----
+
+    def _try(self, own: Mapping[Tensor, Tensor], scale: float) -> None:
+        self._changes = {}
+        parameters = self._parameters()
+        own_norm = _norm([own.get(p) for p in parameters])
+        if not (own_norm > 0 and math.isfinite(own_norm) and self._mean_norm > 0):
+            return
+        factor = min(scale, self._mean_norm / own_norm)
+        means = [p.grad for p in parameters]
+        before = [(name, p, p.detach().clone()) for name, p in self._trained()]
+        try:
+            with trial_step(self._inner):
+                for p in parameters:
+                    p.grad = own[p] * factor if p in own else None
+                self._inner.step()
+            self._changes = {name: p.detach() - value for name, p, value in before}
+        finally:
+            _load(before)
+            for p, mean in zip(parameters, means, strict=True):
+                p.grad = mean
+
+    @not_compiled
+    @torch.no_grad()
+    def _add(self) -> None:
+        self._before = [(name, p, p.detach().clone()) for name, p in self._trained()]
+        for name, p, _ in self._before:
+            change = self._changes.get(name)
+            if change is not None and change.shape == p.shape:
+                p.add_(change.to(p))
+        self._fingerprints = [fingerprint(p) for _, p, _ in self._before]
+
+    def _changed(self, before: Sequence[tuple[str, nn.Parameter, Tensor]]) -> list[str]:
+        now = [fingerprint(p) for _, p, _ in before]
+        flags = differ(self._fingerprints[: len(now)], now)
+        return [name for (name, _, _), flag in zip(before, flags, strict=True) if flag]
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"{self._rank_label}: DoubleBuffering(eager=True) has no effect on some passes: they "
+            "did not begin with a call of the model, or a module of it. Call modules, with "
+            "gradients enabled, before parameters are used, and not inside of torch.func or of a "
+            "function that is compiled together with backward().",
+            stacklevel=2,
+        )
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return parameters_of(self._inner)
+
+
+@torch.no_grad()
+def _load(values: Sequence[tuple[str, nn.Parameter, Tensor]]) -> None:
+    if values:
+        torch._foreach_copy_([p for _, p, _ in values], [value for _, _, value in values])
+
+
+def _norm(gradients: Sequence[Tensor | None]) -> float:
+    dense = [
+        gradient.coalesce().values() if gradient.is_sparse else gradient
+        for gradient in gradients
+        if gradient is not None
+    ]
+    return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0

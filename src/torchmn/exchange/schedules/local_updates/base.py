@@ -1,0 +1,542 @@
+"""Every rank trains alone for a block of samples; then all agree where the next block begins.
+
+With anchor a (the same bits on all ranks), parameters w_i of rank i, its n_i samples of the block:
+
+    during a block:   w_i <- w_i - inner update(gradient of rank i)
+    at its end:       d = sum_i n_i (a - w_i) / sum_i n_i,    N = sum_i n_i
+                      a <- outer_step(a, d, N),    w_i <- a
+
+d is the mean pseudo-gradient. The outer step makes the schedule: `PeriodicAverage`,
+`BlockMomentum`, `DiLoCo`. A rank's block ends at the step in which its samples since the last one
+reach block_size / W. A block that ends before it is full (`flush`, loops of different lengths, the
+first block of a fragment) takes a part of the outer step: see `partial_block`.
+
+Overlap (``overlap_steps=k``): at step t rank i contributes a - w_i(t) and continues; at t + k
+
+    a <- outer_step(a, d, N),    w_i <- a + (w_i(t+k) - w_i(t))
+
+so that what was learned meanwhile belongs to the next block. At most one exchange is pending: the
+next one waits for it. With ``eager=True`` a rank continues from w_i(t) moved by what the outer step
+would do if d were 0, which all ranks know at t: the momentum of the blocks before (see
+`outer_momentum`). What arrives k steps late is then the mean of this block alone.
+
+Fragments (``num_fragments=F``; Streaming DiLoCo, Douillard et al. 2025): the parameters are split
+into F consecutive parts; f is exchanged when (f + 1) / F of a block is full, so that the first
+block of fragment f is shorter than all later ones. Each has its own anchor and count of samples.
+Differences: the paper puts every F-th layer into a fragment and blends ``a`` with w_i(t+k); here
+what was learned meanwhile is kept as a whole, and nothing is lost or counted twice.
+
+Blocks of another length (``block_size=GrowingBlocks(...)``): the exchange of the last fragment
+brings what the length of the next block depends on (see `growing_blocks`). With overlap that block
+has begun by then; only its end depends on it.
+
+Within nodes (``intra_node="every_step"``): the ranks of a node train as one worker, with the mean
+of their gradients at every step, and blocks are agreed on between nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchmn.comm import Communicator
+from torchmn.comm.checksums import checksum
+from torchmn.comm.codecs import Codec
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.replicas import copy_state_from_rank
+from torchmn.exchange.weights import weight_scale
+from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
+from torchmn.exchange.schedules.local_updates.changed_parameters import ChangedParameters
+from torchmn.exchange.schedules.local_updates.fragment_order import FragmentSchedule
+from torchmn.exchange.schedules.local_updates.fragments import (
+    Fragment,
+    PseudoGradient,
+    averageable,
+    new_codecs,
+    reset_momentum_,
+    restart_where_not_finite_,
+    split_into_fragments,
+)
+from torchmn.exchange.schedules.local_updates.growing_blocks import (
+    BlockLength,
+    GrowingBlocks,
+    highest_rate,
+)
+from torchmn.exchange.schedules.local_updates.intra_node import IntraNodeAverage
+from torchmn.exchange.schedules.local_updates.outer_momentum import momentum_of
+from torchmn.exchange.schedules.local_updates.short_block import OuterState, take_partial_step
+from torchmn.exchange.schedules.local_updates.resharding import reshard_blocks
+
+IntraNode = Literal["every_step"]
+BlockSize = float | GrowingBlocks
+"""In samples over all workers."""
+DEFAULT_SAMPLES_PER_WORKER = 512
+"""In a block if no size is given: 16 steps with batches of 32."""
+
+
+class LocalUpdateSchedule(Schedule):
+    """The base class of local-update schedules. A subclass defines `outer_step`.
+
+    Args:
+        block_size: in samples over all workers, or `GrowingBlocks`; default: 512 per worker.
+        overlap_steps: steps during which the exchange is pending; 0 waits for it.
+        num_fragments: number of parts of the parameters, exchanged one after another.
+        eager: with ``overlap_steps``, take the momentum of the outer step before the exchange.
+        intra_node: ``every_step`` averages gradients at every step among the ranks of a node.
+
+    Every floating-point parameter of the optimizer is exchanged, frozen ones included; to save
+    their bytes leave them out of the optimizer. Buffers, such as the running statistics of batch
+    normalization, stay local to each rank as they do under every other schedule: evaluation and
+    checkpointing synchronize them. Raises UsageError: an argument is out of range.
+
+    >>> from torchmn.exchange.schedules import DiLoCo, LocalUpdateSchedule
+    >>> isinstance(DiLoCo(block_size=4096), LocalUpdateSchedule)
+    True
+    """
+
+    name: str
+    num_sets = 0
+    counts_samples = True
+    replica_consistency: ReplicaConsistency = "per_block"
+    resets_momentum = False
+    """Whether the inner optimizer's first moments become zero at the start of each block."""
+    _comm: Communicator
+
+    def __init__(
+        self,
+        block_size: BlockSize | None = None,
+        *,
+        overlap_steps: int = 0,
+        num_fragments: int = 1,
+        eager: bool = False,
+        intra_node: IntraNode | None = None,
+    ) -> None:
+        if block_size is not None and not isinstance(block_size, GrowingBlocks):
+            _check("block_size", 0 < block_size < math.inf, block_size, "above 0")
+        _check("overlap_steps", overlap_steps >= 0, overlap_steps, "0 or more")
+        _check("num_fragments", num_fragments >= 1, num_fragments, "1 or more")
+        _check("intra_node", intra_node in (None, "every_step"), intra_node, "'every_step' or None")
+        self.block_size = block_size
+        self.overlap_steps = overlap_steps
+        self.num_fragments = num_fragments
+        self.eager = eager
+        self.intra_node = intra_node
+        self.num_samples = 0.0
+        """Samples over all workers in all exchanges so far. The same on all ranks."""
+        self.anchors: dict[str, Tensor] = {}
+        """Where the block began, by the parameter's name. The same on all ranks."""
+        self.is_flushed = False
+        """Whether all ranks ended their blocks in the last exchange. The same on all ranks."""
+        self._node: IntraNodeAverage | None = None
+        self._codec: Codec | None = None
+        self._fragments: list[Fragment] = []
+        self._order = FragmentSchedule(num_fragments, math.inf)
+        self._pending: Fragment | None = None
+        """The fragment whose exchange is pending."""
+        self._has_anchors = self._are_anchors_verified = False
+        self._num_missed_steps = 0
+        """Steps of a warm-up in which this rank had left its loop."""
+        self._changed = ChangedParameters(
+            lambda: [p for fragment in self._fragments for p in fragment.parameters]
+        )
+        self._is_resumed = False
+        """Whether no step was made since `load_state_dict`: the model's state belongs to it."""
+
+    # ---- what a subclass defines ----
+
+    @abstractmethod
+    def outer_step(self, pseudo_gradients: Sequence[PseudoGradient], num_samples: float) -> None:
+        """Move anchors to where the next block begins, in place, identically on all ranks.
+
+        ``num_samples``: over all ranks, in this block of these parameters. Gradients are off.
+        """
+
+    def partial_outer_step(self, pseudo_gradients: Sequence[PseudoGradient], part: float) -> None:
+        """The same for a block that ended when ``part`` of it was full, above 0 and below 1."""
+        take_partial_step(
+            pseudo_gradients,
+            part,
+            lambda scaled: self.outer_step(scaled, self.current_block_size),
+            self.outer_state_tensors,
+        )
+
+    def outer_state_tensors(self, pseudo_gradients: Sequence[PseudoGradient]) -> OuterState:
+        """The floating-point tensors that `outer_step` changes besides the anchors."""
+        return {}
+
+    def on_anchors_created(self) -> None:
+        """Called when `anchors` is complete, though without values; known ones are kept."""
+
+    def outer_state_dict(self) -> dict[str, Any]:
+        """The state of the outer step: tensors and numbers."""
+        return {}
+
+    def load_outer_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from `outer_state_dict`; an empty dict starts from scratch."""
+
+    # ---- the schedule ----
+
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+        """See `Schedule.attach`. Raises UsageError, UnsupportedError: does not suit this world."""
+        super().attach(reducer, inner)
+        self._comm, self._codec = reducer.comm, reducer.codec
+        comm = self._comm
+        self._length = BlockLength(self.block_size or DEFAULT_SAMPLES_PER_WORKER * comm.size)
+        if self.current_block_size < comm.size:
+            raise UsageError(
+                f"{comm.rank_label}: block_size={self.current_block_size:g} samples over all "
+                f"workers is less than one for each of the {comm.size} workers. Make it larger."
+            )
+        if self.intra_node is not None:
+            if self.overlap_steps and not _is_concurrent(comm):
+                raise UnsupportedError(
+                    f"{comm.rank_label}: intra_node='every_step' with overlap_steps="
+                    f"{self.overlap_steps} needs two exchanges at a time, and MPI is called by one "
+                    "thread at a time. Use overlap_steps=0, or another transport."
+                )
+            self._node = IntraNodeAverage(reducer, inner)
+        self.rebuild()
+        self.begin()
+
+    def begin(self, num_missed_steps: int = 0) -> None:
+        """Stop the exchange of gradients; the first block begins with the next step. *Collective.*
+
+        ``num_missed_steps``: steps of other ranks that this one has not made: it copies parameters
+        and optimizer state before the first exchange.
+        """
+        self._num_missed_steps = num_missed_steps
+        if self._node is not None:
+            self._node.begin()
+        else:
+            self._reducer.suspend()
+
+    def rebuild(self) -> None:
+        parameters = averageable(self._reducer.parameters.trained())
+        self.anchors = {
+            name: self.anchors.get(name, torch.empty_like(p, requires_grad=False))
+            for name, p in parameters
+        }
+        parts = split_into_fragments(parameters, self.num_fragments)
+        codecs = new_codecs(self._codec, parts, self._fragments)
+        self._fragments = [
+            Fragment(self._comm, codec, part, self.anchors)
+            for codec, part in zip(codecs, parts, strict=True)
+        ]
+        self._order.restart()
+        self._size_blocks()
+        self._has_anchors = self._are_anchors_verified = False
+        self.on_anchors_created()
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`. Called only with ``intra_node``."""
+        if self._node is not None:
+            self._node.backward_ended()
+            self._count_samples(self._node.num_samples)
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        self._take_anchors()
+        if self._node is not None and self._reducer.is_needed:
+            result = self._node.step(closure)
+        else:
+            result = self._inner.step(closure)
+            mesh = self._reducer.parameters.mesh  # whose ranks must end their blocks together
+            own = self._reducer.contribution
+            (num_samples,) = mesh.means(own.num_samples)
+            self._count_samples(num_samples, own.mean_samples)
+        self._progress(self.overlap_steps)
+        return result
+
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`. What a rank has learned becomes part of the next block."""
+        node = self._node
+        if node is not None and self._reducer.is_needed and not node.has_left:
+            num_active = node.shadow_step()
+            self._count_samples(node.num_samples)
+            self._take_anchors()
+            if num_active:
+                node.num_missed_steps += 1
+                # The others may not have started theirs: a GradScaler may skip their step.
+                self._progress(math.inf if _is_concurrent(self._comm) else 0)
+                return num_active
+            self._finish_exchange()
+            node.leave([p for fragment in self._fragments for p in fragment.parameters])
+        return self._exchange_without_data()
+
+    def on_zero_grad(self) -> None:
+        if self._node is not None:
+            self._node.on_zero_grad()
+
+    def before_load(self) -> None:
+        """See `Schedule.before_load`."""
+        if self._has_anchors and not self._is_resumed:
+            self._changed.note()
+
+    def flush(self) -> None:
+        """See `Schedule.flush`. Ends the partial block of every fragment.
+
+        Ranks may have made different numbers of steps: a rank that flushes takes part in the
+        exchanges of the others until all ranks flush. Afterwards all may change parameters in the
+        same way, or load a state.
+        """
+        while self._exchange_without_data():
+            pass
+        # The next block begins with what the parameters then are, the same on all ranks.
+        self._has_anchors = self._are_anchors_verified = False
+
+    def close(self) -> None:
+        if self._node is not None:
+            self._node.close()
+            self._node = None
+
+    # ---- blocks ----
+
+    @property
+    def current_block_size(self) -> float:
+        """Of the block under way, in samples over all workers. The same on all ranks."""
+        return self._length.current
+
+    def _size_blocks(self) -> None:
+        """Let the block under way end when `current_block_size` samples are processed."""
+        size, num_workers = self._length.current, self._comm.size
+        num_ranks = self._node.comm.size if self._node is not None else 1
+        self._order.share = size * num_ranks / num_workers
+        for fragment in self._fragments:
+            # A power of two: sums stay near the size of pseudo-gradients, no bit of a mean changes.
+            fragment.scale = weight_scale(size / num_workers, 1)
+
+    def _take_anchors(self) -> None:
+        """Begin a block, unless one is under way: before the first step or exchange of it."""
+        self._is_resumed = False
+        self._changed.raise_if_changed(
+            f"{self._comm.rank_label}: model.load_state_dict() has replaced parameters within a "
+            "block of local updates, and the outer step would take the difference for what was "
+            "learned. Call optimizer.flush() on all ranks before you load a state: the next block "
+            "then begins with it."
+        )
+        if not self._has_anchors:
+            for fragment in self._fragments:
+                fragment.take_anchors()
+            self._has_anchors = True
+
+    def _count_samples(self, num_samples: float, mean_samples: float | None = None) -> None:
+        """This worker has processed samples; identically on all ranks of a node.
+
+        ``mean_samples``: over workers, where all of them know it. Blocks then end on all of them in
+        the same step, whatever the samples of each.
+        """
+        for fragment in self._fragments:
+            fragment.num_samples += num_samples
+        self._order.count(num_samples if mean_samples is None else mean_samples)
+
+    def _progress(self, overlap_steps: float) -> None:
+        """A step has ended: finish the pending exchange if it is due, start those that are full."""
+        if self._pending is not None:
+            self._pending.steps_left -= 1
+            if self._pending.steps_left <= 0:
+                self._finish_exchange()
+        while self._order.take_due():
+            self._start_exchange(overlap_steps, is_active=self._reducer.is_active)
+
+    def _exchange_without_data(self) -> int:
+        """Take part in one exchange of other ranks; if no rank is left, end the partial blocks.
+
+        Returns the number of ranks that continue.
+        """
+        self._take_anchors()
+        num_active = self._start_exchange(0, is_active=False)
+        if num_active == 0:
+            for _ in self._fragments[1:]:
+                self._start_exchange(0, is_active=False)
+            self._order.restart()
+            self.is_flushed = True
+            if self._node is not None:
+                self._node.restart()
+        return num_active
+
+    def _start_exchange(self, overlap_steps: float, *, is_active: bool) -> int:
+        """Exchange the next fragment. Without overlap returns the number of ranks that continue.
+
+        All ranks end one exchange before they start the next, so that collectives are called in one
+        order whatever the number of steps between them.
+        """
+        self._finish_exchange()
+        self._verify_anchors()
+        self.is_flushed = False
+        fragment = self._fragments[self._order.advance()]
+        weight, node = fragment.num_samples, self._node
+        if node is not None:  # the ranks of a node have counted the samples of all of them
+            weight = 0.0 if node.num_missed_steps else weight / max(1, node.num_active)
+        rate = highest_rate(self._inner)
+        fragment.pack(weight, rate, is_active=is_active, step=self._reducer.step)
+        self._pending = fragment
+        if overlap_steps and self.eager:
+            fragment.move(self._momentum(fragment))
+        fragment.start(overlap_steps)
+        if overlap_steps:
+            return 1
+        self._finish_exchange()
+        return fragment.buckets.num_active
+
+    def _momentum(self, fragment: Fragment) -> list[Tensor] | None:
+        """What the next outer step will do to its parameters even if they learned nothing."""
+        return momentum_of(
+            fragment.pseudo_gradients(),
+            lambda zeros: self.outer_step(zeros, self.current_block_size),
+            self.outer_state_tensors,
+        )
+
+    def _finish_exchange(self) -> None:
+        """Wait for the pending exchange and take the outer step."""
+        fragment, self._pending = self._pending, None
+        if fragment is None:
+            return
+        buckets = fragment.buckets
+        buckets.drain()
+        if self._reducer.means.record_nonfinite(buckets) is not None:
+            self._discard_block(fragment)
+            return
+        num_samples = buckets.total_weight
+        if num_samples:
+            buckets.wait()
+            part = num_samples / self.current_block_size
+            with torch.no_grad():
+                if part < 1:
+                    self.partial_outer_step(fragment.pseudo_gradients(), part)
+                else:
+                    self.outer_step(fragment.pseudo_gradients(), num_samples)
+        if fragment is self._fragments[0]:
+            self.num_samples += num_samples
+        fragment.restart()
+        if self.resets_momentum:
+            reset_momentum_(self._inner.state, fragment.parameters)
+        if fragment is self._fragments[-1] and self._length.block_ended(fragment.mean_rate):
+            self._size_blocks()
+
+    def _discard_block(self, fragment: Fragment) -> None:
+        """The block was not finite on some rank: all ranks return to its beginning."""
+        fragment.reset_to_anchors()
+        fragment.num_samples = 0.0
+        reset_momentum_(self._inner.state, fragment.parameters)
+        restart_where_not_finite_(self._inner.state, fragment.parameters)
+        self._reducer.act_on_nonfinite()
+
+    def _verify_anchors(self) -> None:
+        """Once, before the first exchange: all ranks start from the same bits. *Collective.*
+
+        A rank that left its loop during a warm-up copies the anchors of the others.
+        """
+        if self._are_anchors_verified:
+            return
+        self._are_anchors_verified = True
+        anchors = list(self.anchors.values())
+        all_ranks = self._comm.allgather_obj((self._num_missed_steps, checksum(anchors)))
+        present = {rank: sum_ for rank, (missed, sum_) in enumerate(all_ranks) if missed == 0}
+        if len(set(present.values())) > 1:
+            raise RankMismatchError(
+                f"{self._comm.rank_label}: the ranks started the block with different parameters "
+                f"(checksums {present}). Between steps, change parameters identically on all "
+                "ranks; with a GradScaler, clear gradients with optimizer.zero_grad(); save states "
+                "where all ranks have processed the same number of samples, or after "
+                "optimizer.flush()."
+            )
+        if len(present) < len(all_ranks):
+            is_behind = self._num_missed_steps > 0
+            copy_state_from_rank(
+                self._comm, anchors, self._inner, min(present), is_behind=is_behind
+            )
+            if is_behind:
+                for fragment in self._fragments:
+                    fragment.reset_to_anchors()
+            self._num_missed_steps = 0
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`. Different on each rank; waits for a pending exchange."""
+        has_anchors = self._has_anchors
+        return {
+            "num_samples": self.num_samples,
+            "anchors": {n: a.clone() for n, a in self.anchors.items()} if has_anchors else {},
+            "outer": self.outer_state_dict(),
+            "order": self._order.state_dict(),
+            "length": self._length.state_dict(),
+            "num_sharing": self._node.num_active if self._node is not None else 1,
+            "fragments": [
+                fragment.state_dict(is_pending=fragment is self._pending, has_anchors=has_anchors)
+                for fragment in self._fragments
+            ],
+        }
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """See `Resharding` and `reshard_blocks`."""
+        num_sharing = self._node.comm.size if self._node is not None else 1
+        return reshard_blocks(states, comm, num_sharing=num_sharing)
+
+    def resume_warnings(self) -> list[str]:
+        """See `MultiNodeOptimizer.resume_warnings`."""
+        return [
+            "Within a block, the new workers continue from the mean of the old workers' "
+            "parameters, weighted by samples: the average at the end of the block is the same, but "
+            "not the path to it."
+        ]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`. Raises UsageError: other parameters or fragments."""
+        if self._pending is not None:
+            self._pending.buckets.drain()  # its memory is used again
+            self._pending = None
+        self._check_state(state)
+        self._changed.forget()
+        self._is_resumed = True
+        node, fragments = self._node, self._fragments
+        self._order.restart()
+        self._are_anchors_verified, self._num_missed_steps, self.is_flushed = False, 0, False
+        if node is not None:
+            node.on_zero_grad()
+            node.restart()
+            node.num_active = state.get("num_sharing", 1)
+        self.num_samples = state.get("num_samples", 0.0)
+        self.load_outer_state_dict(state.get("outer", {}))
+        for name, value in state.get("anchors", {}).items():
+            self.anchors[name].copy_(value)
+        self._has_anchors = bool(state.get("anchors"))
+        self._length.load_state_dict(state.get("length", {}))
+        self._size_blocks()
+        if state:
+            self._order.load_state_dict(state["order"])
+        for index, fragment in enumerate(fragments):
+            if fragment.load_state_dict(state["fragments"][index] if state else {}):
+                self._pending = fragment
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        num_fragments = len(state.get("fragments", self._fragments))
+        if num_fragments != len(self._fragments):
+            raise UsageError(
+                f"This state was saved with num_fragments={num_fragments}, and here it is "
+                f"{len(self._fragments)}. Use the same number."
+            )
+        saved = state.get("anchors") or self.anchors
+        if saved.keys() != self.anchors.keys():
+            odd = sorted(saved.keys() ^ self.anchors.keys())
+            raise UsageError(
+                f"The saved anchors are of other parameters; they differ in {odd[:5]}."
+            )
+
+
+def _is_concurrent(comm: Communicator) -> bool:
+    """Whether two communicators of a rank may exchange at the same time."""
+    return comm.world.transport.is_concurrent
+
+
+def _check(name: str, is_right: bool, value: object, rule: str) -> None:
+    if not is_right:
+        raise UsageError(f"{name}={value!r} must be {rule}.")

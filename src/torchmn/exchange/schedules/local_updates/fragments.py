@@ -1,0 +1,328 @@
+"""Parts of a model whose blocks end together, and the exchange of what was learned in a block.
+
+A fragment has an anchor, the point from which all ranks start, with the same bits on every rank. At
+the end of a block each rank i contributes its pseudo-gradient ``anchor - w_i``, weighted by the
+number of its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.comm import Communicator
+from torchmn.comm.local_tensors import local_part
+from torchmn.comm.codecs import Codec
+from torchmn.errors import UsageError
+from torchmn.exchange.bucket_set import BucketSet
+from torchmn.exchange.buckets import NamedParameter, plan_buckets
+from torchmn.exchange.codec_state import codec_state, load_codec_state
+from torchmn.exchange.footer import NUM_FOOTER
+from torchmn.exchange.local_shards import whole_of
+from torchmn.exchange.weights import PassContext
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PseudoGradient:
+    """One parameter at the end of a block: its anchor takes the place of the parameter.
+
+    >>> from torchmn.exchange.schedules import PseudoGradient
+    >>> block = PseudoGradient(name="weight", anchor=torch.ones(2), mean=torch.full((2,), 0.5))
+    >>> block.anchor - block.mean  # the mean of the ranks' parameters
+    tensor([0.5000, 0.5000])
+    """
+
+    name: str
+    anchor: Tensor
+    """Where the block began. The outer step moves it, in place, to where the next one begins."""
+    mean: Tensor
+    """The mean of ``anchor - w_i`` over ranks, weighted by samples; the shape of the anchor."""
+
+
+class Fragment:
+    """Some parameters, their anchors, and the buckets in which their pseudo-gradients are reduced.
+
+    At most one exchange is pending. With overlap the parameters at its start are kept, so that
+    what is learned while it is pending becomes part of the next block.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        codec: Codec | None,
+        parameters: Sequence[NamedParameter],
+        anchors: dict[str, Tensor],
+    ) -> None:
+        self.codec = codec
+        self.names = [name for name, _ in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self.anchors = [anchors[name] for name in self.names]
+        self.num_samples = 0.0
+        """What this rank (or its node) has seen since the last exchange of this fragment."""
+        self.steps_left = 0.0
+        """Until the pending exchange is waited for."""
+        self._starts: list[Tensor] | None = None
+        """The parameters when the pending exchange started; None without overlap."""
+        self.buckets = BucketSet(
+            comm,
+            comm.allreduce_algorithm(codec),
+            plan_buckets(
+                parameters,
+                granularity=comm.granularity,
+                bucket_bytes=comm.bucket_bytes,
+                num_footer=NUM_FOOTER,
+                allocate=comm.new_buffer,
+            ),
+            what="pseudo-gradients of a block",
+        )
+        self.buckets.warm_up()
+        self.scale = 1.0
+        """The `weight_scale` of the next exchange, the same on all ranks."""
+        self._slots = [self.buckets.slot_of[parameter].tensor for parameter in self.parameters]
+        self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
+
+    @torch.no_grad()
+    def take_anchors(self) -> None:
+        """Start a block here: the anchors become copies of the parameters."""
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            anchor.copy_(parameter)
+
+    @torch.no_grad()
+    def pack(self, weight: float, rate: float, *, is_active: bool, step: int) -> None:
+        """Begin an exchange and write this rank's part. *Collective*, but does not wait.
+
+        A weight of zero contributes nothing, even where the parameters are NaN. ``rate``: the
+        learning rate of this rank.
+        """
+        buckets = self.buckets
+        buckets.restart()
+        context = PassContext(
+            step=step,
+            weight=weight,
+            num_samples=weight,
+            is_active=is_active,
+            rate=rate,
+            may_rate_differ=True,  # ranks may have made different numbers of steps
+        )
+        buckets.begin(context, self.scale)
+        factor = weight / (buckets.comm.size * self.scale)
+        for slot in buckets.slots:
+            if factor == 0.0:
+                slot.tensor.zero_()
+            else:
+                anchor = self._anchor_of[slot.name]
+                torch.sub(anchor, slot.parameter, out=slot.tensor).mul_(factor)
+            buckets.finiteness.note(slot)
+        buckets.write_footer()
+        self.num_samples = 0.0
+
+    @torch.no_grad()
+    def move(self, changes: Sequence[Tensor] | None) -> None:
+        """Change the parameters; the pending exchange does not see it, and its end undoes it."""
+        if changes is not None:
+            for parameter, change in zip(self.parameters, changes, strict=True):
+                parameter.add_(change)
+
+    def start(self, overlap_steps: float) -> None:
+        """Hand all buckets to the engine and return at once."""
+        self.steps_left = overlap_steps
+        self._starts = [p.detach().clone() for p in self.parameters] if overlap_steps else None
+        self.buckets.start_remaining()
+
+    @property
+    def mean_rate(self) -> float:
+        """The mean over ranks of the learning rate, in the exchange that was waited for."""
+        return self.buckets.sum_of_rates / self.buckets.comm.size
+
+    def pseudo_gradients(self) -> list[PseudoGradient]:
+        """The means, after the exchange was waited for."""
+        return [
+            PseudoGradient(name=name, anchor=anchor, mean=slot)
+            for name, anchor, slot in zip(self.names, self.anchors, self._slots, strict=True)
+        ]
+
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Continue from the anchors, with what was learned while the exchange was pending."""
+        starts, self._starts = self._starts, None
+        if starts is None:
+            self.reset_to_anchors()
+            return
+        for anchor, parameter, start in zip(self.anchors, self.parameters, starts, strict=True):
+            parameter.sub_(start.sub_(anchor))
+
+    @torch.no_grad()
+    def reset_to_anchors(self) -> None:
+        """Continue from the anchors and discard what was learned since."""
+        self._starts = None
+        for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
+            parameter.copy_(anchor)
+
+    # ---- state ----
+
+    def state_dict(self, *, is_pending: bool, has_anchors: bool) -> dict[str, Any]:
+        """The state of this rank. A pending exchange is waited for, and stays pending."""
+        exchange = self._exchange_state() if is_pending else {}  # first: it waits for the codec
+        changed = {}  # what this rank has learned in the block: another number of ranks shares it
+        if has_anchors:
+            rows = zip(self.names, self.parameters, self.anchors, strict=True)
+            changed = {n: p.detach().clone() for n, p, a in rows if not torch.equal(p, a)}
+        return {
+            "names": self.names,
+            "num_samples": self.num_samples,
+            "codec": codec_state(self.codec, self.buckets.comm),
+            "parameters": changed,
+            "exchange": exchange,
+        }
+
+    def _exchange_state(self) -> dict[str, Any]:
+        buckets = self.buckets
+        buckets.drain()
+        total_weight = buckets.total_weight
+        if total_weight:
+            buckets.wait()
+        return {
+            "steps_left": self.steps_left,
+            "starts": None if self._starts is None else [start.clone() for start in self._starts],
+            "means": buckets.means(),
+            "total_weight": total_weight,
+            "mean_rate": self.mean_rate,
+            "record": buckets.record(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Resume from `state_dict`; an empty dict resets. Returns whether an exchange is pending.
+
+        On the same number of ranks ``parameters`` equal the model's own; else they replace them.
+        """
+        self.num_samples = state.get("num_samples", 0.0)
+        load_codec_state(self.codec, self.buckets.comm, state.get("codec", {}))
+        changed = state.get("parameters", {})
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            if name in changed:
+                parameter.copy_(changed[name])
+        exchange = state.get("exchange", {})
+        if not exchange:
+            return False
+        total_weight, starts = exchange["total_weight"], exchange["starts"]
+        self.buckets.load_means(exchange["means"], exchange["record"], total_weight=total_weight)
+        rates = exchange.get("mean_rate", 0.0) * self.buckets.comm.size
+        context = replace(self.buckets.context, rate=rates, may_rate_differ=True)
+        self.buckets.write_footer(context=context)
+        self.steps_left = exchange["steps_left"]
+        self._starts = starts
+        if starts is not None:
+            rows = zip(starts, self.parameters, strict=True)
+            self._starts = [start.to(parameter.device, copy=True) for start, parameter in rows]
+        return True
+
+
+def new_codecs(
+    codec: Codec | None, parts: Sequence[Sequence[NamedParameter]], before: Sequence[Fragment]
+) -> list[Codec | None]:
+    """A codec for each fragment, as their exchanges end at different times.
+
+    The residuals of the fragments ``before`` are kept: each takes those of its parameters.
+    """
+    if codec is None:
+        return [None] * len(parts)
+    merged = _merged([fragment.codec.state_dict() for fragment in before if fragment.codec])
+    codecs: list[Codec | None] = []
+    for part in parts:
+        new = codec.new_instance()
+        if merged:
+            new.load_state_dict(_of_parameters(merged, {name for name, _ in part}))
+        codecs.append(new)
+    return codecs
+
+
+def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The states of codecs of different parameters as one, with all their residuals."""
+    merged: dict[str, Any] = {}
+    for state in states:
+        for key, value in state.items():
+            if isinstance(value, list):
+                merged[key] = [*merged.get(key, []), *value]
+            elif isinstance(value, dict):
+                merged[key] = {**merged.get(key, {}), **value}
+            else:
+                merged.setdefault(key, value)
+    return merged
+
+
+def _of_parameters(state: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The state of a codec with the residuals of these parameters alone."""
+    if "residuals" not in state:
+        return state
+    own = [entry for entry in state["residuals"] if entry["name"] in names]
+    return {**state, "residuals": own}
+
+
+def split_into_fragments(
+    parameters: Sequence[NamedParameter], num_fragments: int
+) -> list[list[NamedParameter]]:
+    """Consecutive parts of about the same number of bytes, none empty.
+
+    Raises UsageError: there are fewer parameters than parts.
+    """
+    if num_fragments > len(parameters):
+        raise UsageError(
+            f"num_fragments={num_fragments}, but the optimizer has {len(parameters)} parameters. A "
+            "fragment holds at least one: use fewer fragments."
+        )
+    total = sum(parameter.nbytes for _, parameter in parameters)
+    parts: list[list[NamedParameter]] = [[]]
+    nbytes = 0
+    for position, (name, parameter) in enumerate(parameters):
+        num_left = len(parameters) - position
+        is_full = nbytes + parameter.nbytes / 2 > total * len(parts) / num_fragments
+        must_open = num_left == num_fragments - len(parts)
+        if parts[-1] and len(parts) < num_fragments and (is_full or must_open):
+            parts.append([])
+        parts[-1].append((name, parameter))
+        nbytes += parameter.nbytes
+    return parts
+
+
+def averageable(parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
+    """Floating-point and complex parameters, frozen ones included."""
+    return [(n, p) for n, p in parameters if p.is_floating_point() or p.is_complex()]
+
+
+MOMENTUM_BUFFERS = ("momentum_buffer", "exp_avg")
+"""The names of first moments in torch's optimizers: SGD and RMSprop; Adam and its variants."""
+
+
+def reset_momentum_(
+    state: Mapping[Tensor, Mapping[str, object]], parameters: Sequence[nn.Parameter]
+) -> None:
+    """Set the first moments of an optimizer to zero. Second moments and step counts stay. Local."""
+    for parameter in parameters:
+        for name in MOMENTUM_BUFFERS:
+            value = state.get(whole_of(parameter), {}).get(name)
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
+@torch.no_grad()
+def restart_where_not_finite_(
+    state: Mapping[Tensor, MutableMapping[str, Any]], parameters: Sequence[nn.Parameter]
+) -> None:
+    """Let an optimizer begin again with parameters whose second moments are not finite. Local.
+
+    One gradient that is not finite would make every later step so. Such tensors become zero, and
+    the count of steps of their parameter as well, from which Adam corrects its moments.
+    """
+    for parameter in parameters:
+        own = state.get(whole_of(parameter), {})
+        tensors = [local_part(value) for value in own.values() if isinstance(value, Tensor)]
+        lost = [tensor for tensor in tensors if not bool(torch.isfinite(tensor).all())]
+        for tensor in lost:
+            tensor.zero_()
+        if lost and "step" in own:
+            own["step"] = own["step"] * 0

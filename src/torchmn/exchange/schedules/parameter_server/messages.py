@@ -1,0 +1,314 @@
+"""Requests of workers to servers, over a transport that nothing else uses.
+
+A worker sends a request to each server and gets one response to it: a kind, an object, and the
+gradients or parameters in memory that both sides have. A server that cannot answer within a quarter
+of the time limit says so, and the worker asks again: so a worker can tell slow workers from a dead
+server. Requests have one tag, responses another. A server has a thread for each worker of another
+rank; its own rank calls it, on the thread of an engine.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmn.comm import object_codec
+from torchmn.comm.engine import Engine, Work
+from torchmn.comm.codecs import ErrorFeedback, StripeCodec
+from torchmn.comm.codecs.nonfinite import NonfiniteTracker
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
+from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer
+from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
+from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport
+
+_REQUEST, _RESPONSE = 1, 2
+_YEAR_S = 365 * 86400.0
+_PAUSE_S = 0.001
+"""The longest pause between polls, for transports that poll; times the number of threads."""
+_WITH_PARAMETERS = ("push", "skip", "finish")
+"""Requests whose response has the parameters."""
+_ERRORS: dict[str, type[CommunicationError]] = {
+    error.__name__: error for error in (TimeLimitError, PeerLostError)
+}
+
+Message = tuple[str, Any, Sequence[Tensor]]
+"""A kind, an object, and buffers whose sizes the receiver knows from the kind."""
+
+
+class Messages:
+    """Messages to and from other ranks. Threads may use it at once, each for ranks of its own."""
+
+    def __init__(self, transport: Transport, timeout_s: float, trust: object_codec.Trust) -> None:
+        self.transport = transport
+        self.timeout_s = timeout_s
+        self._trust = trust
+
+    def send(self, tag: int, messages: Mapping[int, Message], limit_s: float | None = None) -> None:
+        """Send one message to each of these ranks."""
+        sends = []
+        for peer, (kind, content, buffers) in messages.items():
+            packed = object_codec.pack(content, self._trust, note=kind)
+            head = torch.frombuffer(bytearray(packed.head), dtype=torch.uint8)
+            size = torch.tensor([head.numel()], device="cpu")
+            sends += [(peer, each) for each in (size, head, *packed.buffers, *buffers)]
+        self.transport.exchange(sends, [], self._limit(limit_s), tag)
+
+    def receive(
+        self,
+        tag: int,
+        peers: Collection[int],
+        buffers: Callable[[int, str], Sequence[Tensor]],
+        first: TimeLimit,
+    ) -> dict[int, tuple[str, Any]]:
+        """Wait for one message of each of these ranks: its kind and object.
+
+        ``buffers(peer, kind)`` receive what comes with it. ``first`` limits the wait for it to
+        begin.
+        """
+        exchange = self.transport.exchange
+        sizes = {peer: torch.zeros(1, dtype=torch.int64, device="cpu") for peer in peers}
+        exchange([], list(sizes.items()), first, tag)
+        heads = {
+            peer: torch.empty(int(size), dtype=torch.uint8, device="cpu")
+            for peer, size in sizes.items()
+        }
+        exchange([], list(heads.items()), self._limit(), tag)
+        described = {
+            peer: object_codec.unpack_head(head.numpy().tobytes(), torch.device("cpu"))
+            for peer, head in heads.items()
+        }
+        recvs = []
+        for peer, (kind, _, tensors) in described.items():
+            recvs += [(peer, object_codec.as_bytes(tensor)) for tensor in tensors]
+            recvs += [(peer, buffer) for buffer in buffers(peer, kind)]
+        exchange([], recvs, self._limit(), tag)
+        return {
+            peer: (kind, object_codec.unpack(body, tensors, self._trust))
+            for peer, (kind, body, tensors) in described.items()
+        }
+
+    def _limit(self, seconds: float | None = None) -> TimeLimit:
+        return TimeLimit(self.timeout_s if seconds is None else seconds, lambda: False)
+
+
+class WorkerThread(threading.Thread):
+    """The server's end: serves one worker of another rank until it leaves or is lost."""
+
+    def __init__(
+        self, server: ShardServer, worker: int, messages: Messages, codec: StripeCodec | None
+    ) -> None:
+        super().__init__(name=f"torchmn-server{server.rank}-for{worker}", daemon=True)
+        self._server = server
+        self._worker = worker
+        self._messages = messages
+        self._memory = ShardMemory(server.parameters)
+        self._codec = decoder_of(codec)
+        self._incoming = message_buffers(self._memory, codec)
+        self._limit: BackoffTimeLimit | None = None
+        self._is_ended = False
+
+    def run(self) -> None:
+        """See `threading.Thread.run`."""
+        server, worker = self._server, self._worker
+        try:
+            while True:
+                kind, fields = self._receive(_YEAR_S)
+                if kind == "leave":
+                    server.leave(worker)
+                    return
+                try:
+                    answer = server.answer(kind, worker, fields, self._memory, self._ask_again)
+                except TorchmnError as error:
+                    self._send("error", [type(error).__name__, str(error)])
+                else:
+                    is_pulled = kind in _WITH_PARAMETERS
+                    self._send("result", answer, self._memory.buffers if is_pulled else ())
+        except TorchmnError as error:
+            server.leave(worker, str(error))
+        except BaseException as error:  # of torch: no worker may wait
+            failure = server.fail(error)
+            with suppress(Exception):  # the connection may be what failed
+                self._send("error", [type(failure).__name__, str(failure)])
+
+    def end(self) -> None:
+        """Make it end instead of waiting for a request. From another thread."""
+        self._is_ended = True
+        if self._limit is not None:
+            self._limit.end()
+
+    def _ask_again(self) -> None:
+        """Tell the worker, which must wait, that its server is alive. Raises: the worker is not."""
+        self._send("wait", None)
+        self._receive(self._messages.timeout_s)
+
+    def _send(self, kind: str, content: Any, buffers: Sequence[Tensor] = ()) -> None:
+        answer = asdict(content) if isinstance(content, Reply) else content
+        self._messages.send(_RESPONSE, {self._worker: (kind, answer, buffers)})
+
+    def _receive(self, limit_s: float) -> tuple[str, Any]:
+        # If the transport polls, every thread of this rank does: together not too often.
+        pause_s = _PAUSE_S * self._messages.transport.size
+        self._limit = BackoffTimeLimit(limit_s, pause_s)
+        if self._is_ended:
+            self._limit.end()
+        received = self._messages.receive(
+            _REQUEST,
+            [self._worker],
+            lambda _, kind: self._incoming if kind == "push" else (),
+            self._limit,
+        )
+        kind, fields = received[self._worker]
+        if kind == "push" and self._codec is not None:
+            memory = self._memory
+            rows = zip(memory.buffers, memory.layouts, self._incoming, strict=True)
+            for buffer, layout, encoded in rows:
+                if layout.numel:
+                    self._codec.decode_stripe(encoded, layout, buffer)
+            self._codec.nonfinite.clear()  # the worker has checked
+        return kind, fields
+
+
+class ServerClient:
+    """The worker's end, for all servers. One thread at a time.
+
+    ``memory[server]`` holds the gradients of a push, then the parameters that came back.
+    ``own_server`` is that of this rank, None if it has none.
+    """
+
+    def __init__(
+        self,
+        messages: Messages | None,
+        memory: Mapping[int, ShardMemory],
+        own_server: ShardServer | None,
+        codec: StripeCodec | None,
+        rank: int,
+        rank_label: str,
+    ) -> None:
+        self.memory = memory
+        self._messages = messages
+        self._own_server = own_server
+        self._own_engine = Engine(torch.device("cpu"))
+        self._codec = codec
+        self._rank = rank
+        self._rank_label = rank_label
+        remote = [server for server in memory if server != rank]
+        self._outgoing = {server: message_buffers(memory[server], codec) for server in remote}
+        self._broken: CommunicationError | None = None
+
+    def encode(self) -> list[str]:
+        """Encode the gradients for servers of other ranks; returns names of those out of range."""
+        codec = self._codec
+        if codec is None:
+            return []
+        for server, outgoing in self._outgoing.items():
+            memory = self.memory[server]
+            rows = zip(memory.buffers, memory.layouts, outgoing, strict=True)
+            for buffer, layout, encoded in rows:
+                if layout.numel:
+                    codec.encode_stripe(buffer, layout, encoded)
+        names = codec.nonfinite.names("encoding")
+        codec.finish(is_valid=not names)
+        return names
+
+    def request(self, kind: str, fields: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
+        """Send a request to all servers and return what they answer: `Reply`, or the state.
+
+        Raises PeerLostError, TimeLimitError: a server is lost or silent, or reports this of a
+        worker.
+        """
+        if self._broken is not None:
+            raise CommunicationError(
+                f"The servers cannot be used since an exchange failed: {self._broken}"
+            ) from self._broken
+        try:
+            return self._request(kind, fields)
+        except CommunicationError as error:
+            self._broken = type(error)(f"{self._rank_label}: {error}")
+            raise self._broken from error
+
+    def _request(self, kind: str, fields: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
+        own, rank = self._own_server, self._rank
+        answers: dict[int, Any] = {}
+        work: Work[Any] | None = None
+        if own is not None:  # at once: other servers wait for what this rank sends to its own
+            call, memory = own.answer, self.memory[rank]
+            work = self._own_engine.submit(
+                lambda: call(kind, rank, fields[rank], memory, lambda: None)
+            )
+        asked: dict[int, Message] = {
+            server: (kind, fields[server], buffers if kind == "push" else ())
+            for server, buffers in self._outgoing.items()
+        }
+        is_pull = kind in _WITH_PARAMETERS
+        while asked:
+            received = self._ask(asked, is_pull)
+            asked = {s: ("again", None, ()) for s, (what, _) in received.items() if what == "wait"}
+            for server, (what, answer) in received.items():
+                if what == "error":
+                    cls = _ERRORS.get(answer[0], CommunicationError)
+                    raise cls(f"the server on rank {server} reports: {answer[1]}")
+                if what == "result":
+                    answers[server] = Reply(**answer) if is_pull else answer
+        if work is not None:
+            while not work.is_done_within(1.0):  # the server itself has a time limit
+                pass
+            answers[rank] = work.wait()
+        return answers
+
+    def _ask(self, asked: Mapping[int, Message], is_pull: bool) -> dict[int, tuple[str, Any]]:
+        if self._messages is None:
+            return {}
+        try:
+            self._messages.send(_REQUEST, asked)
+            return self._messages.receive(
+                _RESPONSE,
+                asked,
+                lambda s, kind: self.memory[s].buffers if is_pull and kind == "result" else (),
+                BackoffTimeLimit(self._messages.timeout_s, _PAUSE_S),
+            )
+        except (PeerLostError, TimeLimitError) as error:
+            raise type(error)(
+                f"a parameter server is lost or silent, one of ranks {sorted(asked)}: {error} Its "
+                "part of the parameters is lost: resume from the last checkpoint. A serving rank "
+                "must not exit until all ranks have called flush() or left optimizer.join()."
+            ) from error
+
+    def leave(self, limit_s: float) -> None:
+        """Tell all servers that this worker leaves; servers that are lost are ignored."""
+        if self._own_server is not None:
+            self._own_server.leave(self._rank)
+        if self._messages is None or self._broken is not None:
+            return
+        for server in self._outgoing:
+            with suppress(CommunicationError):
+                self._messages.send(_REQUEST, {server: ("leave", None, ())}, limit_s)
+
+    def close(self) -> None:
+        """End the thread that calls this rank's own server, which is closed."""
+        self._own_engine.close()
+
+
+def message_buffers(memory: ShardMemory, codec: StripeCodec | None) -> list[Tensor]:
+    """The buffers that are sent for a memory: its own, or bytes to encode it in."""
+    if codec is None:
+        return memory.buffers
+    return [
+        torch.zeros(codec.stripe_nbytes(layout), dtype=torch.uint8, device="cpu")
+        for layout in memory.layouts
+    ]
+
+
+def decoder_of(codec: StripeCodec | None) -> StripeCodec | None:
+    """A codec for decoding on another thread: the state of a codec is not thread-safe."""
+    if codec is None:
+        return None
+    decoder = copy.copy((codec.codec if isinstance(codec, ErrorFeedback) else codec).new_instance())
+    decoder.nonfinite = NonfiniteTracker()
+    return decoder

@@ -1,0 +1,498 @@
+"""Asynchronous training: workers push gradients to servers and pull parameters independently.
+
+    worker i, step t:   g = gradient of its own batch at w_i
+                        push g to all servers; each applies it at once:  w <- update(w, g)
+                        pull w_i <- w, when at most s steps ahead of the slowest live worker
+
+Servers are threads of the ranks: every rank owns a shard of the parameters and of the optimizer
+state (``servers="all"``), or only the last k ranks do, and do not train (``servers=k``).
+
+Sources: bounded staleness: Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous
+Parallel Parameter Server", NIPS 2013; servers: M. Li et al., OSDI 2014; delay compensation: S.
+Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017 (with a
+constant lambda). CNTK's DataParallelASGD over Multiverso differs: its workers updated locally and
+pushed differences of models, with no bound on staleness, no momentum at the servers, and its own
+learning rate schedule. Here gradients are pushed, each push is one update by the user's optimizer
+at the server, with the worker's hyper-parameters at that step; a shard holds whole parameters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from torchmn.comm import Communicator
+from torchmn.comm.engine import Engine, Work
+from torchmn.comm.codecs import StripeCodec
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.nonfinite import NonfiniteGradients
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.model_tensors import parameters_of
+from torchmn.record import recording
+from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
+from torchmn.exchange.schedules.parameter_server.messages import Messages, ServerClient, WorkerThread
+from torchmn.exchange.schedules.parameter_server.pulled_parameters import PulledParameters
+from torchmn.exchange.schedules.parameter_server.server import Reply, Rules, ShardServer
+from torchmn.exchange.schedules.parameter_server.shards import (
+    Hyper,
+    ShardMemory,
+    assign_shards,
+    device_copy,
+    hyper_parameters,
+)
+from torchmn.exchange.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
+from torchmn.comm.transports.base import abort_pending_receives
+
+_GRACE_S = 2.0
+
+
+class ParameterServer(Schedule):
+    """The schedule ``parameter_server``: servers own the parameters, workers train asynchronously.
+
+    Args:
+        servers: ``"all"`` ranks serve and train, or the last ``servers`` ranks only serve.
+        max_staleness: no worker begins a step more than this many steps ahead of the slowest live
+            one. 0 is synchronous, though updates are applied one after another.
+        pipeline: compute the next gradient while the last one is pushed and parameters are pulled;
+            they are then one step older, which counts: ``max_staleness`` must be at least 1.
+        delay_compensation: lambda of the term lambda * g * g * (w - w_pulled); 0 is none. The
+            servers then keep what every worker has pulled.
+
+    Raises UsageError: an argument is out of range.
+
+    Example:
+        >>> ParameterServer(max_staleness=4).name
+        'parameter_server'
+    """
+
+    name = "parameter_server"
+    exchanges_shards = False
+    num_sets = 0
+    staleness_steps = 0  # of p.grad; that of the parameters is `staleness`
+    replica_consistency: ReplicaConsistency = "none"
+    counts_samples = False
+    _reducer: GradientReducer
+    _inner: Optimizer
+    _comm: Communicator
+    _server_class: type[ShardServer] = ShardServer
+
+    def __init__(
+        self,
+        servers: int | Literal["all"] = "all",
+        *,
+        max_staleness: int = 4,
+        pipeline: bool = False,
+        delay_compensation: float = 0.0,
+    ) -> None:
+        if servers != "all" and (not isinstance(servers, int) or servers < 1):
+            raise UsageError(f"servers={servers!r} must be 'all' or a positive number of ranks.")
+        if max_staleness < int(pipeline):
+            raise UsageError(
+                f"max_staleness={max_staleness} with pipeline={pipeline}: it must not be negative, "
+                "and a pipeline needs at least 1, for its gradients are one step old."
+            )
+        if not 0 <= delay_compensation < float("inf"):
+            raise UsageError(f"delay_compensation={delay_compensation} must be 0 or positive.")
+        self.servers = servers
+        self.max_staleness = max_staleness
+        self.pipeline = pipeline
+        self.delay_compensation = delay_compensation
+        self.is_server = False
+        """Whether this rank serves and does not train."""
+        self.versions: dict[int, int] = {}
+        """Of each server's parameters, when this rank last pulled them. They only increase."""
+        self.lost: set[int] = set()
+        """Ranks that died or left early; training continued without them."""
+        self._own = StalenessRecord()
+        self._reported: dict[int, StalenessRecord] = {}
+        self._work: Work[dict[int, Any]] | None = None
+        self._episode = 0
+        self._clock = 0
+        self._is_open = False
+        self._is_finished_by_join = False
+        self._is_closed = False
+        self._sent: dict[int, Hyper] = {}
+        self._had_gradients: set[str] = set()
+        """Parameters of which a gradient was pushed."""
+        self._server: ShardServer | None = None
+        self._threads: list[WorkerThread] = []
+        self._messages: Messages | None = None
+
+    def __repr__(self) -> str:
+        text = (
+            f"ParameterServer(servers={self.servers!r}, max_staleness={self.max_staleness}, "
+            f"pipeline={self.pipeline}, delay_compensation={self.delay_compensation})"
+        )
+        staleness = self.staleness()
+        return f"{text}\n{staleness}" if staleness.workers else text
+
+    def staleness(self) -> Staleness:
+        """The staleness so far: of this worker up to now, of all as of the last flush."""
+        return report(self.max_staleness, self._reported | {self._comm.rank: self._own})
+
+    # ---- life ----
+
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+        """See `Schedule.attach`. Raises UnsupportedError: see `_raise_if_unsupported`."""
+        self._reducer, self._inner, self._comm = reducer, inner, reducer.comm
+        comm = reducer.comm
+        self._raise_if_unsupported()
+        options = comm.allgather_obj(repr(self))
+        if len(set(options)) > 1:
+            raise RankMismatchError(
+                f"{comm.rank_label}: ranks have different parameter servers: "
+                f"{sorted(set(options))}. Pass the same arguments on all ranks."
+            )
+        num_servers = comm.size if self.servers == "all" else self.servers
+        servers = list(range(comm.size - num_servers, comm.size))
+        self.is_server = self.servers != "all" and comm.rank in servers
+        self._parameters = list(reducer.parameters.trained())
+        shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
+        self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
+        self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
+            (server, name, parameter, self._memory[server].slots[name])
+            for server, shard in shards.items()
+            for name, parameter in shard
+        ]
+        self._pulled_parameters = PulledParameters(self._parameters)
+        codec = reducer.codec
+        self._codec = codec if isinstance(codec, StripeCodec) else None
+        if self._codec is not None:
+            for layout in {
+                ly.dtype: ly for m in self._memory.values() for ly in m.layouts
+            }.values():
+                self._codec.warm_up(layout, torch.device("cpu"))
+        if comm.size > 1:
+            self._messages = Messages(comm.new_transport("servers"), comm.timeout_s, comm.trust)
+        if comm.rank in servers:
+            self._start_server(shards[comm.rank])
+        self._client = ServerClient(
+            self._messages, self._memory, self._server, self._codec, comm.rank, comm.rank_label
+        )
+        self._engine = Engine(torch.device("cpu"))
+        comm.on_finalize(self.close)
+        # Before the interpreter takes down its threads, and before MPI is finalized.
+        atexit.register(self.close)
+
+    def _start_server(self, shard: list[NamedParameter]) -> None:
+        comm = self._comm
+        rules = Rules(
+            max_staleness=self.max_staleness,
+            lead=int(self.pipeline),
+            delay_compensation=self.delay_compensation,
+            timeout_s=comm.timeout_s,
+        )
+        self._server = self._server_class(comm.rank, shard, self._inner, comm.size, rules)
+        if self._messages is not None:
+            self._threads = [
+                WorkerThread(self._server, worker, self._messages, self._codec)
+                for worker in range(comm.size)
+                if worker != comm.rank
+            ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Disconnect from all servers and stop this rank's own. Local; may be called again.
+
+        Waits up to two seconds for the other ranks to do the same.
+        """
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        self._comm.cancel_on_finalize(self.close)
+        is_stuck = self._work is not None and not self._work.done
+        if not is_stuck:  # else an error ended the loop while a request waits for its responses
+            self._client.leave(_GRACE_S)
+        if self._server is not None:
+            self._server.close(f"{self._comm.rank_label} has ended its training.")
+        deadline = time.monotonic() + _GRACE_S
+        for thread in self._threads:
+            if is_stuck:
+                thread.end()
+            thread.join(max(0.0, deadline - time.monotonic()))
+        transport = self._messages.transport if self._messages is not None else None
+        if is_stuck or any(thread.is_alive() for thread in self._threads):
+            for thread in self._threads:
+                thread.end()
+            if transport is not None:
+                abort_pending_receives(transport)
+            # A thread that returns from a wait while the interpreter exits would end the process
+            # with a signal; by now all of them return.
+            for thread in self._threads:
+                thread.join(5 * _GRACE_S)
+        self._engine.close()
+        self._client.close()
+        if transport is not None and not any(t.is_alive() for t in self._threads):
+            self._comm.close_transport(transport)
+
+    # ---- a step ----
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`: gradients stay this rank's own until `step`."""
+
+    def step(self, closure: Callable[[], float] | None) -> None:
+        """See `Schedule.step`. Local, but for the bound on staleness.
+
+        Hooks of the inner optimizer's step are called here, around the push. A gradient that is
+        not finite is never sent to the servers, whatever ``on_nonfinite`` is. Raises UsageError:
+        the script has changed parameters since the last step, which servers would not see.
+        """
+        self._raise_if_misused(closure)
+        self._raise_if_changed()
+        self._collect()
+        nonfinite = [name for _, name, p, _ in self._places if not _is_finite(p.grad)]
+        self._act_on(nonfinite)
+        fields = dict.fromkeys(self._memory, {}) if nonfinite else self._pack()
+        if not nonfinite and (nonfinite := self._client.encode()):  # beyond the codec's range
+            self._act_on(nonfinite)
+        self._open()
+        self._clock += 1
+        kind = "skip" if nonfinite else "push"
+        place = {"episode": self._episode, "clock": self._clock}
+        requests = {server: {**place, **own} for server, own in fields.items()}
+        if self.pipeline:
+            self._work = self._engine.submit(lambda: self._client.request(kind, requests))
+        else:
+            with recording.timed("exchange"):
+                replies = self._client.request(kind, requests)
+            self._pulled(replies)
+        self._call_hooks("_optimizer_step_post_hooks")
+
+    def _pack(self) -> dict[int, dict[str, Any]]:
+        """Copy the gradients into the servers' memory; returns the metadata of each push."""
+        zero_fill, codec = self._reducer.buffers.zero_fill, self._codec
+        keeps_residuals = codec is not None and codec.keeps_residuals
+        metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
+        is_waiting = False
+        for server, name, parameter, slot in self._places:
+            grad = parameter.grad
+            # A residual is sent with the next push, also of zeros.
+            counts_as_zeros = zero_fill or (keeps_residuals and name in self._had_gradients)
+            if grad is None and parameter.requires_grad and counts_as_zeros:
+                slot.zero_()
+            elif grad is None:
+                slot.zero_()
+                metadata[server].setdefault("absent", []).append(name)
+            elif grad.layout != torch.strided:
+                raise UnsupportedError(
+                    f"{self._comm.rank_label}: the gradient of '{name}' is sparse ({grad.layout}). "
+                    "Only dense gradients are pushed: make the layer with sparse=False."
+                )
+            else:
+                self._had_gradients.add(name)
+                slot.copy_(grad.detach(), non_blocking=True)
+                is_waiting = is_waiting or grad.is_cuda
+        if is_waiting:
+            torch.cuda.current_stream().synchronize()
+        hyper = hyper_parameters(self._inner)
+        for server, fields in metadata.items():
+            if self._sent.get(server) != hyper:
+                fields["hyper"] = self._sent[server] = hyper
+        return metadata
+
+    def _collect(self) -> None:
+        """Wait for the pending push and install the parameters that were pulled."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            self._pulled(work.wait())
+
+    def _pulled(self, replies: Mapping[int, Reply]) -> None:
+        """Install the result of a push and record its staleness."""
+        self._install(replies)
+        self._own.add(
+            max(reply.num_updates_late for reply in replies.values()),
+            max(reply.num_steps_ahead for reply in replies.values()),
+        )
+
+    def _install(self, replies: Mapping[int, Reply]) -> None:
+        """Copy the pulled values into the parameters."""
+        with torch.no_grad():
+            for _, _, parameter, slot in self._places:
+                parameter.copy_(slot)
+        self._pulled_parameters.note()
+        for server, reply in replies.items():
+            self.versions[server] = reply.version
+        lost = {worker for reply in replies.values() for worker in reply.lost} - self.lost
+        if lost:
+            self.lost |= lost
+            warnings.warn(
+                f"{self._comm.rank_label}: rank {', '.join(map(str, sorted(lost)))} is lost. "
+                "Training continues without it.",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+    def _raise_if_changed(self) -> None:
+        """Raise UsageError if the script has changed parameters since they were pulled. Local."""
+        if not self._is_open:
+            return
+        changed = self._pulled_parameters.changed()
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise UsageError(
+                f"{self._comm.rank_label}: the script has changed '{changed[0]}'{more} since the "
+                "last step. Under parameter_server the servers hold the parameters, and the change "
+                "would be lost. Call optimizer.flush() on all ranks first, then change parameters: "
+                "the next step begins with them. What every step does to parameters belongs into "
+                "the step() of a subclass of your optimizer, which runs at the servers."
+            )
+
+    def _open(self) -> None:
+        """Begin an episode: this rank's server may copy the values of model and optimizer."""
+        if self._is_open:
+            return
+        self._is_open, self._is_finished_by_join = True, False
+        self._pulled_parameters.note()
+        self._clock = 0
+        self._sent.clear()
+        if self._server is not None:
+            self._server.open(self._episode)
+
+    # ---- the end of an episode ----
+
+    def flush(self) -> None:
+        """See `Schedule.flush`: wait until all workers call it, and install the final version.
+
+        All ranks then hold the same parameters and the whole optimizer state.
+        """
+        if self._is_finished_by_join:
+            self._is_finished_by_join = False
+            return
+        self._finish()
+
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`: this rank has left its loop, or only serves."""
+        self._finish()
+        self._is_finished_by_join = True  # join() also calls flush()
+        return 0
+
+    def _finish(self) -> None:
+        self._raise_if_changed()
+        self._collect()
+        self._open()
+        episode = {"episode": self._episode}
+        record = {**episode, "record": self._own.as_json()}
+        replies = self._client.request("finish", dict.fromkeys(self._memory, record))
+        self._install(replies)
+        for reply in replies.values():
+            for rank, found in reply.records.items():
+                self._reported[rank] = StalenessRecord.from_json(found)
+        self._gather_state()
+        self._client.request("confirm", dict.fromkeys(self._memory, episode))
+        self._episode += 1
+        self._is_open = False
+
+    def _gather_state(self) -> None:
+        """Copy the state of the optimizer from the servers into the inner one."""
+        states = self._client.request("state", dict.fromkeys(self._memory, {}))
+        for server, name, parameter, _ in self._places:
+            state = states[server].get(name)
+            self._inner.state.pop(parameter, None)
+            if state is not None:
+                self._inner.state[parameter] = device_copy(state, parameter)
+
+    def rebuild(self) -> None:
+        """Raises UnsupportedError: parameters cannot be added, because servers own them."""
+        raise UnsupportedError(
+            f"{self._comm.rank_label}: parameters were added to the optimizer, but the servers "
+            "were started without them. Call flush() and close(), and make a new optimizer."
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`. Copies the servers' current state into the inner optimizer.
+
+        Servers continue meanwhile; after `flush` the state and the model are consistent.
+        """
+        self._collect()
+        if self._is_open:
+            self._gather_state()
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`: servers copy model and state at the next step."""
+        if self._work is not None:
+            work, self._work = self._work, None
+            work.wait()
+        self._episode += 1
+        self._is_open = self._is_finished_by_join = False
+
+    # ---- inside ----
+
+    def _act_on(self, nonfinite: list[str]) -> None:
+        """Call the hooks before the step: one of them raises or warns, by ``on_nonfinite``."""
+        reducer, problem = self._reducer, None
+        if nonfinite:
+            problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
+        reducer.means.nonfinite.record(problem)
+        self._call_hooks("_optimizer_step_pre_hooks")
+
+    def _call_hooks(self, which: str) -> None:
+        """Those of the inner optimizer's step, which is not called on a worker."""
+        for hook in [*getattr(self._inner, which).values()]:
+            hook(self._inner, (), {})
+
+    def _raise_if_unsupported(self) -> None:
+        comm, reducer = self._comm, self._reducer
+        if isinstance(self._inner, LBFGS):
+            raise UnsupportedError(
+                "parameter_server does not support LBFGS, which couples all parameters: each "
+                "server has only some. Use an optimizer that updates each parameter independently."
+            )
+        if self.servers != "all" and self.servers >= comm.size:
+            raise UnsupportedError(
+                f"servers={self.servers} of {comm.size} ranks leave none to train. Use fewer, or "
+                "servers='all'."
+            )
+        if reducer.codec is not None and not isinstance(reducer.codec, StripeCodec):
+            raise UnsupportedError(
+                f"{reducer.codec.name} needs the gradients of all ranks at once, which "
+                "parameter_server never has. Use float16, bfloat16, int8 or fewer bits."
+            )
+        if comm.name == "pure_nccl":
+            raise UnsupportedError(
+                "parameter_server goes through host memory, over gloo or MPI, and pure_nccl uses "
+                "neither. Use 'flat' or 'hierarchical', also for GPUs."
+            )
+        if comm.size > 1 and not comm.engine.is_threaded:
+            raise UnsupportedError(
+                "parameter_server uses MPI from several threads, and MPI was initialized below "
+                "THREAD_SERIALIZED. Create the communicator before importing mpi4py.MPI."
+            )
+
+    def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:
+        rank_label = self._comm.rank_label
+        if self.is_server:
+            raise UsageError(
+                f"{rank_label}: this rank only serves (servers={self.servers}) and does not "
+                "train: call optimizer.serve() instead of the training loop."
+            )
+        if closure is not None:
+            raise UnsupportedError(
+                f"{rank_label}: parameter_server does not support step(closure): workers do not "
+                "step together. Compute loss and gradients before step()."
+            )
+        if self._reducer.contribution.weight != 1.0:
+            raise UnsupportedError(
+                f"{rank_label}: parameter_server does not support weights: each worker's gradient "
+                "is a separate update. Use weight='rank' and scale the loss instead."
+            )
+        held = set(parameters_of(self._inner))
+        if len(held) != len(self._parameters):
+            self.rebuild()
+
+
+def _is_finite(grad: Tensor | None) -> bool:
+    if grad is None or grad.layout != torch.strided:
+        return True
+    # The sum first: it is one pass without memory, and finite if nothing is wrong.
+    return bool(torch.isfinite(grad.sum())) or bool(torch.isfinite(grad).all())

@@ -1,0 +1,366 @@
+"""A server: it owns some parameters and applies the workers' pushes, one at a time.
+
+    push k of worker i, gradient g:   v <- v + 1;   w <- update(w, g~)
+    reply, once the slowest live worker has pushed k + lead - s times:   w, v
+
+with s = max_staleness and lead = 1 if workers compute the next gradient while they wait (pipeline),
+else 0. With delay compensation (Zheng et al. 2017)
+
+    g~ = g + lambda * g * g * (w - w_i)      w_i: what worker i had pulled to compute g
+
+Training is divided into episodes, each ended by all live workers. When all live workers have
+reached a new episode, the server copies parameters and optimizer state from its own rank's model
+and optimizer, so that whatever was loaded or changed in between takes effect.
+
+Called from one thread per worker; everything happens under one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
+from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.schedules.parameter_server.shards import (
+    Hyper,
+    ShardMemory,
+    host_copy,
+    optimizer_like,
+    set_hyper_parameters,
+)
+
+Stay = Callable[[], None]
+"""Makes a waiting worker ask again, so that it knows its server to be alive; without the lock."""
+
+_Pulled = tuple[int, ShardMemory | None]
+"""What a worker pulled: the version, and the values if they are needed again."""
+_NO_WORKER = 2**62
+_ASKS_PER_LIMIT = 4
+"""How often a waiting worker asks within the time limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """Options of all servers."""
+
+    max_staleness: int
+    lead: int
+    delay_compensation: float
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """A gradient of one worker, or only that it made a step, for this server's parameters."""
+
+    worker: int
+    episode: int
+    clock: int
+    """The number of steps of the worker in this episode, this one included."""
+    memory: ShardMemory
+    """Holds the gradients; then the parameters."""
+    has_gradients: bool = True
+    absent: Collection[str] = ()
+    """Parameters without a gradient, which are not updated."""
+    hyper: Hyper | None = None
+    """The worker's options of the groups, if they changed since its last push."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What a worker receives besides the parameters."""
+
+    version: int
+    num_updates_late: int = 0
+    num_steps_ahead: int = 0
+    lost: tuple[int, ...] = ()
+    """Workers that died; training continues without them."""
+    records: dict[int, Any] = field(default_factory=dict)
+
+
+class ShardServer:
+    """The server of ``parameters``, this rank's shard; see above."""
+
+    def __init__(
+        self,
+        rank: int,
+        parameters: Sequence[NamedParameter],
+        inner: Optimizer,
+        num_workers: int,
+        rules: Rules,
+    ) -> None:
+        self.rank = rank
+        self.rules = rules
+        self.parameters = list(parameters)
+        self._inner = inner
+        self._values = ShardMemory(parameters)
+        self._copies = {n: nn.Parameter(slot) for n, slot in self._values.slots.items()}
+        self._optimizer = optimizer_like(
+            inner, {parameter: self._copies[name] for name, parameter in parameters}
+        )
+        self._changed = threading.Condition()
+        self._alive = set(range(num_workers))
+        self.lost: dict[int, str] = {}
+        """Workers that died, with the reason."""
+        self._time_limit_error: TimeLimitError | None = None
+        self._closed: CommunicationError | None = None
+        self._failure: CommunicationError | None = None
+        self._version = 0
+        self._opened = self._episode = -1
+        self._arrived = dict.fromkeys(range(num_workers), -1)
+        self._done = dict.fromkeys(range(num_workers), -1)
+        self._confirmed = dict.fromkeys(range(num_workers), -1)
+        self._clocks = dict.fromkeys(range(num_workers), 0)
+        self._hyper: dict[int, Hyper] = {}
+        self._records: dict[int, Any] = {}
+        self._pulled: dict[int, deque[_Pulled]] = {}
+        self._progress_s = time.monotonic()
+
+    # ---- this rank's own thread ----
+
+    def open(self, episode: int) -> None:
+        """This rank's model and optimizer hold the initial values of the episode."""
+        with self._changed:
+            self._opened = episode
+            self._notify()
+
+    def close(self, why: str) -> None:
+        """Reject all requests from now on."""
+        with self._changed:
+            self._closed = self._time_limit_error or PeerLostError(  # the former names a rank
+                f"{why} Its part of the parameters is not available to the others: end the "
+                "training on all ranks with flush() or optimizer.join()."
+            )
+            self._notify()
+
+    def fail(self, error: BaseException) -> CommunicationError:
+        """Reject all requests, as an error may have left an update half done. Returns the reason.
+
+        From any thread.
+        """
+        with self._changed:
+            if self._failure is None:
+                self._failure = CommunicationError(
+                    f"the server on rank {self.rank} raised {type(error).__name__}: {error}. Its "
+                    "part of the parameters may be half updated: resume from the last checkpoint."
+                )
+                self._failure.__cause__ = error
+            self._notify()
+            return self._failure
+
+    # ---- the workers' threads ----
+
+    def answer(
+        self, kind: str, worker: int, fields: dict[str, Any], memory: ShardMemory, stay: Stay
+    ) -> Any:
+        """Do what a worker requests: `push` (or ``skip``), `finish`, `confirm` or `state`.
+
+        Raises what they raise; from an error of the user's optimizer the server does not recover.
+        """
+        try:
+            if kind == "state":
+                return self.state()
+            if kind == "confirm":
+                return self.confirm(worker, stay=stay, **fields)
+            if kind == "finish":
+                return self.finish(worker, memory=memory, stay=stay, **fields)
+            fields = {"worker": worker, "memory": memory, "has_gradients": kind == "push", **fields}
+            return self.push(Push(**fields), stay)
+        except TorchmnError:
+            raise
+        except BaseException as error:  # no worker may wait
+            raise self.fail(error) from error
+
+    def push(self, push: Push, stay: Stay) -> Reply:
+        """Apply a push; return when the worker may continue, with the parameters in its memory.
+
+        Raises TimeLimitError: it may not, and no worker made progress for ``timeout_s``.
+        """
+        worker, rules = push.worker, self.rules
+        with self._changed:
+            self._arrive(worker, push.episode)
+            self._wait(lambda: self._has_begun(push.episode), push.episode, stay)
+            if push.hyper is not None:
+                self._hyper[worker] = push.hyper
+            pulled = self._pulled[worker]
+            base = pulled.popleft()
+            num_late = self._version - base[0]
+            if push.has_gradients:
+                self._apply(push, base)
+            self._clocks[worker] = push.clock
+            self._notify()
+            bound = push.clock + rules.lead - rules.max_staleness
+            self._wait(lambda: self._slowest() >= bound, push.episode, stay)
+            ahead = push.clock + rules.lead - min(self._slowest(), push.clock)
+            push.memory.copy_(self._values)
+            pulled.append(self._keep(base[1]))
+            return Reply(
+                version=self._version,
+                num_updates_late=num_late,
+                num_steps_ahead=ahead,
+                lost=tuple(self.lost),
+            )
+
+    def finish(
+        self, worker: int, episode: int, memory: ShardMemory, record: Any, stay: Stay
+    ) -> Reply:
+        """The worker is done with this episode; return when all are, with the last parameters."""
+        with self._changed:
+            self._arrive(worker, episode)
+            self._wait(lambda: self._has_begun(episode), episode, stay)
+            self._done[worker] = episode
+            self._records[worker] = record
+            self._notify()
+            self._wait(lambda: all(self._done[w] >= episode for w in self._alive), episode, stay)
+            memory.copy_(self._values)
+            return Reply(version=self._version, lost=tuple(self.lost), records=dict(self._records))
+
+    def confirm(self, worker: int, episode: int, stay: Stay) -> None:
+        """The worker has all results of this episode; return when all workers have.
+
+        So no rank exits, and ends its server, while another still requests the state.
+        """
+        with self._changed:
+            self._confirmed[worker] = episode
+            self._notify()
+            self._wait(
+                lambda: all(self._confirmed[w] >= episode for w in self._alive), episode, stay
+            )
+
+    def state(self) -> dict[str, Any]:
+        """The optimizer state of the shard, by parameter name. A copy."""
+        with self._changed:
+            self._raise_if_closed()
+            states = self._optimizer.state
+            return {n: host_copy(states[p]) for n, p in self._copies.items() if p in states}
+
+    def leave(self, worker: int, why: str | None = None) -> None:
+        """The worker has left, or is lost because of ``why``. It is no longer waited for."""
+        with self._changed:
+            self._alive.discard(worker)
+            if why is None and self._arrived[worker] > self._done[worker]:
+                why = "it left before the end of the training"
+            if why is not None:
+                self.lost[worker] = why
+            self._notify()
+
+    # ---- inside, with the lock ----
+
+    def _arrive(self, worker: int, episode: int) -> None:
+        self._raise_if_closed()
+        self._arrived[worker] = max(episode, self._arrived[worker])
+        self._notify()
+
+    def _raise_if_closed(self) -> None:
+        error = self._failure or self._closed
+        if error is not None:
+            raise type(error)(str(error)) from error
+
+    def _notify(self) -> None:
+        self._progress_s = time.monotonic()
+        self._changed.notify_all()
+
+    def _has_begun(self, episode: int) -> bool:
+        if self._episode < episode <= self._opened and all(
+            self._arrived[worker] >= episode for worker in self._alive
+        ):
+            self._begin(episode)
+        return self._episode >= episode
+
+    def _begin(self, episode: int) -> None:
+        """Copy the values of this rank: all live workers have arrived, none is being served."""
+        for name, parameter in self.parameters:
+            self._values.slots[name].copy_(parameter.detach())
+            copy = self._copies[name]
+            self._optimizer.state.pop(copy, None)
+            if parameter in self._inner.state:
+                self._optimizer.state[copy] = host_copy(self._inner.state[parameter])
+        self._episode = episode
+        self._version += 1
+        self._clocks = dict.fromkeys(self._clocks, 0)
+        self._hyper.clear()
+        self._pulled = {
+            worker: deque(self._keep(None) for _ in range(1 + self.rules.lead))
+            for worker in self._alive
+        }
+        self._notify()
+
+    def _keep(self, free: ShardMemory | None) -> _Pulled:
+        """Keep the values that a worker pulls now, in memory that is free again."""
+        if not self.rules.delay_compensation:
+            return self._version, None
+        values = free or ShardMemory(self.parameters)
+        values.copy_(self._values)
+        return self._version, values
+
+    def _apply(self, push: Push, base: _Pulled) -> None:
+        if push.worker in self._hyper:
+            set_hyper_parameters(self._optimizer, self._hyper[push.worker])
+        for name, copy in self._copies.items():
+            grad = push.memory.slots[name]
+            if name in push.absent:
+                copy.grad = None
+                continue
+            if base[1] is not None:
+                drift = self._values.slots[name] - base[1].slots[name]
+                # |g|^2 for complex numbers, so that the diagonal stays real.
+                size = (grad * grad.conj()).real if grad.is_complex() else grad * grad
+                grad.add_(drift.mul_(size), alpha=self.rules.delay_compensation)
+            copy.grad = grad
+        if self._copies:
+            self._optimizer.step()
+        self._version += 1
+
+    def _slowest(self) -> int:
+        """The clock of the slowest live worker that is not done with this episode."""
+        return min(
+            (
+                self._clocks[worker]
+                for worker in self._alive
+                if self._arrived[worker] == self._episode > self._done[worker]
+            ),
+            default=_NO_WORKER,
+        )
+
+    def _wait(self, is_ready: Callable[[], bool], episode: int, stay: Stay) -> None:
+        limit_s = self.rules.timeout_s
+        ask_s = time.monotonic() + limit_s / _ASKS_PER_LIMIT
+        while not is_ready():
+            self._raise_if_closed()
+            now, end_s = time.monotonic(), self._progress_s + limit_s
+            if now >= end_s:
+                self._time_limit_error = TimeLimitError(self._describe_wait(episode))
+                raise self._time_limit_error
+            if now < ask_s:
+                self._changed.wait(min(ask_s, end_s) - now)
+                continue
+            self._changed.release()
+            try:
+                stay()
+            finally:
+                self._changed.acquire()
+            ask_s = now + limit_s / _ASKS_PER_LIMIT
+
+    def _describe_wait(self, episode: int) -> str:
+        seen = []
+        for worker in sorted(self._alive):
+            if self._arrived[worker] < episode:
+                seen.append(f"rank {worker} has not reached this part of the training")
+            elif self._done[worker] < episode == self._arrived[worker]:
+                seen.append(f"rank {worker} has made {self._clocks[worker]} steps")
+        if self._opened < episode:
+            seen.append(f"the server on rank {self.rank} has not received its parameters")
+        return (
+            f"no worker made progress for {self.rules.timeout_s:g} s ({'; '.join(seen)}; at most "
+            f"{self.rules.max_staleness} steps ahead are allowed). A rank may be slower than the "
+            "limit (raise timeout_s=), may hang, or have left its loop without optimizer.join() "
+            "or flush()."
+        )

@@ -1,0 +1,132 @@
+"""The shards of the parameters, one for each server, and their host memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchmn.exchange.buckets import NamedParameter, plan_buckets
+
+Hyper = list[dict[str, Any]]
+"""The plain options of every parameter group, such as the learning rate."""
+
+_NOT_SENT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Options of a group that refer to tensors, or to how a device computes the update."""
+
+
+def assign_shards(
+    parameters: Sequence[NamedParameter], num_servers: int
+) -> list[list[NamedParameter]]:
+    """Whole parameters for each server, about the same number of bytes.
+
+    The largest goes first, each to the server that has least so far, so that no server has more
+    than 4/3 of the best (Graham 1969). A pure function: the same on all ranks. Within a shard
+    parameters keep their order. There may be empty shards.
+    """
+    nbytes = [0] * num_servers
+    owners: dict[str, int] = {}
+    for name, parameter in sorted(parameters, key=lambda item: (-item[1].nbytes, item[0])):
+        owner = nbytes.index(min(nbytes))
+        owners[name] = owner
+        nbytes[owner] += parameter.nbytes
+    return [[item for item in parameters if owners[item[0]] == s] for s in range(num_servers)]
+
+
+class ShardMemory:
+    """Host memory for the values, or the gradients, of some parameters; flat, by dtype.
+
+    ``slots[name]`` has the parameter's shape and is a view of one of ``buffers``.
+    """
+
+    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
+        planned = plan_buckets(
+            parameters, granularity="everything", bucket_bytes=0, num_footer=0, allocate=_on_host
+        )
+        self._buckets = [bucket for bucket in planned if bucket.slots]
+        self.buffers = [bucket.buffer for bucket in self._buckets]
+        self.layouts = [bucket.layout for bucket in self._buckets]
+        self.slots = {slot.name: slot.tensor for bucket in self._buckets for slot in bucket.slots}
+
+    def copy_(self, other: ShardMemory) -> None:
+        """Copy the values of memory for the same parameters."""
+        for mine, theirs in zip(self.buffers, other.buffers, strict=True):
+            mine.copy_(theirs)
+
+
+def _on_host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros on the CPU; page-locked if the parameter is on a GPU, for fast copies."""
+    return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda", device="cpu")
+
+
+def optimizer_like(inner: Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> Optimizer:
+    """An optimizer of the same class and options, for copies of some parameters.
+
+    It has no state and no hooks. It has all groups; some may be empty.
+    """
+    clone: Optimizer = object.__new__(type(inner))
+    # Not by its constructor: the arguments of a user's class are unknown.
+    clone.__dict__.update(inner.__dict__)
+    clone.__dict__.pop("step", None)  # LR schedulers wrap the method of one object
+    clone._optimizer_step_pre_hooks = OrderedDict()
+    clone._optimizer_step_post_hooks = OrderedDict()
+    clone.state = defaultdict(dict)
+    clone.param_groups = []
+    for group in inner.param_groups:
+        own = {key: value for key, value in group.items() if key != "param_names"}
+        own["params"] = [copies[p] for p in group["params"] if p in copies]
+        if "capturable" in own:
+            own["capturable"] = False
+        if isinstance(own.get("lr"), Tensor):
+            own["lr"] = own["lr"].item()
+        clone.param_groups.append(own)
+    return clone
+
+
+def hyper_parameters(inner: Optimizer) -> Hyper:
+    """The options of the optimizer's groups that are sent: plain values and tuples of them."""
+    return [
+        {key: plain for key, value in group.items() if (plain := _plain(key, value)) is not _OMIT}
+        for group in inner.param_groups
+    ]
+
+
+def set_hyper_parameters(optimizer: Optimizer, hyper: Hyper) -> None:
+    """Apply received options. Local."""
+    for group, values in zip(optimizer.param_groups, hyper, strict=True):
+        group.update(values)
+
+
+_OMIT = object()
+
+
+def _plain(key: str, value: object) -> object:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, list):
+        value = tuple(value)  # a copy, with which later ones are compared
+    items = value if isinstance(value, tuple) else (value,)
+    is_plain = all(isinstance(item, (bool, int, float, str, type(None))) for item in items)
+    return value if is_plain and key not in _NOT_SENT else _OMIT
+
+
+def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of an optimizer's state of one parameter, on the CPU."""
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def device_copy(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
+    """The same on the parameter's device; single numbers, such as Adam's step, stay on the CPU."""
+    return {
+        key: value.to(parameter.device)
+        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()
+        else value
+        for key, value in state.items()
+    }

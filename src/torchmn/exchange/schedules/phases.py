@@ -1,0 +1,306 @@
+"""One schedule after another, by the number of samples over all workers.
+
+Post-local SGD exchanges at every step first and trains by blocks then: at first gradients are large
+and change quickly, and ranks that train alone move apart. The other way round, blocks first and
+every step at the end, saves the bytes where the learning rate is high, and the noise that blocks
+leave is averaged away at the end.
+
+Sources: Lin et al., *Don't Use Large Mini-Batches, Use Local SGD*, 2020 (post-local SGD); Wang and
+Joshi, *Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in
+Local-Update SGD*, 2019, who exchange more often towards the end; CNTK's ``distributed_after``.
+Difference from CNTK, which trained redundantly until then, each worker on all data: here the
+workers share the data from the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torchmn.comm import Communicator
+from torchmn.comm.codecs import Codec
+from torchmn.errors import UnsupportedError, UsageError
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.resharding import reshard_object, warnings_of
+from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
+from torchmn.exchange.schedules.every_step import EveryStep
+from torchmn.exchange.schedules.local_updates.base import LocalUpdateSchedule
+from torchmn.exchange.schedules.local_updates.inner_state import average_inner_state
+
+Phase = EveryStep | LocalUpdateSchedule
+
+
+class Phases(Schedule):
+    """Several schedules, each from a number of samples over all workers on.
+
+    The number of samples is part of each exchange, so that all ranks switch at the same one. From
+    blocks to every step it is the first end of a block at which the samples are processed: the
+    ranks then flush, and continue with the mean of their optimizers' states (momenta and the like).
+
+    Args:
+        phases: the schedules, `EveryStep` or a `LocalUpdateSchedule`, by the number of samples over
+            all workers from which on they are used. The first one begins at 0. Each has the codec
+            of the optimizer, without residuals of the phase before; ``EveryStep(exact=True)`` has
+            none.
+
+    Raises UsageError: a number is not finite or negative, none is 0, or an object is given twice;
+    UnsupportedError: another schedule.
+
+    Example:
+        >>> from torchmn.exchange.schedules import EveryStep, PeriodicAverage
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = Phases({
+        ...     0: EveryStep(exact=True), 20_000: PeriodicAverage(4096), 900_000: EveryStep()
+        ... })
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=schedule)
+        >>> optimizer.schedule.current.name
+        'every_step'
+    """
+
+    counts_samples = True
+
+    def __init__(self, phases: Mapping[float, Phase]) -> None:
+        self.starts = sorted(phases)
+        """From how many samples on each phase is used."""
+        self.schedules = [phases[start] for start in self.starts]
+        _check(self.starts, self.schedules)
+        self.name = "+".join(schedule.name for schedule in self.schedules)
+        self.num_sets = self.schedules[-1].num_sets
+        self.began_at = [0.0]
+        """Samples over all workers at which each phase so far has begun."""
+        self._num_every_step_samples = 0.0
+        """Of this phase, if it is one of every step."""
+        self._unapplied: EveryStep | None = None
+        """The phase whose last mean is in ``p.grad``, where the next one has begun already."""
+        self._is_stepping = False
+        self._num_missed_steps = 0
+        """Steps of phases of every step since this rank left its loop."""
+
+    @property
+    def current(self) -> Phase:
+        """The schedule of the phase under way. The same on all ranks."""
+        return self.schedules[len(self.began_at) - 1]
+
+    @property
+    def num_samples(self) -> float:
+        """Over all workers, in all exchanges so far. The same on all ranks."""
+        phase = self.current
+        if isinstance(phase, LocalUpdateSchedule):
+            return self.began_at[-1] + phase.num_samples
+        return self.began_at[-1] + self._num_every_step_samples
+
+    @property
+    def averages_gradients(self) -> bool:
+        """See `Schedule.averages_gradients`."""
+        return any(schedule.averages_gradients for schedule in self.schedules)
+
+    @property
+    def has_own_steps(self) -> bool:
+        """See `Schedule.has_own_steps`."""
+        return any(schedule.has_own_steps for schedule in self.schedules)
+
+    @property
+    def replica_consistency(self) -> ReplicaConsistency:
+        """That of the phase under way."""
+        return self.current.replica_consistency
+
+    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+        """See `Schedule.attach`. Raises UsageError, UnsupportedError: as the schedules do."""
+        super().attach(reducer, inner)
+        self._comm: Communicator = reducer.comm
+        self._codec: Codec | None = reducer.codec
+        for schedule in reversed(self.schedules):  # the first one last: it begins
+            is_as_made = reducer.comm is self._comm and reducer.codec is self._codec
+            if reducer.is_suspended or not is_as_made:
+                reducer.reconfigure(self._comm, self._codec)
+            schedule.attach(reducer, inner)
+
+    # ---- the schedule ----
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        phase = self.current
+        phase.backward_ended()
+        if isinstance(phase, EveryStep):
+            self._num_every_step_samples += phase.num_samples
+            # Not in step(), which a GradScaler may skip; but a closure may be called again, and
+            # late ranks first take over the gradients of this phase, in step().
+            if not (self._is_stepping or self._reducer.means.are_late_on_some) and self._is_over():
+                self._begin_next()
+                self._unapplied = phase
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`."""
+        phase = self._unapplied or self.current
+        if not isinstance(phase, EveryStep):
+            result = phase.step(closure)
+        else:
+            self._is_stepping = True
+            try:
+                is_exchanged = self._reducer.is_needed
+                result = phase.step(closure) if is_exchanged else self._inner.step(closure)
+            finally:
+                self._is_stepping = False
+            self._unapplied = None
+            if phase is self.current and not self._reducer.is_needed:  # one rank alone
+                self._num_every_step_samples += self._reducer.contribution.num_samples
+        if self._is_over():
+            self._begin_next()
+        return result
+
+    def exchange_if_late(self) -> None:
+        """See `Schedule.exchange_if_late`."""
+        (self._unapplied or self.current).exchange_if_late()
+
+    def shadow_step(self) -> int:
+        """See `Schedule.shadow_step`."""
+        self._unapplied = None
+        phase = self.current
+        if not isinstance(phase, EveryStep):
+            num_active = phase.shadow_step()
+        elif not self._reducer.is_needed:
+            return 0
+        else:
+            num_active = phase.shadow_step()
+            self._num_every_step_samples += phase.num_samples
+            # When all ranks have left, the optimizer copies parameters and state.
+            self._num_missed_steps = self._num_missed_steps + 1 if num_active else 0
+        if self._is_over():
+            num_in_loops = self._begin_next()
+            if not isinstance(phase, EveryStep):  # ranks that flush take part as if they had left
+                return num_in_loops
+        return num_active
+
+    def on_zero_grad(self) -> None:
+        """See `Schedule.on_zero_grad`."""
+        self._unapplied = None
+        for schedule in self.schedules:
+            schedule.on_zero_grad()
+
+    def before_load(self) -> None:
+        """See `Schedule.before_load`."""
+        self.current.before_load()
+
+    def flush(self) -> None:
+        """See `Schedule.flush`."""
+        self._unapplied = None
+        self.current.flush()
+        if self._is_over():
+            self._begin_next()
+
+    def rebuild(self) -> None:
+        """See `Schedule.rebuild`."""
+        for schedule in self.schedules:
+            schedule.rebuild()
+
+    def close(self) -> None:
+        """See `Schedule.close`."""
+        for schedule in self.schedules:
+            schedule.close()
+
+    # ---- from one phase to the next ----
+
+    def _is_over(self) -> bool:
+        """Whether the samples from which on the next phase is used are processed."""
+        following = self.starts[len(self.began_at) :]
+        return bool(following) and self.num_samples >= following[0]
+
+    def _begin_next(self) -> int:
+        """Begin the next phase, or the one after it if that is due as well. *Collective.*
+
+        Returns, after blocks, how many ranks have not left their loops.
+        """
+        before, num_in_loops = self.current, 0
+        # All ranks end their blocks in one exchange: those that were flushing have done so already.
+        if isinstance(before, LocalUpdateSchedule):
+            if not before.is_flushed:
+                before.flush()
+            num_in_loops = sum(self._comm.allgather_obj(self._reducer.is_active))
+        num_samples = self.num_samples
+        while self._is_over():
+            self.began_at.append(num_samples)
+            self._num_every_step_samples = 0.0
+        if isinstance(before, LocalUpdateSchedule) and isinstance(self.current, EveryStep):
+            average_inner_state(self._comm, self._inner, is_active=self._reducer.is_active)
+            self._reducer.contribution.reset()
+        self._open()
+        return num_in_loops
+
+    def _open(self) -> None:
+        """Exchange as the current phase does. *Collective.*"""
+        phase = self.current
+        if isinstance(phase, LocalUpdateSchedule):
+            phase.begin(self._num_missed_steps)
+            self._num_missed_steps = 0
+        elif phase.exact or self._codec is None:
+            self._reducer.reconfigure(self._comm, None)
+        else:
+            self._reducer.reconfigure(self._comm, self._codec.new_instance())
+
+    # ---- state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Schedule.state_dict`."""
+        return {
+            "began_at": list(self.began_at),
+            "num_every_step_samples": self._num_every_step_samples,
+            "current": self.current.state_dict(),
+        }
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """See `Resharding`. Raises UsageError: the old ranks were in different phases."""
+        if not all("current" in state for state in states):
+            return states[0]
+        phases = [len(state["began_at"]) for state in states]
+        if len(set(phases)) > 1:
+            raise UsageError(
+                f"{comm.rank_label}: the old ranks were saved in different phases ({phases}), and "
+                "cannot be combined for another number of ranks. Save where all ranks have made "
+                "the same number of steps, or after optimizer.flush()."
+            )
+        schedule = self.schedules[phases[0] - 1]
+        current = reshard_object(schedule, [state["current"] for state in states], comm)
+        return {**states[0], "current": current}
+
+    def resume_warnings(self) -> list[str]:
+        """Those of all phases, each once."""
+        found = [text for schedule in self.schedules for text in warnings_of(schedule)]
+        return list(dict.fromkeys(found))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Schedule.load_state_dict`. Raises UsageError: there are fewer phases than saved."""
+        began_at = state.get("began_at", [0.0])
+        if len(began_at) > len(self.schedules):
+            raise UsageError(
+                f"This state was saved in phase {len(began_at)}, and there are "
+                f"{len(self.schedules)}. Give the phases that it was saved with."
+            )
+        before, self.began_at = self.current, list(began_at)
+        self._num_every_step_samples = state.get("num_every_step_samples", 0.0)
+        self._unapplied, self._num_missed_steps = None, 0
+        for schedule in self.schedules:
+            is_current = schedule is self.current
+            schedule.load_state_dict(state.get("current", {}) if is_current else {})
+        if self.current is not before:
+            self._open()
+
+
+def _check(starts: Sequence[float], schedules: Sequence[Schedule]) -> None:
+    if not starts or not all(0 <= start < float("inf") for start in starts) or starts[0] != 0:
+        raise UsageError(
+            f"Phases begin at {list(starts)} samples. Each must be a number that is 0 or more, and "
+            "the first one 0."
+        )
+    for schedule in schedules:
+        if not isinstance(schedule, (EveryStep, LocalUpdateSchedule)):
+            raise UnsupportedError(
+                f"{type(schedule).__name__} cannot be a phase of several. Use EveryStep or a "
+                "local-update schedule."
+            )
+    if len({id(schedule) for schedule in schedules}) < len(schedules):
+        raise UsageError("A schedule object holds the state of one phase. Make one for each phase.")

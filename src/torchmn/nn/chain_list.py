@@ -1,0 +1,267 @@
+"""`MultiNodeChainList`: a model whose modules are on several ranks."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.comm import Communicator
+from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
+from torchmn.nn.chain_graph import PIPELINE_SCHEDULES, ChainGraph, Link, PipelineSchedule
+from torchmn.nn.clipping import clip_grad_norm_, share_nonfinite_
+from torchmn.nn.forward_pass import ForwardPass
+from torchmn.nn.layer_communicator import has_collective_layers
+from torchmn.nn.messages import Messages
+from torchmn.nn.pipeline import Batch, LossFunction, NoSync, Pipeline
+
+
+class LossScaler(Protocol):
+    """What is used of `torch.amp.GradScaler`."""
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """The loss times the scale."""
+
+
+class MultiNodeChainList(nn.Module):
+    """A model whose modules are on several ranks, each of which makes its own part of the chain.
+
+    Each rank adds its own modules and names the ranks before and after them: on rank 0
+    ``chain.add_link(encoder, rank_out=1)``, on rank 1 ``chain.add_link(decoder, rank_in=0)``. On
+    one rank alone:
+
+    >>> chain = MultiNodeChainList(comm, num_microbatches=2)
+    >>> chain.add_link(torch.nn.Linear(3, 1))
+    >>> x, t = torch.ones(4, 3), torch.ones(4, 1)
+    >>> loss = chain.forward_backward(x, t, torch.nn.functional.mse_loss)
+    >>> loss.shape, chain.links["0_0"].weight.grad.shape
+    (torch.Size([]), torch.Size([1, 3]))
+
+    As a module it has the parameters of this rank only, under names that no other rank has:
+    ``links.1_0.weight`` is of the first link of rank 1.
+
+    Args:
+        comm: the ranks of the chain; for several copies of it, the model axis of a grid.
+        num_microbatches: in how many parts `forward_backward` cuts a batch, which the ranks work on
+            at the same time. With m of them and n ranks of equal speed a step takes (m + n - 1) / m
+            of the time of a rank that never waits.
+        schedule: ``gpipe``, forward with all micro-batches, then backward; or ``1f1b``, each one
+            backward as soon as possible, so that a rank keeps the activations of few of them.
+
+    Raises UsageError, UnknownNameError: an argument has no such value. Local.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        *,
+        num_microbatches: int = 1,
+        schedule: PipelineSchedule = "1f1b",
+    ) -> None:
+        super().__init__()
+        if schedule not in PIPELINE_SCHEDULES:
+            raise UnknownNameError("schedule", schedule, PIPELINE_SCHEDULES)
+        if not isinstance(num_microbatches, int) or num_microbatches < 1:
+            raise UsageError(f"num_microbatches={num_microbatches!r} must be a positive integer.")
+        self.communicator = comm
+        self.num_microbatches = num_microbatches
+        self.schedule: PipelineSchedule = schedule
+        self.links = nn.ModuleDict()
+        self._specs: list[Link] = []
+        self._graph: ChainGraph | None = None
+        self._messages: Messages | None = None
+        self._pipeline: Pipeline | None = None
+        self._has_collective_layers = False
+        self._no_sync: list[Callable[[], NoSync | None]] = []
+        self._counts: list[Callable[[int], None]] = []
+
+    def add_link(
+        self,
+        module: nn.Module,
+        rank_in: int | Sequence[int] | None = None,
+        rank_out: int | Sequence[int] | None = None,
+    ) -> None:
+        """Add a module of this rank. Local; the first call of the chain compares all ranks.
+
+        Args:
+            module: called with one argument for each rank in ``rank_in``: what that rank's module
+                has returned, a tensor or tuples, lists and dicts with tensors.
+            rank_in: the rank, or ranks, whose outputs are its inputs, this rank among them; None:
+                the inputs of the script.
+            rank_out: the rank, or ranks, that take its output; None: the script. One module of a
+                rank may return its output to the script.
+
+        The k-th output of one rank to another is the k-th input there, in the order of this method.
+        Raises UsageError: the chain has run already.
+        """
+        comm = self.communicator
+        if self._graph is not None:
+            raise UsageError(
+                f"{comm.rank_label}: add_link() after the chain has run. Add all links before the "
+                "first forward() or forward_backward()."
+            )
+        caller = sys._getframe(1)
+        name = f"{type(module).__name__}, {Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+        index = len(self._specs)
+        self._specs.append(Link(comm.rank, index, name, _ranks(rank_in), _ranks(rank_out)))
+        self.links[f"{comm.rank}_{index}"] = module
+
+    def forward(self, *inputs: Any) -> Any:
+        """The output of the chain for a whole batch, as ChainerMN's chain lists. *Collective.*
+
+        Returns what the module with ``rank_out=None`` returns; on ranks without one a scalar, the
+        delegate variable, whose ``backward()`` takes part in backward: all ranks must go backward,
+        or none. To train, prefer `forward_backward`, which needs no delegate variables.
+
+        Raises as `forward_backward`.
+        """
+        graph, messages = self._agreed()
+        order = graph.order(1, self.schedule, has_backward=False)[self.communicator.rank]
+        forward_pass = ForwardPass(
+            self.communicator, graph, list(self.links.values()), messages, order
+        )
+        try:
+            return forward_pass.run(inputs)
+        except BaseException:
+            messages.abort()
+            raise
+
+    def forward_backward(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        loss_fn: LossFunction | None = None,
+        *,
+        reduction: Literal["mean", "sum"] = "mean",
+        count: Callable[[Any], float] | None = None,
+        scaler: LossScaler | None = None,
+    ) -> Tensor | None:
+        """Forward and backward of a batch; gradients are added to ``p.grad``. *Collective.*
+
+        They equal those of the whole batch in one process. Ranks ignore what they have no use for,
+        so that all may be given the same.
+
+        Args:
+            inputs: the argument, or a tuple of the arguments, of the modules with ``rank_in=None``.
+                Tensors are cut along dim 0; anything else goes to each micro-batch.
+            targets: likewise for the loss.
+            loss_fn: ``loss_fn(output, targets)``, or ``loss_fn(output)`` without targets; None: the
+                output is the loss.
+            reduction: what the loss is over its samples: micro-batches are weighted by their
+                samples, or added.
+            count: ``count(targets)``, if the loss is a mean over something else than samples, such
+                as the tokens that are not padding.
+            scaler: a GradScaler, in whose place the loss is scaled. A gradient that is not finite
+                on one rank is made so on all, so that all scalers leave the same steps out.
+
+        Returns the loss of the batch, without graph and scale, on ranks with a module whose
+        ``rank_out`` is None; None elsewhere.
+
+        With an optimizer of `create_multi_node_optimizer` along a data axis gradients are exchanged
+        during the last backward pass.
+
+        Raises:
+            UsageError: arguments are missing or of the wrong kind; links do not fit (on all ranks).
+            RankMismatchError: the links of ranks do not fit, on all ranks, before data are sent; or
+                inputs and targets belong to different batches.
+            TimeLimitError, PeerLostError: a rank does not take part.
+        """
+        if reduction not in ("mean", "sum"):
+            raise UnknownNameError("reduction", reduction, ("mean", "sum"))
+        graph, messages = self._agreed()
+        if self._pipeline is None:
+            self._pipeline = Pipeline(
+                self.communicator,
+                graph,
+                list(self.links.values()),
+                messages,
+                graph.order(self.num_microbatches, self.schedule),
+                self.num_microbatches,
+                has_collective_layers=self._has_collective_layers,
+            )
+        batch = Batch(
+            inputs=inputs if isinstance(inputs, tuple) or inputs is None else (inputs,),
+            targets=targets,
+            loss_fn=loss_fn,
+            is_mean=reduction == "mean",
+            count=count,
+            scale=(lambda loss: loss) if scaler is None else scaler.scale,
+            seen=self._count_samples,
+        )
+        if scaler is not None:  # begins its work, on ranks without a loss too
+            scaler.scale(torch.zeros((), device=self.communicator.device))
+        no_sync = [found for reference in self._no_sync if (found := reference()) is not None]
+        loss = self._pipeline.step(batch, no_sync)
+        if scaler is not None:
+            share_nonfinite_(self, self.communicator)
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients of all ranks by their common norm, and return it. *Collective.*
+
+        ``torch.nn.utils.clip_grad_norm_`` would see the gradients of this rank alone.
+        """
+        return clip_grad_norm_(self, max_norm, norm_type, comm=self.communicator)
+
+    def register_no_sync(self, no_sync: NoSync) -> None:
+        """Run all backward passes of a batch but the last inside of ``no_sync()``. Local.
+
+        Optimizers of `create_multi_node_optimizer` do this.
+        """
+        is_method = inspect.ismethod(no_sync)
+        self._no_sync.append(weakref.WeakMethod(no_sync) if is_method else lambda: no_sync)
+
+    def register_count(self, count: Callable[[int], None]) -> None:
+        """Call ``count`` with the samples of each micro-batch of `forward_backward`. Local."""
+        self._counts.append(count)
+
+    def _count_samples(self, num_samples: int) -> None:
+        for count in self._counts:
+            count(num_samples)
+
+    def _agreed(self) -> tuple[ChainGraph, Messages]:
+        """The links of all ranks. *Collective.* Raises the same on all ranks."""
+        if self._graph is None or self._messages is None:
+            options = {"num_microbatches": self.num_microbatches, "schedule": self.schedule}
+            own = [(s.name, s.inputs, s.outputs) for s in self._specs]
+            collective = has_collective_layers(self.links)
+            gathered = self.communicator.allgather_obj((options, own, collective))
+            seen = {str(theirs): rank for rank, (theirs, *_) in reversed([*enumerate(gathered)])}
+            if len(seen) > 1:
+                raise RankMismatchError(
+                    f"{self.communicator.rank_label}: ranks have made the chain with different "
+                    f"options: {'; '.join(f'rank {r}: {text}' for text, r in seen.items())}. Pass "
+                    "the same to MultiNodeChainList on all ranks."
+                )
+            self._graph = ChainGraph(
+                [
+                    [Link(rank, index, *fields) for index, fields in enumerate(specs)]
+                    for rank, (_, specs, _) in enumerate(gathered)
+                ]
+            )
+            self._has_collective_layers = any(theirs for *_, theirs in gathered)
+            self._messages = Messages(self.communicator)
+        return self._graph, self._messages
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MultiNodeChainList:
+        """A copy over the same communicator, which agrees with its other ranks by itself."""
+        getattr(self, "__getstate__", dict)()  # takes an eager step back
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        agreed = dict.fromkeys(("_graph", "_messages", "_pipeline"))
+        own = {**vars(self), **agreed, "_no_sync": [], "_counts": []}
+        vars(copied).update(copy.deepcopy(own, memo))
+        return copied
+
+
+def _ranks(ranks: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if ranks is None:
+        return None
+    return (ranks,) if isinstance(ranks, int) else tuple(ranks)

@@ -1,0 +1,112 @@
+"""The communicator that the layers of a model use within forward and backward.
+
+Gradients are exchanged while backward runs. A layer that communicates then has a communicator of
+its own, a copy of the user's: otherwise it would wait for the buckets in flight, and ranks that
+fill their buckets at different times would call the same collectives in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from torchmn.comm import Communicator
+from torchmn.comm.group import Group
+from torchmn.errors import RankMismatchError, UsageError
+
+_COPIES: WeakKeyDictionary[Communicator, LayerCommunicator] = WeakKeyDictionary()
+
+
+class LayerCommunicator:
+    """All ranks of a communicator, for its layers. Made at the first forward. *Collective.*"""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm.split(0, comm.rank)
+        comm.on_finalize(self.comm.finalize)
+        self._group: Group = self.comm.group_for_small_messages()
+        self._rank_label = comm.rank_label
+        self._num_layers = 0
+        self._seen: WeakSet[nn.Module] = WeakSet()
+        self._num_passes = 0
+
+    def new_layer(self) -> int:
+        """The number of a layer, in the order of first forward passes."""
+        self._num_layers += 1
+        return self._num_layers
+
+    def note_forward(self, layer: nn.Module) -> None:
+        """Count forward passes, as the time limit after the first one is a shorter one. Local."""
+        if torch._C._current_graph_task_id() != -1:  # a checkpointed function runs again
+            return
+        if layer in self._seen:
+            self._seen.clear()
+            self._num_passes += 1
+        self._seen.add(layer)
+        self.comm.flight_recorder.set_label(None, self._num_passes)
+
+    def gather_rows(self, row: Tensor, describe: Callable[[int], str]) -> Tensor:
+        """(n,) float64 on every rank to (W, n): rows in rank order. *Collective*, one message each.
+
+        Element 0 is a whole number that says which call it is; ``describe`` is its text for errors.
+
+        Raises RankMismatchError on all ranks: they are in different calls with rows of one length.
+        """
+        table = self.comm.engine.call(lambda: self._group.all_gather_fixed(row, name="batch_norm"))
+        if table.is_cuda:  # comparing would wait for the GPU
+            return table
+        calls = [int(call) for call in table[:, 0].tolist()]
+        if len(set(calls)) > 1:
+            seen = "; ".join(f"rank {rank}: {describe(call)}" for rank, call in enumerate(calls))
+            raise RankMismatchError(
+                f"{self._rank_label}: ranks are in different layers: {seen}. All ranks must run "
+                "the same layers in the same order; a rank without samples runs them with an empty "
+                "batch, forward and backward."
+            )
+        return table
+
+
+def _no_weight() -> None:
+    return None
+
+
+class Ranks:
+    """The communicator of a layer, as its attribute: copies share it, pickles leave it out."""
+
+    def __init__(self, comm: Communicator | None) -> None:
+        self.comm = comm
+        self.given_weight: Callable[[], float | None] = _no_weight
+        """The weight of this rank's loss in the pass under way, if the script has given one."""
+
+    def required(self, layer: nn.Module, cure: str) -> Communicator:
+        """The communicator. Raises UsageError with the cure: it was left out of a pickle."""
+        if self.comm is None:
+            raise UsageError(
+                f"This {type(layer).__name__} was loaded from a pickle, which holds no "
+                f"communicator. {cure}"
+            )
+        return self.comm
+
+    def layers(self, layer: nn.Module, cure: str) -> LayerCommunicator:
+        """That of all layers over these ranks. *Collective* at the first call. See `required`."""
+        comm = self.required(layer, cure)
+        found = _COPIES.get(comm)
+        if found is None:
+            found = _COPIES[comm] = LayerCommunicator(comm)
+        return found
+
+    def __deepcopy__(self, memo: object) -> Ranks:
+        return self
+
+    def __copy__(self) -> Ranks:
+        return self
+
+    def __reduce__(self) -> tuple[type[Ranks], tuple[None]]:
+        return Ranks, (None,)
+
+
+def has_collective_layers(model: nn.Module) -> bool:
+    """Whether the model has layers that all ranks run together, also with empty batches. Local."""
+    return any(isinstance(vars(module).get("_ranks"), Ranks) for module in model.modules())

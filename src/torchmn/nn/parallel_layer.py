@@ -1,0 +1,339 @@
+"""Layers whose channels are divided among ranks, and which look like the whole layer from outside.
+
+All ranks give such a layer the same input and get the same output; what follows is the same on all
+ranks, and so is the gradient that comes back. In between each rank has its channels only:
+
+    split="output"    y = all_gather(layer of the own output channels (x))     dx = sum over ranks
+    split="input"     y = sum over ranks(layer of the own input channels (own part of x))
+                                                                               dx = all_gather
+
+The other direction needs no message. So the gradients are those of one process with one loss, not
+of the sum of the losses of all ranks (Shoeybi et al. 2019, https://arxiv.org/abs/1909.08053).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchmn.comm import Communicator
+from torchmn.comm.local_tensors import Division, divide
+from torchmn.compiling import not_compiled
+from torchmn.data import shard_bounds
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.nn.replicated_values import raise_if_values_differ
+from torchmn.nn.layer_communicator import Ranks
+
+Split = Literal["output", "input"]
+_CURE = "Make the model again with its communicator, and load the state into it."
+
+
+class ParallelLayer(nn.Module):
+    """What `ParallelLinear` and `ParallelConv2d` have in common."""
+
+    weight: Any
+    bias: Any
+    split: Split
+    _ranks: Ranks
+    _compared: tuple[bool, ...]
+    """In which modes, training or not, the inputs of ranks have been compared."""
+
+    @property
+    def comm(self) -> Communicator | None:
+        """The ranks that hold the layer together; None after loading from a pickle."""
+        return self._ranks.comm
+
+    def _divide(self, comm: Communicator, split: Split) -> None:
+        """Keep this rank's part of a layer that was made whole, with whole initial values."""
+        if split not in get_args(Split):
+            raise UnknownNameError("split", split, get_args(Split))
+        self.split, self._ranks = split, Ranks(comm)
+        self._compared: tuple[bool, ...] = ()
+        self._num_divided = self.weight.shape[self._dim]
+        if self._num_divided < comm.size:
+            raise UsageError(
+                f"A layer of {self._num_divided} {split} channels cannot be divided among "
+                f"{comm.size} ranks. Use fewer ranks (comm.split) or a layer of torch."
+            )
+        for name in self.divided_names():
+            part = _narrowed(getattr(self, name).detach(), self._dim, comm)
+            setattr(self, name, nn.Parameter(part.clone()))
+        self._mark_parts()
+
+    def _mark_parts(self) -> None:
+        """Let all who compare, clip or average these parameters know that they are parts."""
+        if self.comm is not None:
+            for name in self.divided_names():
+                parameter = self._parameters.get(name)
+                if parameter is not None:
+                    divide(parameter, Division(self.comm, self._dim))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Called for copies, whose parameters are new objects."""
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._mark_parts()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> ParallelLayer:
+        """See `nn.Module.to` and others, which may make new parameters."""
+        applied: ParallelLayer = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self._mark_parts()
+        return applied
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """See `nn.Module.load_state_dict`, which makes new parameters under ``assign=True``."""
+        super()._load_from_state_dict(*args, **kwargs)
+        self._mark_parts()
+
+    @property
+    def _dim(self) -> int:
+        """The dimension of the weight that is divided."""
+        return 0 if self.split == "output" else 1
+
+    def divided_names(self) -> list[str]:
+        """The parameters of which each rank has a part."""
+        is_bias = self.split == "output" and self.bias is not None
+        return ["weight", "bias"] if is_bias else ["weight"]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The output of the whole layer. *Collective*: all ranks give the same input.
+
+        The first pass in training and the first in evaluation compare it, and the gradient of the
+        output. Raises RankMismatchError: they differ.
+        """
+        channels = self._channel_dim(input)
+        self._raise_if_parametrized()
+        comm = _communicator(self)
+        self._raise_if_averaged_by_torch(comm)
+        is_first = comm.size > 1 and _is_first_pass(self)
+        if is_first:
+            raise_if_values_differ(input, comm, f"The input of a {type(self).__name__}")
+        y = self._of_whole(input, comm, channels)
+        if is_first:
+            _compare_gradient(y, comm, f"The gradient of the output of a {type(self).__name__}")
+        return y
+
+    def _of_whole(self, input: Tensor, comm: Communicator, channels: int) -> Tensor:
+        if self.split == "output":
+            y = self._apply_part(_copy(input, comm), self.bias)
+            return _gather(y, comm, channels)
+        if input.shape[channels] != self._num_divided:
+            raise UsageError(
+                f"{type(self).__name__} takes {self._num_divided} input channels, got an input of "
+                f"shape {list(input.shape)}. Every rank passes the whole input."
+            )
+        y = _sum(self._apply_part(_part(input, comm, channels), None), comm)
+        # Under autocast y is in fewer bits than the bias, and so is the output of torch's layer.
+        return y if self.bias is None else y + _by_channel(self.bias.to(y.dtype), y, channels)
+
+    def reset_parameters(self) -> None:
+        """Draw the values of the whole layer again, as torch's does, and keep this rank's. Local.
+
+        Under the same ``torch.manual_seed`` on all ranks these are those of one process.
+        """
+        draw: Callable[[], None] = super().reset_parameters  # type: ignore[misc]
+        if not hasattr(self, "_ranks"):  # called by torch's constructor: not divided yet
+            return draw()
+        self._raise_if_parametrized()
+        parts: dict[str, nn.Parameter] = {
+            name: getattr(self, name) for name in self.divided_names()
+        }
+        for name, part in parts.items():
+            shape = [*part.shape]
+            shape[self._dim] = self._num_divided
+            self._parameters[name] = nn.Parameter(part.detach().new_empty(shape))
+        draw()
+        with torch.no_grad():
+            for name, part in parts.items():
+                part.copy_(self.own_part(getattr(self, name)))
+                self._parameters[name] = part
+        return None
+
+    def gather_whole(self, name: str) -> Tensor:
+        """A divided parameter as one process has it, on all ranks. *Collective.*"""
+        self._raise_if_parametrized()
+        comm = _communicator(self)
+        return torch.cat(comm.allgather(getattr(self, name)), self._dim)
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This rank's part of a parameter of the whole layer. Local."""
+        self._raise_if_parametrized()
+        return _narrowed(whole, self._dim, self._ranks.required(self, _CURE))
+
+    def _raise_if_parametrized(self) -> None:
+        changed = [name for name in self.divided_names() if name not in self._parameters]
+        if changed:
+            raise UnsupportedError(
+                f"'{changed[0]}' of a {type(self).__name__} is parametrized or pruned, which would "
+                "see this rank's part alone and not the whole. Remove it "
+                "(torch.nn.utils.parametrize.remove_parametrizations), or use a layer of torch."
+            )
+
+    @not_compiled
+    def _raise_if_averaged_by_torch(self, comm: Communicator) -> None:
+        """DistributedDataParallel (and Lightning) give all its ranks rank 0's part."""
+        ddp = DistributedDataParallel._active_ddp_module
+        if ddp is None or comm.size == 1:
+            return
+        own = {comm.flight_recorder.job_ranks[rank] for rank in range(comm.size)}
+        if len(own.intersection(dist.get_process_group_ranks(ddp.process_group))) > 1:
+            raise UnsupportedError(
+                f"{comm.rank_label}: DistributedDataParallel has made the parts of a "
+                f"{type(self).__name__} equal on ranks that hold different ones. Give it the ranks "
+                "with the same part (process_group=grid.data.process_group), or use "
+                "create_multi_node_optimizer(optimizer, grid.data, model) without it."
+            )
+
+    def extra_repr(self) -> str:
+        """The arguments of the whole layer, and how it is divided."""
+        whole: str = super().extra_repr()
+        num_ranks = "no" if self.comm is None else self.comm.size
+        return f"{whole}, split={self.split}, {num_ranks} ranks"
+
+    def _channel_dim(self, x: Tensor) -> int:
+        """The dimension of the input that holds channels."""
+        raise NotImplementedError
+
+    def _apply_part(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What the layer of torch computes with this rank's weight."""
+        raise NotImplementedError
+
+
+@not_compiled
+def _communicator(layer: ParallelLayer) -> Communicator:
+    """That of layers over these ranks. *Collective* at the first call."""
+    ranks = layer._ranks.layers(layer, _CURE)
+    ranks.note_forward(layer)
+    return ranks.comm
+
+
+@not_compiled
+def _is_first_pass(layer: ParallelLayer) -> bool:
+    """Whether it is the first one in this mode, training or not. Local."""
+    is_first = layer.training not in layer._compared
+    if is_first:
+        layer._compared += (layer.training,)
+    return is_first
+
+
+@not_compiled
+def _compare_gradient(y: Tensor, comm: Communicator, what: str) -> None:
+    """Compare the gradient of ``y`` over ranks, in the first backward pass."""
+    if not y.requires_grad:
+        return
+    waiting = [what]
+
+    def compare(dy: Tensor) -> None:
+        if waiting:
+            raise_if_values_differ(dy, comm, waiting.pop())
+
+    y.register_hook(compare)
+
+
+def gather_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state that one process would have: parallel layers are put together. *Collective.*
+
+    All ranks get it. A model of plain layers loads it, and `load_whole_state_dict` on any number of
+    ranks.
+
+    Example:
+        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
+        >>> torchmn.links.gather_state_dict(layer)["weight"].shape  # of the whole layer
+        torch.Size([2, 3])
+    """
+    state = dict(model.state_dict())
+    for key, layer, name in _divided(model):
+        state[key] = layer.gather_whole(name)
+    return state
+
+
+def load_whole_state_dict(
+    model: nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> None:
+    """Load a state of one process: each rank takes its part of parallel layers. *Collective.*
+
+    Nothing is sent. Raises RuntimeError, as torch: names or shapes differ.
+
+    Example:
+        >>> layer = torchmn.links.ParallelLinear(3, 2, comm)
+        >>> torchmn.links.load_whole_state_dict(layer, torch.nn.Linear(3, 2).state_dict())
+    """
+    own = dict(state)
+    for key, layer, _ in _divided(model):
+        if key in own:
+            own[key] = layer.own_part(own[key])
+    model.load_state_dict(own, strict=strict)
+
+
+def _divided(model: nn.Module) -> Iterator[tuple[str, ParallelLayer, str]]:
+    for prefix, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, ParallelLayer):
+            for name in layer.divided_names():
+                yield f"{prefix}.{name}" if prefix else name, layer, name
+
+
+# ---- activations that all ranks have, and their parts ----
+
+
+@not_compiled
+def _copy(x: Tensor, comm: Communicator) -> Tensor:
+    """x, which each rank uses for its part; the gradients of the parts are added."""
+    return _with_reverse(x, lambda x: x.view_as(x), lambda dy: _sum(dy, comm))
+
+
+@not_compiled
+def _sum(x: Tensor, comm: Communicator) -> Tensor:
+    """The sum of all ranks' x."""
+    return _with_reverse(x, comm.allreduce, lambda dy: _copy(dy, comm))
+
+
+@not_compiled
+def _gather(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    """The parts of all ranks, one after another."""
+    return _with_reverse(
+        x, lambda x: torch.cat(comm.allgather(x), dim), lambda dy: _part(dy, comm, dim)
+    )
+
+
+@not_compiled
+def _part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
+    """This rank's part of what all ranks have."""
+    return _with_reverse(
+        x, lambda x: _narrowed(x, dim, comm).clone(), lambda dy: _gather(dy, comm, dim)
+    )
+
+
+def _with_reverse(
+    x: Tensor, function: Callable[[Tensor], Tensor], reverse: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """``function(x)``, whose gradient is ``reverse(dy)`` and can be differentiated again."""
+    return _Linear.apply(x, function, reverse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        function: Callable[[Tensor], Tensor],
+        reverse: Callable[[Tensor], Tensor],
+    ) -> Tensor:
+        ctx.reverse = reverse
+        return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.reverse(dy), None, None
+
+
+def _narrowed(whole: Tensor, dim: int, comm: Communicator) -> Tensor:
+    begin, end = shard_bounds(whole.shape[dim], comm.size, comm.rank, force_equal_length=False)
+    return whole.narrow(dim, begin, end - begin)
+
+
+def _by_channel(bias: Tensor, y: Tensor, dim: int) -> Tensor:
+    return bias.view(-1, *[1] * (y.dim() - 1 - dim % y.dim()))

@@ -1,0 +1,158 @@
+"""What a run has recorded, as arrays: the result of `torchmn.observe.read.run_reader`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from torchmn.record.records import GradientTimes, RunEnd, RunStart
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Integers = NDArray[np.int64]
+
+RUNNING_S = 120.0
+"""A run whose files were written to since is taken to continue."""
+MAX_DRIFT = 1e-3
+"""Clocks that move apart faster have jumped: crystals differ by 1e-4 at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """Exchanges of a rank, one a row, in order. Columns as in `records.Bucket`."""
+
+    row: Integers
+    """Of the step, in `Steps`."""
+    number: Integers
+    nbytes: Floats
+    sent_nbytes: Floats
+    ready_s: Floats
+    started_s: Floats
+    ended_s: Floats
+    encode_s: Floats
+    decode_s: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Steps of a rank, one a row, in order. Columns as in `records.Step`, NaN for None."""
+
+    step: Integers
+    at_s: Floats
+    seconds: Floats
+    phases: NDArray[np.float32]
+    """Seconds ``(steps, phases)``, in the order of `records.PHASES`."""
+    samples: Floats
+    sent_nbytes: Floats
+    received_nbytes: Floats
+    run_queue_s: Floats
+    cpu_s: Floats
+    others_cpu_s: Floats
+    buckets: Buckets
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """How a rank's clock relates to that of rank 0, from `records.ClockOffset`."""
+
+    at_s: Floats
+    offset_s: Floats
+    error_s: Floats
+
+    def to_rank0(self, at_s: Floats) -> Floats:
+        """What rank 0's clock showed at times of this one. Local."""
+        if not len(self.at_s):
+            return at_s
+        return np.asarray(at_s + np.interp(at_s, self.at_s, self.offset_s), dtype=np.float64)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it was compared with that of rank 0."""
+        return len(self.at_s) > 0
+
+    @property
+    def jumps(self) -> Floats:
+        """When it, or that of rank 0, was set or stood still."""
+        moved = np.abs(np.diff(self.offset_s)) - self.error_s[1:] - self.error_s[:-1]
+        return self.at_s[1:][moved > MAX_DRIFT * np.diff(self.at_s)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRecord:
+    """What one rank recorded, or a sample of it."""
+
+    start: RunStart
+    settings: dict[str, str]
+    """The last ones."""
+    steps: Steps
+    sent: dict[str, float]
+    received: dict[str, float]
+    """Bytes by host, over `steps`."""
+    values: dict[str, tuple[Integers, Floats]]
+    """What the script reports, by name: steps and values."""
+    memory: tuple[Floats, Floats, Floats]
+    """``at_s``, bytes of the process, bytes of the device."""
+    clock: Clock
+    gradient_times: list[GradientTimes]
+    first_step: int
+    last_step: int
+    """Of the whole record, also where `steps` is a sample."""
+    last_at_s: float
+    end: RunEnd | None
+    num_damaged: int
+    """Lines that were read and are none of ours, without a last one that was cut."""
+    is_sampled: bool
+    num_starts: int
+    """More than 1: the files continue those of an earlier process, which was left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The records of a run, by rank."""
+
+    folder: Path
+    ranks: tuple[RankRecord, ...]
+    unreadable: dict[int, str]
+    """Ranks whose file does not begin as it should, and why."""
+    modified_s: float
+    """When a file was last written to, in seconds of the epoch."""
+
+    @property
+    def size(self) -> int:
+        """The world size."""
+        return self.ranks[0].start.size
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks without a record."""
+        found = {rank.start.rank for rank in self.ranks}
+        return [rank for rank in range(self.size) if rank not in found]
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether only some steps were read."""
+        return any(rank.is_sampled for rank in self.ranks)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it seems to continue: some rank has not ended and wrote a moment ago."""
+        has_ended = all(rank.end is not None for rank in self.ranks)
+        return not has_ended and time.time() - self.modified_s < RUNNING_S
+
+    @cached_property
+    def common_steps(self) -> Integers:
+        """The steps that were read of all ranks, in order."""
+        common = self.ranks[0].steps.step
+        for rank in self.ranks[1:]:
+            common = np.intersect1d(common, rank.steps.step)
+        return np.unique(common)

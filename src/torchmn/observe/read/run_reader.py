@@ -1,0 +1,466 @@
+"""Reading what a run has recorded, while it continues or after it: arrays per rank.
+
+A run of any length is read in bounded time and memory. Where its lines are more than
+`MAX_NBYTES`, windows of consecutive steps are read, the same steps on every rank, spread over the
+whole run. They are found by seeking, since steps are in order in a file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
+
+import msgspec
+import numpy as np
+
+from torchmn.control.codec import decode_union
+from torchmn.errors import DataError
+from torchmn.observe.read.recorded_run import Buckets, Clock, RankRecord, Run, Steps
+from torchmn.record.records import (
+    FORMAT,
+    PHASES,
+    Bucket,
+    ClockOffset,
+    GradientTimes,
+    Line,
+    Memory,
+    RunEnd,
+    RunStart,
+    SettingsChanged,
+    Step,
+    Value,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+    Integers = NDArray[np.int64]
+
+FOLDER = "steps"
+MAX_NBYTES = 128 * 2**20
+"""Of lines that are read of a run, over all its ranks."""
+WINDOW_STEPS = 8
+MAX_GRADIENT_TIMES = 8
+"""Lines of `GradientTimes` that are kept of a rank: they are long, and similar."""
+
+_FILE = re.compile(r"rank(\d+)(?:\.(\d+))?\.jsonl")
+_ROUND = re.compile(r"round(\d+)")
+_STEP = re.compile(rb'\n[^\n]{0,40}?"step":\s*(\d+)')
+_BLOCK = 1 << 14
+
+_decoder = msgspec.json.Decoder(Line)
+_Read = TypeVar("_Read")
+
+
+def find_records(path: Path) -> Path:
+    """The folder of records of a run: ``path`` itself, its ``steps``, or those of its latest run.
+
+    Of an elastic run those of its last round. Raises DataError: there are none.
+    """
+    latest = path / "latest"
+    places = (path / FOLDER, path, *_rounds(path), latest / FOLDER, *_rounds(latest))
+    for folder in places:
+        if folder.is_dir() and any(_FILE.fullmatch(file.name) for file in folder.iterdir()):
+            return folder
+    what = "is no folder" if path.exists() else "does not exist"
+    raise DataError(
+        f"No records of a run in {str(path)!r}: "
+        + (f"it has no {FOLDER}/rank*.jsonl" if path.is_dir() else f"it {what}")
+        + ". Name the log folder of a run, which torchmn run prints when it starts, or the folder "
+        "that was given to the recorder."
+    )
+
+
+def _rounds(path: Path) -> list[Path]:
+    """The records of the rounds of an elastic run, the last one first."""
+    numbers = [
+        int(match[1]) for each in path.glob("round*") if (match := _ROUND.fullmatch(each.name))
+    ]
+    return [path / f"round{number}" / FOLDER for number in sorted(numbers, reverse=True)]
+
+
+def read_run(path: Path, *, max_nbytes: int = MAX_NBYTES, last_steps: int | None = None) -> Run:
+    """Read the records of a run: all, or a sample of about ``max_nbytes``. Local.
+
+    A line that was cut because the run continues or was killed is left out. Raises DataError: there
+    are no records, none of them can be read, or a newer version of torchmn wrote them.
+
+    Args:
+        path: the log folder of the run, its folder of records, or a folder with a link ``latest``.
+        max_nbytes: of lines that are read.
+        last_steps: read the last steps only, this number of them.
+    """
+    return _reading(path, lambda: _read_run(find_records(path), max_nbytes, last_steps))
+
+
+def read_lines(path: Path, rank: int) -> Iterator[Line]:
+    """All lines of a rank of a run, in order, one at a time. Raises DataError as `read_run`."""
+    files = _reading(path, lambda: _rank_files(find_records(path))).get(rank)
+    if files is None:
+        raise DataError(f"No record of rank {rank} in {str(path)!r}.")
+    for file in files:
+        with file.open("rb") as opened:
+            for text in opened:
+                line = _decode(text)
+                if line is not None:
+                    yield line
+
+
+def _reading(path: Path, read: Callable[[], _Read]) -> _Read:
+    try:
+        return read()
+    except OSError as error:
+        raise DataError(
+            f"The records in {str(path)!r} cannot be read: {error.strerror or error}."
+        ) from None
+
+
+def _read_run(folder: Path, max_nbytes: int, last_steps: int | None) -> Run:
+    files = _rank_files(folder)
+    readers, unreadable = [], {}
+    for rank, paths in sorted(files.items()):
+        try:
+            readers.append(_RankReader(paths))
+        except DataError as error:
+            unreadable[rank] = str(error)
+    if not readers:
+        raise DataError(
+            f"No rank's record in {str(folder)!r} can be read: {unreadable[min(files)]}"
+        )
+    windows: list[tuple[int, int]] | None = None
+    if last_steps is not None:
+        last = min(reader.last_step for reader in readers)  # some ranks may be a step ahead
+        windows = [(last + 1 - last_steps, last + 1)]
+    elif sum(reader.nbytes for reader in readers) > max_nbytes:
+        windows = _windows(readers, max_nbytes / len(readers))
+    return Run(
+        folder=folder,
+        ranks=tuple(reader.read(windows) for reader in readers),
+        unreadable=unreadable,
+        modified_s=max(path.stat().st_mtime for paths in files.values() for path in paths),
+    )
+
+
+def _rank_files(folder: Path) -> dict[int, list[Path]]:
+    """The files of each rank, in order."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    for path in folder.iterdir():
+        match = _FILE.fullmatch(path.name)
+        if match:
+            found.setdefault(int(match[1]), []).append((int(match[2] or 0), path))
+    return {rank: [path for _, path in sorted(paths)] for rank, paths in found.items()}
+
+
+def _windows(readers: Sequence[_RankReader], nbytes_per_rank: float) -> list[tuple[int, int]]:
+    """First step and end of each window that is read, the same for all ranks.
+
+    They are not at equal distances, which might be those of checkpoints, say.
+    """
+    first = min(reader.first_step for reader in readers)
+    last = max(reader.last_step for reader in readers)
+    step_nbytes = max(reader.nbytes / max(1, reader.num_steps) for reader in readers)
+    count = max(2, int(nbytes_per_rank / (step_nbytes * WINDOW_STEPS)))
+    spacing = (last + 1 - first) / count
+    if spacing <= WINDOW_STEPS:
+        return [(first, last + 1)]
+    starts = []
+    for number in range(count):
+        shift = 0.0 if number == 0 else number * 0.618 % 1 * (spacing - WINDOW_STEPS)
+        starts.append(int(first + number * spacing + shift))
+    starts[-1] = last + 1 - WINDOW_STEPS
+    return [(start, start + WINDOW_STEPS) for start in starts]
+
+
+class _RankReader:
+    """The files of one rank. Raises DataError: the first line is no start of a record."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        with paths[0].open("rb") as file:
+            self._start = _first_line(file, paths[0])
+        self._paths: list[Path] = []
+        self._ranges: list[tuple[int, int] | None] = []
+        self.nbytes = 0
+        for path in paths:
+            with suppress(FileNotFoundError):  # of a long run, the oldest is removed meanwhile
+                self._ranges.append(_step_range(path))
+                self._paths.append(path)
+                self.nbytes += path.stat().st_size
+        known = [each for each in self._ranges if each is not None]
+        self.num_steps = sum(last + 1 - first for first, last in known)
+        self.first_step = min((first for first, _ in known), default=0)
+        self.last_step = max((last for _, last in known), default=-1)
+
+    def read(self, windows: Sequence[tuple[int, int]] | None) -> RankRecord:
+        """All lines, or those of the windows, those before the first step and the last ones."""
+        table = _Table(self._start)
+        for index, path in enumerate(self._paths):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                if windows is None:
+                    for text in file:
+                        table.add(text)
+                else:
+                    self._read_windows(file, index, windows, table)
+        return table.record(
+            first_step=self.first_step, last_step=self.last_step, is_sampled=windows is not None
+        )
+
+    def _read_windows(
+        self, file: BinaryIO, index: int, windows: Sequence[tuple[int, int]], table: _Table
+    ) -> None:
+        steps = self._ranges[index]
+        if steps is None:
+            return
+        for first, end in windows:
+            if end <= steps[0] or first > steps[1]:
+                continue
+            _seek(file, first, steps)
+            for text in file:
+                match = _STEP.match(b"\n" + text[:200])
+                if match and int(match[1]) >= end:
+                    break
+                if match is None or int(match[1]) >= first:
+                    table.add(text)
+        if index == len(self._paths) - 1:
+            for text in _tail(file).splitlines(keepends=True):
+                if b'"RunEnd"' in text[:40] or b'"ClockOffset"' in text[:40]:
+                    table.add(text)
+
+
+class _Table:
+    """Lines of a rank, as lists of columns."""
+
+    def __init__(self, start: RunStart) -> None:
+        self._start = start
+        self._num_starts = 0
+        self._num_damaged = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self._settings = dict(self._start.settings)
+        self._columns: list[tuple[float, ...]] = []
+        self._phases: list[list[float]] = []
+        self._buckets: list[tuple[float, ...]] = []
+        self._sent: dict[str, float] = {}
+        self._received: dict[str, float] = {}
+        self._values: dict[str, tuple[list[int], list[float]]] = {}
+        self._memory: list[tuple[float, float, float]] = []
+        self._clocks: list[tuple[float, float, float]] = []
+        self._gradient_times: list[GradientTimes] = []
+        self._end: RunEnd | None = None
+        self._last_at_s = self._start.at_s
+
+    def add(self, text: bytes) -> None:
+        if len(self._gradient_times) == MAX_GRADIENT_TIMES and b'"GradientTimes"' in text[:40]:
+            return
+        line = _decode(text)
+        if line is None:
+            self._num_damaged += text.endswith(b"\n")
+        elif isinstance(line, Step):
+            self._add_step(line)
+        elif isinstance(line, Value):
+            steps, values = self._values.setdefault(line.name, ([], []))
+            steps.append(line.step)
+            values.append(line.value)
+        elif isinstance(line, Memory):
+            self._memory.append((line.at_s, line.rss_nbytes, line.device_nbytes))
+        elif isinstance(line, ClockOffset):
+            self._clocks.append((line.at_s, line.offset_s, line.error_s))
+        elif isinstance(line, GradientTimes):
+            self._gradient_times.append(line)
+        elif isinstance(line, SettingsChanged):
+            self._settings.update(line.settings)
+        elif isinstance(line, RunStart):
+            if self._num_starts and line == self._start:  # of a later file of the same process
+                return
+            self._num_starts += 1
+            self._start = line
+            self._clear()
+        elif isinstance(line, RunEnd):
+            self._end = line
+            self._last_at_s = line.at_s
+
+    def _add_step(self, line: Step) -> None:
+        row = len(self._columns)
+        self._columns.append(
+            (
+                line.step,
+                line.at_s,
+                line.seconds,
+                _number(line.samples),
+                sum(line.sent.values()),
+                sum(line.received.values()),
+                _number(line.run_queue_s),
+                _number(line.cpu_s),
+                _number(line.others_cpu_s),
+            )
+        )
+        phases = line.phases
+        self._phases.append([phases.get(phase, 0.0) for phase in PHASES])
+        for bucket in line.buckets:
+            self._buckets.append((row, *_columns_of(bucket)))
+        for totals, nbytes in ((self._sent, line.sent), (self._received, line.received)):
+            for host, number in nbytes.items():
+                totals[host] = totals.get(host, 0.0) + number
+        self._last_at_s = line.at_s + line.seconds
+
+    def record(self, *, first_step: int, last_step: int, is_sampled: bool) -> RankRecord:
+        columns = _transposed(self._columns, 9)
+        buckets = _transposed(self._buckets, 9)
+        steps = Steps(
+            step=columns[0].astype(np.int64),
+            at_s=columns[1],
+            seconds=columns[2],
+            phases=np.array(self._phases, dtype=np.float32).reshape(-1, len(PHASES)),
+            samples=columns[3],
+            sent_nbytes=columns[4],
+            received_nbytes=columns[5],
+            run_queue_s=columns[6],
+            cpu_s=columns[7],
+            others_cpu_s=columns[8],
+            buckets=Buckets(
+                row=buckets[0].astype(np.int64),
+                number=buckets[1].astype(np.int64),
+                nbytes=buckets[2],
+                sent_nbytes=buckets[3],
+                ready_s=buckets[4],
+                started_s=buckets[5],
+                ended_s=buckets[6],
+                encode_s=buckets[7],
+                decode_s=buckets[8],
+            ),
+        )
+        clocks = _transposed(sorted(set(self._clocks)), 3)
+        memory = _transposed(sorted(set(self._memory)), 3)
+        return RankRecord(
+            start=self._start,
+            settings=self._settings,
+            steps=steps,
+            sent=self._sent,
+            received=self._received,
+            values={
+                name: (np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
+                for name, (steps, values) in self._values.items()
+            },
+            memory=(memory[0], memory[1], memory[2]),
+            clock=Clock(at_s=clocks[0], offset_s=clocks[1], error_s=clocks[2]),
+            gradient_times=self._gradient_times,
+            first_step=first_step,
+            last_step=last_step,
+            last_at_s=self._last_at_s,
+            end=self._end,
+            num_damaged=self._num_damaged,
+            is_sampled=is_sampled,
+            num_starts=self._num_starts,
+        )
+
+
+def _columns_of(bucket: Bucket) -> tuple[float, ...]:
+    return (
+        bucket.number,
+        bucket.nbytes,
+        bucket.sent_nbytes,
+        bucket.ready_s,
+        bucket.started_s,
+        bucket.ended_s,
+        bucket.encode_s,
+        bucket.decode_s,
+    )
+
+
+def _transposed(rows: Sequence[tuple[float, ...]], width: int) -> Floats:
+    return np.array(rows, dtype=np.float64).reshape(-1, width).T.copy()
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _decode(text: bytes) -> Line | None:
+    """The line, or None: it was cut, or is none of ours."""
+    try:
+        line: Line = _decoder.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        try:  # lone surrogates, as in host names that are no UTF-8
+            line = decode_union(text, Line)
+        except ValueError:
+            return None
+    return line
+
+
+def _first_line(file: BinaryIO, path: Path) -> RunStart:
+    text = file.readline()
+    start = _decode(text)
+    if isinstance(start, RunStart) and start.format == FORMAT:
+        return start
+    number = re.search(rb'"format":\s*(\d+)', text)
+    if number and int(number[1]) > FORMAT:
+        raise DataError(
+            f"{path} has format {int(number[1])}, which a newer version of torchmn wrote; this one "
+            f"reads format {FORMAT}: read it with the version that wrote it."
+        )
+    seen = "is empty" if not text else "does not begin with a whole line of type RunStart"
+    raise DataError(f"{path} {seen}.")
+
+
+def _step_range(path: Path) -> tuple[int, int] | None:
+    """The first and last step of a file, or None: it has none."""
+    with path.open("rb") as file:
+        first = _next_step(file, 0)
+        found = _STEP.findall(b"\n" + _tail(file))
+    if first is None:
+        return None
+    return first[1], max(int(found[-1]), first[1]) if found else first[1]
+
+
+def _tail(file: BinaryIO) -> bytes:
+    """The last whole lines of a file, at least one with a step if there is one."""
+    size = file.seek(0, 2)
+    length = _BLOCK
+    while True:
+        file.seek(max(0, size - length))
+        text = file.read(length)
+        whole = text if length >= size else text[text.find(b"\n") + 1 :]
+        whole = whole[: whole.rfind(b"\n") + 1]
+        if length >= size or _STEP.search(b"\n" + whole):
+            return whole
+        length *= 4
+
+
+def _next_step(file: BinaryIO, offset: int) -> tuple[int, int] | None:
+    """Where the first whole line with a step after an offset begins, and its step."""
+    # A line that begins at the offset counts, so the byte before it is read too.
+    file.seek(max(0, offset - 1))
+    text = b"\n" if offset == 0 else b""
+    base = offset - 1
+    while True:
+        match = _STEP.search(text)
+        # a number at the end of what was read may continue
+        if match and match.end() < len(text):
+            return base + match.start() + 1, int(match[1])
+        more = file.read(_BLOCK)
+        if not more:
+            return None
+        text += more
+
+
+def _seek(file: BinaryIO, target: int, steps: tuple[int, int]) -> None:
+    """Go to a line of a step close before ``target``, or to its first line."""
+    low, high = 0, file.seek(0, 2)
+    low_step, high_step = steps[0], steps[1] + 1
+    for attempt in range(64):
+        if target - low_step <= 1 or high - low <= _BLOCK:
+            break
+        share = (target - low_step - 1.5) / max(1, high_step - low_step) if attempt % 4 < 3 else 0.5
+        guess = low + min(max(int(share * (high - low)), 1), high - low - 1)
+        found = _next_step(file, guess)
+        if found is None or found[0] >= high or found[1] >= target:
+            high = guess
+            if found is not None:
+                high_step = max(found[1], low_step + 1)
+        else:
+            low, low_step = found
+    file.seek(low)

@@ -1,0 +1,159 @@
+"""The state of a run as OpenMetrics text, which Prometheus reads, in a file or from a port."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from torchmn.errors import TorchmnError, UsageError
+from torchmn.record.records import PHASES
+from torchmn.observe.read.run_reader import read_run
+from torchmn.observe.report.summary import Summary, summarize
+
+LAST_STEPS = 100
+"""Means are over this number of steps."""
+CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+Rows = Iterable[tuple[dict[str, str], float]]
+"""Labels and value of each sample of a metric."""
+
+
+def metrics_text(path: Path) -> str:
+    """Phases, step, lateness and memory of each rank over its last steps. Raises DataError."""
+    return _text(summarize(read_run(path, last_steps=LAST_STEPS)))
+
+
+def write_metrics(path: Path, file: Path) -> None:
+    """Write the text to a file, at once and whole, so that a collector never reads half of it."""
+    text = metrics_text(path)
+    new = file.with_name(f".{file.name}.new")
+    try:
+        new.write_text(text)
+        new.replace(file)
+    except OSError as error:
+        new.unlink(missing_ok=True)
+        raise UsageError(f"The file {str(file)!r} cannot be written: {error.strerror}.") from None
+
+
+def parse_address(text: str) -> tuple[str, int] | None:
+    """Host and port of ``PORT`` (of this host only) or ``HOST:PORT``; None: it is a file.
+
+    Raises UsageError: it looks like an address and is none. A file of such a name is ``./NAME``.
+    """
+    if "/" in text or not (":" in text or re.fullmatch(r"[+-]?\d+", text)):
+        return None
+    match = re.fullmatch(r"(?:(?P<host>[\w.-]*|\[[\da-fA-F:]+\]):)?(?P<port>\d{1,9})", text)
+    port = int(match["port"]) if match else -1
+    if match is None or not 0 <= port <= 65535:
+        raise UsageError(
+            f"--metrics={text}: a port is a number from 0 to 65535, as in 9100 or 0.0.0.0:9100. "
+            f"Write ./{text} if it is the name of a file."
+        )
+    host = match["host"]
+    return "127.0.0.1" if host is None else host.strip("[]"), port
+
+
+def metrics_server(path: Path, address: tuple[str, int]) -> ThreadingHTTPServer:
+    """A server of ``/metrics``, which reads the records at each request. Not started yet."""
+    try:
+        return ThreadingHTTPServer(address, partial(_Handler, path))
+    except OSError as error:
+        where = f"{address[0]}:{address[1]}"
+        raise UsageError(f"--metrics={where} cannot be served: {error.strerror}.") from None
+
+
+class _Handler(BaseHTTPRequestHandler):
+    def __init__(self, path: Path, *args: object) -> None:
+        self._path = path
+        super().__init__(*args)  # type: ignore[arg-type]
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self._answer(404, "see /metrics\n", "text/plain")
+            return
+        try:
+            self._answer(200, metrics_text(self._path), CONTENT_TYPE)
+        except TorchmnError as error:
+            self._answer(503, f"{error}\n", "text/plain")
+
+    def _answer(self, status: int, text: str, kind: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing for each request."""
+
+
+def _text(summary: Summary) -> str:
+    lines: list[str] = []
+
+    def family(name: str, kind: str, what: str, rows: Rows) -> None:
+        lines.append(f"# TYPE torchmn_{name} {kind}")
+        unit = next((u for u in ("seconds", "bytes") if name.endswith(f"_{u}")), None)
+        if unit:
+            lines.append(f"# UNIT torchmn_{name} {unit}")
+        lines.append(f"# HELP torchmn_{name} {what}")
+        suffix = "_total" if kind == "counter" else ""
+        for labels, value in rows:
+            text = ",".join(f'{key}="{_escaped(each)}"' for key, each in labels.items())
+            lines.append(f"torchmn_{name}{suffix}{{{text}}} {value:.9g}")
+
+    names = [{"rank": str(r.start.rank), "host": r.start.host} for r in summary.ranks]
+    means = summary.mean_phases
+    late = summary.lateness_s[summary.num_warmup :].mean(0)
+    own = f"mean of the last {len(summary.steady)} steps"
+    family(
+        "phase_seconds",
+        "gauge",
+        f"Time of a phase of a step, {own}",
+        (
+            ({**names[rank], "phase": phase}, means[rank, index])
+            for rank in range(len(names))
+            for index, phase in enumerate(PHASES)
+        ),
+    )
+    family("step_seconds", "gauge", f"Time of a step, {own}", zip(names, means.sum(1), strict=True))
+    family(
+        "late_seconds",
+        "gauge",
+        f"How much later than the median rank it is ready for the exchange, {own}",
+        zip(names, late, strict=True),
+    )
+    family(
+        "memory_bytes",
+        "gauge",
+        "Memory of the process, and of its device",
+        (
+            ({**name, "of": kind}, column[-1])
+            for name, rank in zip(names, summary.ranks, strict=True)
+            for kind, column in zip(("process", "device"), rank.memory[1:], strict=True)
+            if len(column)
+        ),
+    )
+    family(
+        "steps",
+        "counter",
+        "Steps since the record begins",
+        (
+            (name, rank.last_step - rank.first_step + 1)
+            for name, rank in zip(names, summary.ranks, strict=True)
+        ),
+    )
+    if summary.samples_per_s is not None:
+        rate = [({"ranks": str(summary.run.size)}, summary.samples_per_s)]
+        family("samples_per_second", "gauge", f"Of all ranks together, {own}", rate)
+    running = [({"ranks": str(summary.run.size)}, float(summary.run.is_running))]
+    family("running", "gauge", "1 while the run is going", running)
+    return "\n".join([*lines, "# EOF", ""])
+
+
+def _escaped(text: str) -> str:
+    text = text.encode(errors="replace").decode()
+    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -1,0 +1,410 @@
+"""The steps of all ranks of a run side by side, and what follows from them by arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from torchmn.errors import DataError
+from torchmn.observe.read.recorded_run import RankRecord, Run
+from torchmn.record.records import NOISE_SCALE, PHASES, Phase
+from torchmn.observe.report.quantities import listed, rank_list
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+COLLECTIVE_PHASES: tuple[Phase, ...] = ("exchange", "evaluation", "checkpoint")
+"""In which a rank waits for the others; how long it takes for the rest is up to itself."""
+MAX_WARMUP_STEPS = 5
+"""Steps at the beginning that no mean contains: allocations, compilers, first connections."""
+SLOW_STEP = 2.0
+MAX_SLOW_SHARE = 0.25
+MIN_SHARE_OF_STEPS = 0.1
+"""Ranks with fewer steps than this share of the longest record are left out."""
+
+_Key = TypeVar("_Key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What the ranks of one host sent to another, over the steps that were read."""
+
+    source: str
+    target: str
+    nbytes_per_step: float
+    bytes_per_s: float
+    """While something was being exchanged."""
+    nominal_bytes_per_s: float | None
+
+    @property
+    def share(self) -> float | None:
+        """Measured over nominal rate."""
+        return self.nominal_bytes_per_s and self.bytes_per_s / self.nominal_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlowStep:
+    """One of the slowest steps: how long it took, and which rank was late in which phase."""
+
+    step: int
+    seconds: float
+    phase: Phase
+    excess_s: float
+    """By how much the phase was longer than usual."""
+    rank: int | None
+    """None: on all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Steps ``(steps, ranks)`` and phases ``(steps, ranks, phases)`` that all ranks have."""
+
+    run: Run
+    ranks: tuple[RankRecord, ...]
+    notes: tuple[str, ...]
+    """What is to be known of the records themselves."""
+    step: NDArray[np.int64]
+    phases: Floats
+    rows: tuple[NDArray[np.int64], ...]
+    """Of each rank: the rows of these steps in its `Steps`."""
+
+    @property
+    def num_warmup(self) -> int:
+        """Steps at the beginning that are left out of means."""
+        return min(MAX_WARMUP_STEPS, len(self.step) // 4) if self.step[0] <= 1 else 0
+
+    @property
+    def steady(self) -> Floats:
+        """`phases` without the warm-up."""
+        return self.phases[self.num_warmup :]
+
+    @cached_property
+    def is_slow(self) -> NDArray[np.bool_]:
+        """Of each steady step, whether it took more than twice as long as the median.
+
+        Without evaluations and checkpoints. None is slow where such steps are the rule.
+        """
+        totals = (self.steady.sum(2) - self.of("evaluation", "checkpoint")).max(1)
+        slow = np.asarray(totals > SLOW_STEP * np.median(totals))
+        return slow if slow.mean() <= MAX_SLOW_SHARE else np.zeros_like(slow)
+
+    @cached_property
+    def own(self) -> Floats:
+        """Seconds of each steady step ``(steps, ranks)`` that are up to the rank itself."""
+        return np.asarray(self.steady.sum(2) - self.of(*COLLECTIVE_PHASES), dtype=np.float64)
+
+    def of(self, *phases: Phase) -> Floats:
+        """Seconds ``(steps, ranks)`` of phases together."""
+        indices = [PHASES.index(phase) for phase in phases]
+        return np.asarray(self.steady[:, :, indices].sum(2), dtype=np.float64)
+
+    @cached_property
+    def step_s(self) -> float:
+        """The mean step."""
+        return float(self.steady.sum(2).mean())
+
+    @cached_property
+    def waited_s(self) -> Floats:
+        """What the rank that waits the least for the exchange of each step waits for it.
+
+        The other ranks wait for that one, besides.
+        """
+        return np.asarray(self.of("exchange").min(1), dtype=np.float64)
+
+    @cached_property
+    def taken_s(self) -> Floats:
+        """Seconds ``(steps, ranks)`` for which exchange threads took the core that computes.
+
+        At most what those threads ran, and no longer than an exchange was under way while the
+        training thread did not wait for it. 0 where the system does not tell.
+        """
+        taken = np.minimum(self.column("run_queue_s"), self.column("others_cpu_s"))
+        beside = np.maximum(0.0, self._exchanging_s - self.of("exchange"))
+        return np.nan_to_num(np.minimum(taken, beside))
+
+    @cached_property
+    def exposed_s(self) -> Floats:
+        """What the exchange adds to each step: waiting for it, and what it takes of the cores."""
+        return np.asarray(self.waited_s + self.taken_s.mean(1), dtype=np.float64)
+
+    @property
+    def share_of_exposed_exchange(self) -> float:
+        """Of the mean step, without waiting for late ranks."""
+        return float(self.exposed_s.mean()) / self.step_s
+
+    @property
+    def share_of_waiting(self) -> float:
+        """Of the mean step: ranks wait in the exchange until the last one is ready."""
+        return float(self.of("exchange").mean() - self.waited_s.mean()) / self.step_s
+
+    @cached_property
+    def mean_phases(self) -> Floats:
+        """Seconds ``(ranks, phases)`` of the mean step."""
+        return np.asarray(self.steady.mean(0), dtype=np.float64)
+
+    @property
+    def lateness_s(self) -> Floats:
+        """How much later than the median rank each was ready for the next exchange.
+
+        ``(steps, ranks)``, with the warm-up; in seconds since each rank began with the step, so
+        that neither waiting for others nor the ranks' clocks count.
+        """
+        collective = [PHASES.index(phase) for phase in COLLECTIVE_PHASES]
+        own = self.phases.sum(2) - self.phases[:, :, collective].sum(2)
+        middle = (own.shape[1] - 1) // 2  # of two ranks the faster one
+        return np.asarray(own - np.sort(own, axis=1)[:, [middle]], dtype=np.float64)
+
+    def column(self, name: str) -> Floats:
+        """A column of `Steps`, ``(steady steps, ranks)``."""
+        columns = [
+            getattr(rank.steps, name)[rows[self.num_warmup :]]
+            for rank, rows in zip(self.ranks, self.rows, strict=True)
+        ]
+        return np.array(columns, dtype=np.float64).T
+
+    @cached_property
+    def samples_per_s(self) -> float | None:
+        """Of all ranks together, over steady steps. None: the script did not tell."""
+        samples = self.column("samples")
+        if np.isnan(samples).any():
+            return None
+        return float(samples.mean() / self.step_s * self.run.size)
+
+    @cached_property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale at the end of the record, in samples. None: not measured."""
+        found = [rank.values[NOISE_SCALE][1] for rank in self.ranks if NOISE_SCALE in rank.values]
+        return float(found[0][-1]) if found else None
+
+    @property
+    def batch_advice(self) -> str | None:
+        """What the gradient noise scale says about the batch. None: it was not measured."""
+        if self.noise_scale is None:
+            return None
+        batch = self.ranks[0].settings.get("global_batch")
+        if batch is None and self.samples_per_s is not None:
+            batch = f"{self.samples_per_s * self.step_s:.0f}"
+        own = "" if batch is None else f", and the global batch is {int(batch):,}"
+        return (
+            f"A batch above {self.noise_scale:,.0f} samples will not pay: that is the gradient "
+            f"noise scale at the end of the record{own} (McCandlish et al. 2018, arXiv 1812.06162)."
+        )
+
+    @property
+    def steps_per_s(self) -> float:
+        """Steady steps."""
+        return 1 / self.step_s
+
+    def host(self, index: int) -> str:
+        """The host of a rank, by its index in ``ranks``."""
+        return self.ranks[index].start.host
+
+    @cached_property
+    def hosts(self) -> dict[str, list[int]]:
+        """Indices in ``ranks`` by host."""
+        return grouped({index: self.host(index) for index in range(len(self.ranks))})
+
+    @cached_property
+    def exchange_busy_s(self) -> Floats:
+        """Seconds of each rank's mean step in which its engine moved data, waits left out.
+
+        Of each bucket, what the rank that began last needed.
+        """
+        columns = self._bucket_columns
+        durations = [ended_s - started_s for started_s, ended_s, _ in columns]
+        if self._has_equal_buckets:
+            durations = [np.min(durations, axis=0)] * len(durations)
+        return np.array([each.sum() for each in durations]) / len(self.steady)
+
+    @cached_property
+    def _exchanging_s(self) -> Floats:
+        """How long exchanges were under way in each steady step, ``(steps, ranks)``."""
+        found = []
+        for rank, rows in zip(self.ranks, self.rows, strict=True):
+            buckets = rank.steps.buckets
+            seconds = np.zeros(len(rank.steps))
+            np.add.at(seconds, buckets.row, buckets.ended_s - buckets.started_s)
+            found.append(seconds[rows[self.num_warmup :]])
+        return np.array(found).T
+
+    @cached_property
+    def _bucket_columns(self) -> list[tuple[Floats, Floats, Floats]]:
+        """Of each rank, for the buckets of steady steps: began, ended, ended on rank 0's clock."""
+        found = []
+        for rank, rows in zip(self.ranks, self.rows, strict=True):
+            buckets = rank.steps.buckets
+            chosen = np.isin(buckets.row, rows[self.num_warmup :])
+            ended_s = buckets.ended_s[chosen]
+            at_s = rank.clock.to_rank0(rank.steps.at_s[buckets.row[chosen]] + ended_s)
+            found.append((buckets.started_s[chosen], ended_s, at_s))
+        return found
+
+    @property
+    def _has_equal_buckets(self) -> bool:
+        """Whether all ranks exchanged the same buckets, and some."""
+        lengths = {len(columns[0]) for columns in self._bucket_columns}
+        return len(lengths) == 1 and 0 not in lengths
+
+    @property
+    def exchanges_per_step(self) -> float:
+        """How many buckets a rank exchanges, in the mean of its steps."""
+        steps = self.ranks[0].steps
+        return len(steps.buckets.row) / len(steps)
+
+    @cached_property
+    def late_ends(self) -> dict[str, float]:
+        """How many seconds after the first host the exchanges end on each, over a mean step.
+
+        Empty where that is not known: one host, or clocks that were not compared or that jumped.
+        """
+        clocks = [rank.clock for rank in self.ranks]
+        is_known = all(clock.is_known and not len(clock.jumps) for clock in clocks)
+        if len(self.hosts) < 2 or not is_known or not self._has_equal_buckets:
+            return {}
+        ends = np.array([ended_at_s for _, _, ended_at_s in self._bucket_columns])
+        by_host = {host: ends[indices].min(0) for host, indices in self.hosts.items()}
+        first = np.min(list(by_host.values()), axis=0)
+        return {h: float((e - first).sum()) / len(self.steady) for h, e in by_host.items()}
+
+    @cached_property
+    def links(self) -> list[Link]:
+        """Between hosts, in both directions, by host."""
+        sent: dict[tuple[str, str], float] = {}
+        for rank in self.ranks:
+            for host, nbytes in rank.sent.items():
+                pair = rank.start.host, host
+                sent[pair] = sent.get(pair, 0.0) + nbytes / max(1, len(rank.steps))
+        busy_s = float(self.exchange_busy_s.mean())
+        speeds = {rank.start.host: rank.start.link_bytes_per_s for rank in self.ranks}
+        return [
+            Link(
+                source=source,
+                target=target,
+                nbytes_per_step=nbytes,
+                bytes_per_s=nbytes / busy_s if busy_s else float("nan"),
+                nominal_bytes_per_s=_slower(speeds.get(source, 0.0), speeds.get(target, 0.0)),
+            )
+            for (source, target), nbytes in sorted(sent.items())
+            if source != target
+        ]
+
+    def slowest_steps(self, count: int = 5) -> list[SlowStep]:
+        """Those that took at least half as long again as the median, the slowest first."""
+        totals = self.phases.sum(2).max(1)
+        usual = np.median(totals)
+        order = np.argsort(totals)[::-1][:count]
+        return [self._slow_step(int(row)) for row in order if totals[row] > 1.5 * usual]
+
+    def _slow_step(self, row: int) -> SlowStep:
+        excess = self.phases[row] - np.median(self.phases, axis=0)
+        # Waiting for another rank is no cause, unless no rank was late by itself.
+        causes = np.array(excess)
+        exchange = PHASES.index("exchange")
+        causes[:, exchange] = causes[:, exchange].min()
+        index, phase = np.unravel_index(int(causes.argmax()), causes.shape)
+        column = causes[:, phase]
+        is_on_all = len(self.ranks) > 1 and column.min() > 0.5 * column.max()
+        return SlowStep(
+            step=int(self.step[row]),
+            seconds=float(self.phases[row].sum(1).max()),
+            phase=PHASES[int(phase)],
+            excess_s=float(column.max()),
+            rank=None if is_on_all else self.ranks[int(index)].start.rank,
+        )
+
+
+def _slower(one: float, other: float) -> float | None:
+    """The speed between two adapters, as far as they are known."""
+    return min((each for each in (one, other) if each), default=None)
+
+
+def grouped(keys: dict[int, _Key]) -> dict[_Key, list[int]]:
+    """The indices of each key."""
+    found: dict[_Key, list[int]] = {}
+    for index, key in keys.items():
+        found.setdefault(key, []).append(index)
+    return found
+
+
+def summarize(run: Run) -> Summary:
+    """Put the ranks' steps side by side. Raises DataError: no step was recorded."""
+    longest = max(rank.last_step - rank.first_step + 1 for rank in run.ranks)
+    kept = [
+        rank
+        for rank in run.ranks
+        if len(rank.steps) and rank.last_step - rank.first_step + 1 >= MIN_SHARE_OF_STEPS * longest
+    ]
+    if not kept:
+        raise DataError(
+            f"The records in {str(run.folder)!r} have no step yet: the training has not begun, or "
+            "it ended before its first step."
+        )
+    # A rank that shares no step with the others is left out as well.
+    common, ranks = kept[0].steps.step, [kept[0]]
+    for rank in kept[1:]:
+        both = np.intersect1d(common, rank.steps.step)
+        if len(both):
+            common = both
+            ranks.append(rank)
+    common = np.unique(common)
+    rows = tuple(_rows_of(rank.steps.step, common) for rank in ranks)
+    phases = np.stack(
+        [rank.steps.phases[each] for rank, each in zip(ranks, rows, strict=True)], axis=1
+    )
+    return Summary(
+        run=run,
+        ranks=tuple(ranks),
+        notes=tuple(_notes(run, ranks)),
+        step=common,
+        phases=np.maximum(phases.astype(np.float64), 0.0),
+        rows=rows,
+    )
+
+
+def _rows_of(steps: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The last row of each step: a step that was repeated counts once."""
+    order = np.argsort(steps, kind="stable")
+    return np.asarray(order[np.searchsorted(steps[order], wanted, side="right") - 1])
+
+
+def _notes(run: Run, kept: list[RankRecord]) -> list[str]:
+    notes = []
+    if run.is_running:
+        notes.append("The run is still going, or was killed less than two minutes ago.")
+    elif killed := [rank.start.rank for rank in run.ranks if rank.end is None]:
+        notes.append(f"{rank_list(killed)} ended without a last line: killed, or still running.")
+    failed = {r.start.rank: r.end.status for r in run.ranks if r.end is not None and r.end.status}
+    if failed:
+        statuses = listed([str(status) for status in dict.fromkeys(failed.values())])
+        notes.append(f"{rank_list(list(failed))} ended with exit status {statuses}.")
+    absent = [rank for rank in run.missing if rank not in run.unreadable]
+    if absent:
+        notes.append(f"There is no record of {rank_list(absent).lower()}, of {run.size} ranks.")
+    notes.extend(
+        f"Rank {rank} is left out: {why}" for rank, why in list(run.unreadable.items())[:5]
+    )
+    shown = {rank.start.rank for rank in kept}
+    short = [rank.start.rank for rank in run.ranks if rank.start.rank not in shown]
+    if short:
+        notes.append(f"{rank_list(short)} recorded too few steps and are left out.")
+    if run.is_sampled:
+        count = len(kept[0].steps)
+        total = kept[0].last_step - kept[0].first_step + 1
+        notes.append(f"The record is long: {count:,} of {total:,} steps were read, in windows.")
+    damaged = sum(rank.num_damaged for rank in run.ranks)
+    if damaged:
+        notes.append(f"{damaged} damaged lines were left out.")
+    jumped = [rank.start.rank for rank in run.ranks if len(rank.clock.jumps)]
+    if jumped:
+        notes.append(
+            f"The clock of {rank_list(jumped).lower()} jumped; lateness is measured without clocks."
+        )
+    restarted = [rank.start.rank for rank in run.ranks if rank.num_starts > 1]
+    if restarted:
+        notes.append(f"{rank_list(restarted)} started again; only what followed is shown.")
+    return notes

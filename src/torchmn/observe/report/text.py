@@ -1,0 +1,147 @@
+"""The report on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from torchmn.record.records import PHASES
+from torchmn.observe.report.findings import Finding
+from torchmn.observe.report.quantities import bits, duration, megabytes
+from torchmn.observe.report.scaling import Scaling
+from torchmn.observe.report.summary import Summary
+from torchmn.cluster.units import counted
+
+MAX_ROWS = 16
+COLORS = ("blue", "cyan", "green", "yellow", "red", "magenta", "magenta", "white", "white", "white")
+
+
+def show(
+    console: Console, reports: Sequence[tuple[Summary, Sequence[Finding]]], scaling: Scaling | None
+) -> None:
+    """Print findings, phases, links and slow steps of each run, and how runs compare."""
+    for summary, findings in reports:
+        console.print(_run(summary, findings))
+    if scaling is not None:
+        console.print(_scaling(scaling))
+
+
+def show_findings(console: Console, reports: Sequence[tuple[Summary, Sequence[Finding]]]) -> None:
+    """Print what limits each run, and nothing else."""
+    for summary, findings in reports:
+        if len(reports) > 1:
+            console.print(Text(str(summary.run.folder), style="bold"))
+        for part in _findings(findings):
+            console.print(part)
+
+
+def _findings(findings: Sequence[Finding]) -> list[RenderableType]:
+    if not findings:
+        return [Text("Nothing stands out: no cause costs 2 % of a step.", style="green")]
+    return [
+        Text.assemble(
+            (
+                f"{number}. {finding.share:.0%} of each step  ",
+                "bold red" if finding.is_fault else "bold yellow",
+            ),
+            (f"{finding.what}: ", "bold"),
+            f"{finding.evidence}. {finding.cure}",
+        )
+        for number, finding in enumerate(findings, 1)
+    ]
+
+
+def _run(summary: Summary, findings: Sequence[Finding]) -> RenderableType:
+    run = summary.run
+    rate = summary.samples_per_s
+    title = Text.assemble((str(run.folder), "bold"))
+    facts = (
+        f"{counted(run.size, 'rank')} on {counted(len(summary.hosts), 'host')}, "
+        f"{counted(len(summary.step), 'step', ',')}; "
+        f"mean step {duration(summary.step_s)}"
+        + ("" if rate is None else f", {rate:,.1f} samples/s")
+        + f"; exchange not hidden {summary.share_of_exposed_exchange:.1%}, "
+        f"waiting for late ranks {summary.share_of_waiting:.1%}"
+    )
+    parts: list[RenderableType] = [title, facts]
+    parts.extend(Text(f"note: {note}", style="dim") for note in summary.notes)
+    parts += ["", *_findings(findings), ""]
+    if summary.batch_advice is not None:
+        parts += [summary.batch_advice, ""]
+    parts.append(_phases(summary))
+    if summary.links:
+        parts.append(_links(summary))
+    slow = summary.slowest_steps()
+    if slow:
+        table = _table("slowest steps", "step", "lasted", "because")
+        for step in slow:
+            who = "all ranks" if step.rank is None else f"rank {step.rank}"
+            cause = f"{who}: {duration(step.excess_s)} more in {step.phase}"
+            table.add_row(f"{step.step:,}", duration(step.seconds), cause)
+        parts.append(table)
+    return Group(*parts, "")
+
+
+def _phases(summary: Summary) -> RenderableType:
+    """A line per phase: its share of the mean step, and the ranks with the shortest and longest."""
+    means = summary.mean_phases
+    table = _table("phase", "mean", "share", "shortest on", "longest on", "")
+    for index, phase in enumerate(PHASES):
+        column = means[:, index]
+        share = column.mean() / summary.step_s
+        if not column.any():
+            continue
+        low, high = int(column.argmin()), int(column.argmax())
+        table.add_row(
+            phase,
+            duration(float(column.mean())),
+            f"{share:.1%}",
+            f"rank {summary.ranks[low].start.rank}: {duration(float(column[low]))}",
+            f"rank {summary.ranks[high].start.rank}: {duration(float(column[high]))}",
+            Text("█" * round(share * 30), style=COLORS[index % len(COLORS)]),
+        )
+    return table
+
+
+def _links(summary: Summary) -> RenderableType:
+    table = _table("link", "per step", "rate while busy", "nominal")
+    links = sorted(summary.links, key=lambda link: -link.nbytes_per_step)
+    for link in links[:MAX_ROWS]:
+        nominal = link.nominal_bytes_per_s
+        table.add_row(
+            escape(f"{link.source} to {link.target}"),
+            megabytes(link.nbytes_per_step),
+            bits(link.bytes_per_s),
+            "unknown" if nominal is None else bits(nominal),
+        )
+    if len(links) > MAX_ROWS:
+        table.add_row(f"and {len(links) - MAX_ROWS} others")
+    return table
+
+
+def _scaling(scaling: Scaling) -> RenderableType:
+    table = _table("ranks", "hosts", scaling.unit, "speed-up", "Amdahl", "efficiency", "run")
+    for point in scaling.points:
+        table.add_row(
+            str(point.num_ranks),
+            str(point.num_hosts),
+            f"{point.rate:,.1f}",
+            f"{point.speedup:.2f}",
+            f"{scaling.amdahl(point.num_ranks):.2f}",
+            f"{point.efficiency:.0%}",
+            escape(point.folder),
+        )
+    if scaling.serial_share is None:
+        return table
+    return Group(table, f"Amdahl's law fits with a serial part of {scaling.serial_share:.2%}.")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left")
+    return table

@@ -1,1 +1,0 @@
-"""What a training would take elsewhere: the model of `torchmn.autotune.predict`, applied."""

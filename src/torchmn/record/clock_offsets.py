@@ -1,0 +1,133 @@
+"""How far the clocks of the ranks are from that of rank 0, by round trips over TCP.
+
+    offset = t0 - (sent + received) / 2,     error = (received - sent) / 2
+
+with t0, what rank 0's clock showed when it answered. The quickest of some round trips counts: its
+error is the smallest. Drift is what changes between two measurements, a minute apart (Cristian,
+"Probabilistic clock synchronization", 1989).
+
+Rank 0 listens on a port of its own, beside the exchange, and answers from the recorder's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchmn.control.authenticated_listener import AuthenticatedListener, connect
+from torchmn.control.ports import listen_on
+from torchmn.cluster.environment_variables import SECRET_VARIABLE
+from torchmn.errors import LaunchError
+from torchmn.record.records import ClockOffset
+
+_ROLE = "clock"
+_NUM_TRIPS = 12
+_LIMIT_S = 2.0
+_TIME = struct.Struct("<d")
+
+
+@dataclass(frozen=True)
+class ClockAddress:
+    """Where rank 0 answers, and the token that lets the ranks ask."""
+
+    addresses: tuple[str, ...]
+    port: int
+    token: str
+
+
+class ClockServer:
+    """Answers the other ranks on rank 0, at these addresses. Used by one thread."""
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        token = secrets.token_hex(16)
+        listener = listen_on(addresses[0] if len(addresses) == 1 else "")
+        self.address = ClockAddress(tuple(addresses), listener.getsockname()[1], token)
+        self._listener = AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
+        self._clients: dict[int, socket.socket] = {}
+        self._poll = select.poll()
+        self._poll.register(self._listener, select.POLLIN)
+
+    def serve(self, seconds: float) -> None:
+        """Answer whoever asks for this long."""
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 0:
+            ready = self._poll.poll(left_s * 1e3)
+            for descriptor, _ in ready:
+                if descriptor in self._clients:
+                    self._answer(descriptor)
+            for client, _ in self._listener.accept():
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._clients[client.fileno()] = client
+                self._poll.register(client, select.POLLIN)
+
+    def _answer(self, descriptor: int) -> None:
+        client = self._clients[descriptor]
+        try:
+            if client.recv(1):
+                client.send(_TIME.pack(time.perf_counter()))
+                return
+        except OSError:
+            pass
+        self._poll.unregister(descriptor)
+        del self._clients[descriptor]
+        client.close()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._listener.close()
+        for client in self._clients.values():
+            client.close()
+        self._clients.clear()
+
+
+def measure_offset(server: ClockAddress) -> ClockOffset | None:
+    """The offset of this process's clock from rank 0's, or None: rank 0 does not answer now."""
+    connection = _connect(server)
+    if connection is None:
+        return None
+    best: ClockOffset | None = None
+    with connection, contextlib.suppress(OSError):
+        connection.settimeout(_LIMIT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for _ in range(_NUM_TRIPS):
+            sent_s = time.perf_counter()
+            connection.sendall(b"?")
+            answer = connection.recv(_TIME.size, socket.MSG_WAITALL)
+            received_s = time.perf_counter()
+            if len(answer) < _TIME.size:
+                break
+            middle_s = (sent_s + received_s) / 2
+            error_s = (received_s - sent_s) / 2
+            if best is None or error_s < best.error_s:
+                offset_s = _TIME.unpack(answer)[0] - middle_s
+                best = ClockOffset(at_s=middle_s, offset_s=offset_s, error_s=error_s)
+    return best
+
+
+def _connect(server: ClockAddress) -> socket.socket | None:
+    deadline = time.monotonic() + _LIMIT_S
+    for address in server.addresses:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            return None
+        with contextlib.suppress(LaunchError):
+            return connect(
+                f"{address}:{server.port}",
+                secret=_secret(server.token),
+                role=_ROLE,
+                line=b"rank\n",
+                limit_s=left_s / 2,
+                retries=False,
+            )
+    return None
+
+
+def _secret(token: str) -> str:
+    return f"{os.environ.get(SECRET_VARIABLE, '')} {token}"

@@ -1,0 +1,449 @@
+"""The record of this process: whether there is one, how it begins and how it ends.
+
+Under ``torchmn run`` the first communicator begins it, elsewhere if ``TORCHMN_RECORD`` names a
+folder, or by `record`. Code of torchmn that has something to note calls the functions here; where
+nothing is recorded they return at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import cProfile
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchmn.control.private_files import make_private_folder
+from torchmn.cluster.environment_variables import RECORD_VARIABLE
+from torchmn.errors import UsageError
+from torchmn.record.clock_offsets import ClockAddress, ClockServer, measure_offset
+from torchmn.record.observers import Observers
+from torchmn.record.profile_request import FOLDER as PROFILE_FOLDER
+from torchmn.record.profile_request import ProfileRequest, is_record_off
+from torchmn.record.record_file import FOLDER, RecordFile
+from torchmn.record.recorded_exchange import Coding, Traffic
+from torchmn.record.records import FORMAT, ClockOffset, Memory, Phase, RunEnd, RunStart
+from torchmn.record.step_recorder import StepRecorder
+from torchmn.record.step_trace import RequestedTrace, StepTrace, running
+from torchmn.record.timeline import Mark, clock_of
+from torchmn.cluster.network import nominal_speed, route_of
+
+_PERIOD_S = 1.0
+_MEMORY_PERIOD_S = 10.0
+_CLOCK_PERIOD_S = 60.0
+_VERSIONED = ("torch", "numpy", "mpi4py")
+
+
+class World(Traffic, Protocol):
+    """What is used of a communicator."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def intra_rank(self) -> int:
+        """This rank on its node."""
+
+    @property
+    def inter_rank(self) -> int:
+        """The node of this rank."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those at which the other ranks reach this one."""
+
+    @property
+    def device(self) -> Any:
+        """The GPU of this rank, or the CPU."""
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """Route, transport and the like, as text."""
+
+    def bcast_obj(self, obj: object, root: int = 0) -> Any:
+        """Give every rank the root's object. *Collective.*"""
+
+    def recent_collectives(self) -> list[dict[str, Any]]:
+        """See `TracedComm.recent_collectives`."""
+
+
+class Recording:
+    """The record of one process, from its beginning to `close`.
+
+    A thread of its own writes lines about every second, and measures memory and clocks.
+
+    >>> import tempfile
+    >>> recording = torchmn.record.record(comm, tempfile.mkdtemp())
+    >>> for loss in (2.0, 1.0):  # the training
+    ...     torchmn.record.report_value("loss", loss)
+    >>> recording.close()
+    >>> sorted(path.name for path in recording.folder.iterdir())
+    ['steps']
+    """
+
+    def __init__(
+        self, comm: World, folder: Path, clocks: ClockAddress | None, server: ClockServer | None
+    ) -> None:
+        self.folder = folder
+        self.comm = comm
+        self._clocks, self._server = clocks, server
+        self._file = RecordFile(folder, _run_start(comm))
+        self.recorder = StepRecorder(self._file.write, clock_of(comm.device.type))
+        self.recorder.follow(comm)
+        self._gpu = comm.device if comm.device.type == "cuda" else None
+        self._offset: ClockOffset | None = None
+        self._requested: RequestedTrace | None = None
+        self._functions: tuple[cProfile.Profile, Path] | None = None
+        self._stopping = threading.Event()
+        self._is_closed = False
+        self._observers = Observers(self.recorder)
+        self._observers.install()
+        self._thread = threading.Thread(target=self._run, name="torchmn-record", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close(0 if error[0] is None else 1)
+
+    def close(self, status: int = 0) -> None:
+        """End the record; calling it again does nothing. Local. ``status``: of the script."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._stopping.set()
+        if _current and _current[0] is self:
+            _current.clear()
+        atexit.unregister(self._close_at_exit)
+        self._observers.remove()
+        recorder = self.recorder
+        recorder.close()
+        self._end_profile()
+        self._file.write(RunEnd(at_s=time.perf_counter(), status=status, phases=recorder.rest()))
+        self._file.close()
+
+    def forget_in_child(self) -> None:
+        """In a process that was forked, which has neither the thread nor a right to the files.
+
+        Takes no lock: one may have been held when the process was forked.
+        """
+        self._is_closed = True
+        atexit.unregister(self._close_at_exit)
+        self._observers.remove()
+
+    def new_trace(self, name: str) -> StepTrace:
+        """A profile of this rank, in a file of this name."""
+        path = self.folder / PROFILE_FOLDER / f"{name}.json"
+        return StepTrace(self.recorder, self.comm, path, self.comm.rank, lambda: self._offset)
+
+    def profile(self, request: ProfileRequest) -> None:
+        """Do what ``torchmn run --profile`` asks for."""
+        name = request.file_name(self.comm.rank)
+        if request.kind == "functions":
+            self._functions = cProfile.Profile(), self.folder / PROFILE_FOLDER / f"{name}.prof"
+            self._functions[0].enable()
+        else:
+            self._requested = RequestedTrace(request, self.new_trace(name))
+            self.recorder.on_step.append(self._requested.step_begins)
+
+    def _end_profile(self) -> None:
+        if self._requested is not None:
+            self._requested.close()
+        if self._functions is not None:
+            profile, path = self._functions
+            profile.disable()
+            try:
+                make_private_folder(path.parent)
+                profile.dump_stats(path)
+            except OSError as error:
+                _say(f"the profile {path} cannot be written: {error.strerror or error}")
+
+    def _close_at_exit(self) -> None:
+        self.close(1 if getattr(sys, "last_value", None) is not None else 0)
+
+    def _run(self) -> None:
+        memory_at = clocks_at = 0.0
+        while not self._stopping.is_set():
+            now = time.monotonic()
+            if now >= memory_at:
+                memory_at = now + _MEMORY_PERIOD_S
+                self._file.write(_memory(self._gpu))
+            if now >= clocks_at and self._clocks is not None:
+                clocks_at = now + _CLOCK_PERIOD_S
+                offset = (
+                    ClockOffset(at_s=time.perf_counter(), offset_s=0.0, error_s=0.0)
+                    if self._server is not None
+                    else measure_offset(self._clocks)
+                )
+                if offset is not None:
+                    self._offset = offset
+                    self._file.write(offset)
+            if self._server is not None:
+                self._server.serve(_PERIOD_S)
+            else:
+                self._stopping.wait(_PERIOD_S)
+            self._file.flush()
+        if self._server is not None:
+            self._server.close()
+
+
+_starting = threading.Lock()
+_current: list[Recording] = []
+"""At most one: of what a thread does there is one record."""
+
+
+def _forget_in_child() -> None:
+    """A process that was forked is no rank."""
+    for recording in _current:
+        recording.forget_in_child()
+    _current.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def current() -> StepRecorder | None:
+    """The recorder of this process; None where nothing is recorded."""
+    return _current[0].recorder if _current else None
+
+
+def wants_record(environ: Mapping[str, str]) -> bool:
+    """Whether a communicator that is made now should begin the record of this process."""
+    return bool(environ.get(RECORD_VARIABLE)) and not is_record_off(environ) and not _current
+
+
+def start(comm: World, folder: Path) -> Recording | None:
+    """Begin the record of this process. *Collective.* None, with a message: it has no files.
+
+    Rank 0 names the folder: one in ``folder`` if that holds a record already.
+    """
+    request = ProfileRequest.of(os.environ)
+    server, offer = None, None
+    if comm.rank == 0:
+        if (folder / FOLDER).exists():
+            folder = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+        with contextlib.suppress(OSError):  # without sockets clocks are not compared
+            server = ClockServer(comm.addresses)
+        offer = str(folder), None if server is None else asdict(server.address)
+    name, clocks = comm.bcast_obj(offer)
+    address = None
+    if clocks is not None:
+        address = ClockAddress(**{**clocks, "addresses": tuple(clocks["addresses"])})
+    try:
+        with _starting:
+            if _current:  # ranks as threads of one process: the first one is recorded
+                if server is not None:
+                    server.close()
+                return _current[0]
+            recording = Recording(comm, Path(name), address, server)
+            _current.append(recording)
+    except OSError as error:
+        _say(
+            f"rank {comm.rank}: no record of steps is kept, for {name} cannot be written "
+            f"({error.strerror or error}). {RECORD_VARIABLE}=off switches it off."
+        )
+        if server is not None:
+            server.close()
+        return None
+    atexit.register(recording._close_at_exit)
+    if request is not None:
+        recording.profile(request)
+    return recording
+
+
+def record(comm: World, folder: str | Path = "torchmn-record") -> Recording:
+    """Begin to record the steps of this process in ``folder``/steps. *Collective.*
+
+    One line, after `create_communicator`, where no ``torchmn run`` or ``TORCHMN_RECORD`` has begun
+    it; else it returns that record. It ends with the process, or with `Recording.close`, and is a
+    context as well.
+
+    Raises UsageError: the files cannot be written.
+
+    >>> import tempfile
+    >>> with torchmn.record.record(comm, tempfile.mkdtemp()) as recording:
+    ...     pass  # train; then: torchmn report FOLDER
+    """
+    if _current:
+        return _current[0]
+    recording = start(comm, Path(folder))
+    if recording is None:
+        raise UsageError(f"The folder {str(folder)!r} cannot be written. Give another one.")
+    return recording
+
+
+def trace(name: str = "%h-%r") -> AbstractContextManager[Path]:
+    """A context in which torch's profiler runs, with our exchanges in its trace. Local.
+
+    The file is ``profile/NAME.json`` in the folder of the record; in ``name`` %h stands for the
+    host, %r for the rank and %p for the process. Begin and end it between two steps, on all ranks
+    at the same ones; ``python -m torchmn.record FOLDER`` puts their files together.
+
+    Raises UsageError: nothing is recorded here, or there is no such name.
+
+    >>> import tempfile
+    >>> with torchmn.record.record(comm, tempfile.mkdtemp()):
+    ...     with torchmn.record.trace("first-%r") as path:
+    ...         total = comm.allreduce(torch.ones(3))  # some steps
+    >>> path.name, path.exists()
+    ('first-0.json', True)
+    """
+    if not _current:
+        raise UsageError(
+            "trace() needs the record of steps, whose clocks it uses. Call "
+            "torchmn.record.record(comm) first, or start the script with torchmn run."
+        )
+    own = _current[0]
+    request = ProfileRequest.parse(f"0:1,{name}")
+    return running(own.new_trace(request.file_name(own.comm.rank)))
+
+
+def end(status: int) -> None:
+    """The script has ended with this exit status. Local."""
+    if _current:
+        _current[0].close(status)
+
+
+# ---- what others note; each does nothing where nothing is recorded ----
+
+
+def enter(phase: Phase) -> Phase | None:
+    """See `StepRecorder.enter`."""
+    return _current[0].recorder.enter(phase) if _current else None
+
+
+def leave(before: Phase | None) -> None:
+    """See `StepRecorder.leave`."""
+    if before is not None and _current:
+        _current[0].recorder.leave(before)
+
+
+@contextmanager
+def during(phase: Phase) -> Iterator[None]:
+    """All that is done inside is this phase, such as an evaluation with its data and exchanges."""
+    recorder = current()
+    before = recorder.enter_whole(phase) if recorder is not None else None
+    try:
+        yield
+    finally:
+        if recorder is not None:
+            recorder.leave_whole(before)
+
+
+@contextmanager
+def timed(phase: Phase) -> Iterator[None]:
+    """What is done inside is this phase, but for what is another one by itself."""
+    before = enter(phase)
+    try:
+        yield
+    finally:
+        leave(before)
+
+
+def encoding() -> Coding:
+    """A context in which a codec encodes."""
+    return Coding(current(), "encode")
+
+
+def decoding() -> Coding:
+    """A context in which a codec decodes."""
+    return Coding(current(), "decode")
+
+
+def mark() -> Mark:
+    """Now, for `StepRecorder.exchange`; None where nothing is recorded."""
+    return _current[0].recorder.clock.mark() if _current else None
+
+
+def follow(comm: Traffic) -> None:
+    """Count the bytes of another communicator of this rank."""
+    if _current:
+        _current[0].recorder.follow(comm)
+
+
+def forget(comm: Traffic) -> None:
+    """A communicator has ended."""
+    if _current:
+        _current[0].recorder.forget(comm)
+
+
+def report_value(name: str, value: float, step: int | None = None) -> None:
+    """Note a number such as a loss or an accuracy, for the report. Local, from any thread.
+
+    ``step`` is the current one by default. Nothing is done where no record is kept. Once a value
+    named ``loss`` is reported, the record does not look at what ``backward()`` is called on.
+
+    Example:
+        >>> torchmn.record.report_value("accuracy", 0.75)
+    """
+    if _current:
+        _current[0].recorder.value(name, float(value), step)
+
+
+def _say(text: str) -> None:
+    print(f"torchmn: {text}", file=sys.stderr, flush=True)
+
+
+# ---- facts ----
+
+
+def _run_start(comm: World) -> RunStart:
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return RunStart(
+        format=FORMAT,
+        rank=comm.rank,
+        size=comm.size,
+        intra_rank=comm.intra_rank,
+        inter_rank=comm.inter_rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=str(comm.device),
+        cpus=sorted(os.sched_getaffinity(0)) if has_affinity else [],
+        unix_s=time.time(),
+        at_s=time.perf_counter(),
+        settings={"script": " ".join(sys.argv), **comm.settings},
+        versions=_versions(),
+        link_bytes_per_s=_link_bytes_per_s(comm.addresses),
+    )
+
+
+def _link_bytes_per_s(addresses: Sequence[str]) -> float:
+    route = route_of(addresses[0]) if addresses else None
+    return 0.0 if route is None else nominal_speed(route.interface)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in ("torchmn", *_VERSIONED):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _memory(gpu: Any) -> Memory:
+    """Of this process. ``gpu``: of this rank, or None; a thread's own is the first one."""
+    rss_nbytes = device_nbytes = 0
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        rss_nbytes = int(pages) * os.sysconf("SC_PAGE_SIZE")
+    if gpu is not None:
+        import torch
+
+        device_nbytes = torch.cuda.memory_allocated(gpu)
+    return Memory(at_s=time.perf_counter(), rss_nbytes=rss_nbytes, device_nbytes=device_nbytes)

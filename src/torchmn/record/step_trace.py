@@ -1,0 +1,207 @@
+"""A deep profile of some steps: torch's profiler, and our own events in the same file.
+
+torch's trace has a clock of its own. One event of which we know the time, `CLOCK_EVENT`, ties it to
+ours; `torchmn.observe.read.merged_trace` puts the ranks' files together.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.autograd import profiler
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from torchmn.control.private_files import make_private_folder
+from torchmn.errors import UsageError
+from torchmn.record.profile_request import ProfileRequest
+from torchmn.record.recorded_exchange import Exchange
+from torchmn.record.records import ClockOffset, Phase
+from torchmn.record.step_recorder import StepRecorder
+from torchmn.record.timeline import Mark
+
+CLOCK_EVENT = "torchmn clock"
+KEY = "torchmn"
+"""Of our part of the file."""
+
+
+class TracedComm(Protocol):
+    """A communicator, whose collectives are drawn."""
+
+    def recent_collectives(self) -> list[dict[str, Any]]:
+        """The last ones that have ended, each with its number, name, times and what it moved."""
+
+
+class StepTrace:
+    """One profile of this rank, from `begin` to `end`. Used by the training thread."""
+
+    def __init__(
+        self,
+        recorder: StepRecorder,
+        comm: TracedComm,
+        path: Path,
+        rank: int,
+        offset: Callable[[], ClockOffset | None],
+    ) -> None:
+        self._recorder, self._comm, self.path, self._rank = recorder, comm, path, rank
+        self._offset = offset
+        self._profiler: profile | None = None
+        self._events: list[dict[str, Any]] = []
+        self._last_number = 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has begun and not ended."""
+        return self._profiler is not None
+
+    def begin(self) -> None:
+        """Begin to profile. Raises UsageError: torch's profiler runs already."""
+        if profiler._is_profiler_enabled:
+            raise UsageError(
+                "torch's profiler runs already in this process, and a second one would end it. "
+                "Profile with one of torch.profiler, torchmn.record.trace() and torchmn run "
+                "--profile at a time."
+            )
+        activities = [ProfilerActivity.CPU]
+        if not self._recorder.clock.is_host:
+            activities.append(ProfilerActivity.CUDA)
+        self._last_number = max(
+            (row["number"] for row in self._comm.recent_collectives()), default=0
+        )
+        self._profiler = profile(activities=activities)
+        self._profiler.start()
+        self._clock_s = time.perf_counter()
+        with record_function(CLOCK_EVENT):
+            pass
+        self._recorder.traces.append(self)
+
+    def add_step(
+        self,
+        number: int,
+        marks: Sequence[tuple[Mark, Phase]],
+        end: Mark,
+        exchanges: Sequence[Exchange],
+    ) -> None:
+        """Called by the recorder for each step that ends."""
+        if not self._recorder.clock.is_host:  # the profiler itself sees what the GPU does
+            self._add_collectives()
+            return
+        ends = [mark for mark, _ in marks[1:]] + [end]
+        for (mark, phase), after in zip(marks, ends, strict=True):
+            self._add("phases", phase, mark, after, {"step": number})
+        for exchange in exchanges:
+            arguments = {
+                "step": number,
+                "nbytes": exchange.nbytes,
+                "sent_nbytes": exchange.sent_nbytes,
+                "waited_ms": 1e3 * (exchange.started - exchange.ready),
+                **{f"{what}_ms": 1e3 * s for what, s in exchange.coding_s.items()},
+            }
+            name = f"bucket {exchange.number}"
+            self._add("exchanges", name, exchange.started, exchange.ended, arguments)
+        self._add_collectives()
+
+    def _add_collectives(self) -> None:
+        for row in self._comm.recent_collectives():
+            if row["number"] > self._last_number:
+                self._last_number = row["number"]
+                begin_s, end_s = row.pop("started_s"), row.pop("ended_s")
+                self._add("collectives", row["name"], begin_s, end_s, row)
+
+    def _add(
+        self, track: str, name: str, begin_s: float, end_s: float, arguments: dict[str, Any]
+    ) -> None:
+        event = {"track": track, "name": name, "at_s": begin_s, "seconds": end_s - begin_s}
+        self._events.append({**event, "args": arguments})
+
+    def end(self) -> None:
+        """End the profile and write it."""
+        running_profile, self._profiler = self._profiler, None
+        if running_profile is None:
+            return
+        self._recorder.traces.remove(self)
+        offset = self._offset()
+        own = {
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "clock_s": self._clock_s,
+            "offset_s": 0.0 if offset is None else offset.offset_s,
+            "error_s": None if offset is None else offset.error_s,
+            "events": self._events,
+        }
+        running_profile.add_metadata_json(KEY, json.dumps(own))
+        running_profile.stop()
+        self._events = []
+        make_private_folder(self.path.parent)
+        unfinished = self.path.with_suffix(".unfinished")
+        running_profile.export_chrome_trace(str(unfinished))
+        unfinished.rename(self.path)
+
+
+class RequestedTrace:
+    """Begins and ends a profile at the steps that ``torchmn run --profile`` names."""
+
+    def __init__(self, request: ProfileRequest, trace: StepTrace) -> None:
+        self._request, self._trace = request, trace
+        self._last_step: int | None = None
+        self._is_over = self._had_to_wait = False
+        if request.first == 0:
+            self._begin()
+
+    def step_begins(self, number: int) -> None:
+        """Called by the recorder after each step, with the number of the next one."""
+        self._last_step = number - 1
+        if self._trace.is_running:
+            if number >= self._request.last:
+                self._end()
+        elif not self._is_over and self._request.first <= number < self._request.last:
+            self._begin()
+
+    def close(self) -> None:
+        """The script ends."""
+        if self._trace.is_running:
+            self._end()
+        elif not self._is_over:
+            last = "no step" if self._last_step is None else f"its last step was {self._last_step}"
+            why = f"this rank has not reached these steps ({last})"
+            if self._had_to_wait:
+                why = (
+                    "a profiler of the script ran in these steps, and there can be only one at a "
+                    "time. Remove it, or choose other steps"
+                )
+            print(
+                f"torchmn: --profile {self._request.first}:{self._request.last}: {why}.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _begin(self) -> None:
+        """Unless the script profiles itself: then in one of the next steps."""
+        self._had_to_wait = profiler._is_profiler_enabled
+        if not self._had_to_wait:
+            self._trace.begin()
+
+    def _end(self) -> None:
+        self._is_over = True
+        try:
+            self._trace.end()
+        except (OSError, RuntimeError) as error:
+            print(f"torchmn: the profile cannot be written: {error}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def running(trace: StepTrace) -> Iterator[Path]:
+    """Profile what is done inside."""
+    trace.begin()
+    try:
+        yield trace.path
+    finally:
+        trace.end()

@@ -1,0 +1,115 @@
+"""``python -m torchmn.run.agent_main``: the agent of one rank, the parent of the user's script.
+
+It reads its rank from the variables of the launcher that started it, gets the command from the
+supervisor, binds itself to the rank's share of the cores and runs the script. Its argument, if
+there is one, is the path of the input for rank 0. It does not import torch.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Mapping
+
+from torchmn.control import connection as channels
+from torchmn.control.authenticated_listener import connect_authenticated
+from torchmn.control.connection import Channel
+from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
+from torchmn.control.ports import reserve_port
+from torchmn.control.processes import adopt_orphans, signal_socket
+from torchmn.cluster.environment_variables import HOSTS_VARIABLE, SECRET_VARIABLE, SUPERVISOR_VARIABLE
+from torchmn.errors import LaunchError, TorchmnError
+from torchmn.run.agent import HANDLED_SIGNALS, Agent
+from torchmn.run.host_checks import find_problem, versions
+from torchmn.run.open_mpi_folders import open_mpi_memory
+from torchmn.run.rank_environment import bind_cores, script_environment
+from torchmn.cluster import (
+    Route,
+    available_processors,
+    local_address_among,
+    local_address_for,
+    read_launcher_env,
+    route_of,
+)
+
+_ALL_RANKS_S = 3600.0
+"""The supervisor disconnects much earlier if the other ranks do not start."""
+
+
+def main() -> int:
+    """Run one rank and return its exit code as a shell would report it."""
+    adopt_orphans()
+    wakeup = signal_socket(*HANDLED_SIGNALS)
+    try:
+        place = read_launcher_env(os.environ)
+        if place is None:
+            raise LaunchError("No launcher started this agent: run `torchmn run` instead.")
+        channel, order, route, keeper = connect_to_supervisor(place.rank, os.environ)
+        problem = find_problem(order.cwd, order.script)
+        if problem:
+            channel.post(StartRefused(text=problem))
+            channel.close()
+            return 1
+        share, beside = bind_cores(place, os.environ, available_processors())
+        env = script_environment(os.environ, share, order.env, route)
+        with keeper, open_mpi_memory(env) as variables:
+            on_host = (place.intra_rank or 0, place.intra_size or 1)
+            agent = Agent(
+                place.rank,
+                order,
+                channel,
+                wakeup,
+                share,
+                beside,
+                on_host,
+                input_path=next(iter(sys.argv[1:]), ""),
+            )
+            return agent.run({**env, **variables})
+    except TorchmnError as error:
+        print(f"torchmn: {error}", file=sys.stderr, flush=True)
+        return 1
+
+
+def connect_to_supervisor(
+    rank: int, env: Mapping[str, str]
+) -> tuple[Channel, StartScript, Route | None, socket.socket]:
+    """Authenticate to the supervisor and receive the command.
+
+    Also returns the route to the other hosts, and the socket that reserves the port on which rank 0
+    may serve the rendezvous of all ranks.
+
+    Raises LaunchError: there is no supervisor, or it does not know the secret of the job, or it
+    does not expect this rank.
+    """
+    address, secret = env.get(SUPERVISOR_VARIABLE), env.get(SECRET_VARIABLE)
+    if not address or not secret:
+        raise LaunchError(
+            f"{SUPERVISOR_VARIABLE} or {SECRET_VARIABLE} is not set: use `torchmn run`."
+        )
+    hosts = filter(None, env.get(HOSTS_VARIABLE, "").split(","))
+    own_address = local_address_among(hosts) or local_address_for(address.rpartition(":")[0])
+    if own_address is None:
+        raise LaunchError(f"No route from {socket.gethostname()} to the supervisor, {address}.")
+    keeper, port = reserve_port(own_address)
+    identity = AgentHello(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        address=own_address,
+        port=port,
+        versions=versions(),
+    )
+    channel = connect_authenticated(
+        address, secret=secret, role=channels.SUPERVISOR, identity=identity
+    )
+    return (
+        channel,
+        channel.wait_for(StartScript, limit_s=_ALL_RANKS_S),
+        route_of(own_address),
+        keeper,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

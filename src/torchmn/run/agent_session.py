@@ -1,0 +1,203 @@
+"""The agents of the ranks of one job: start their scripts, show their output, end them together.
+
+Used by the supervisor of a job, and for every round of an elastic job.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import socket
+from pathlib import Path
+
+from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.connection import Channel
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import (
+    AgentHello,
+    ForwardSignal,
+    LogWarning,
+    Output,
+    Refresh,
+    ScriptStarted,
+    Shown,
+    StartRefused,
+    StartScript,
+)
+from torchmn.control.processes import send_group
+from torchmn.run.console import RankOutput
+from torchmn.run.host_checks import differences
+from torchmn.run.job import Job
+from torchmn.run.worker_environment import torchrun_variables
+from torchmn.run.monitor.hang_report import HangReport
+from torchmn.run.monitor.job_result import JobResult, RankRecord
+from torchmn.run.monitor.rank_session import (
+    RankConnection,
+    RankSession,
+    stderr_tail,
+    write_failure_report,
+    write_hang_report,
+)
+from torchmn.cluster.units import counted, listed
+
+_MAX_HANG_LINES = 200
+
+
+class AgentSession(RankSession):
+    """Starts the scripts once the agents of all ranks have connected, and shows their output."""
+
+    def __init__(
+        self,
+        listener: AuthenticatedListener,
+        num_ranks: int,
+        job: Job,
+        log_dir: Path,
+        output: RankOutput,
+    ) -> None:
+        super().__init__(listener, num_ranks, log_dir)
+        self._job = job
+        self._output = output
+        self._problems: list[str] = []
+        self._num_lines = 0  # of all ranks
+        self.has_started = False
+        """Whether the agents were ordered to start their scripts."""
+        self.leave_by: float | None = None
+        """Until when ranks may save and exit, of `clock`, once SIGTERM was received."""
+
+    def take_problems(self) -> list[str]:
+        """Why scripts could not be started, each problem once."""
+        problems, self._problems = self._problems, []
+        return problems
+
+    def admit(self, channel: Channel, identity: Message) -> bool:
+        """As in `RankSession`. With the last agent all scripts start, wherever rank 0 is."""
+        if self.is_ending or not isinstance(identity, AgentHello):
+            channel.close()
+            return False
+        is_admitted = super().admit(channel, identity)
+        if is_admitted and self.is_complete:
+            self._start_scripts()
+        return is_admitted
+
+    def _start_scripts(self) -> None:
+        agents = [self.connections[rank].identity for rank in range(len(self.records))]
+        hellos = [agent for agent in agents if isinstance(agent, AgentHello)]
+        differing = differences({hello.host: hello.versions for hello in hellos})
+        if differing:
+            self._problems.append(
+                f"hosts differ: {differing}; install the same versions on all of them"
+            )
+            return
+        self.has_started = True
+        job, first = self._job, hellos[0]
+        rendezvous = {"MASTER_ADDR": first.address, "MASTER_PORT": str(first.port)}
+        variables = torchrun_variables([hello.host for hello in hellos])
+        for rank, own in enumerate(variables):
+            self.connections[rank].channel.post(
+                StartScript(
+                    argv=list(job.argv),
+                    cwd=str(job.cwd),
+                    log_dir=str(self.log_dir.absolute()),
+                    grace_s=job.grace_s,
+                    signal_grace_s=job.signal_grace_s,
+                    wants_refreshes=self._output.shows_bars,
+                    script=job.script,
+                    env={**own, **rendezvous},
+                )
+            )
+
+    def on_message(self, connection: RankConnection, message: Message) -> None:
+        """Show output and warnings; everything else as in `RankSession`."""
+        record = connection.record
+        if isinstance(message, Output):
+            connection.num_unshown_bytes += message.num_bytes
+            self._on_output(record, message)
+        elif isinstance(message, ScriptStarted):
+            connection.script_pid = message.pid
+            if self._job.shows_binding:
+                self._output.say(_binding(record, message))
+        elif isinstance(message, StartRefused):
+            self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
+        elif isinstance(message, Refresh):
+            connection.num_unshown_bytes += len(message.text)
+            self._output.refresh(record.rank, message.text)
+        elif isinstance(message, LogWarning):
+            self._output.say(f"rank {record.rank}: {message.text}")
+        else:
+            super().on_message(connection, message)
+
+    def _check_heartbeats(self, now: float) -> None:
+        """Before the scripts start, agents wait for their order and answer nothing."""
+        if self.has_started:
+            super()._check_heartbeats(now)
+
+    def on_launcher_stopped(self, text: str) -> None:
+        """A problem as those that keep scripts from starting."""
+        self._problems.append(text)
+
+    def _on_output(self, record: RankRecord, message: Output) -> None:
+        record.num_lines += len(message.lines)
+        self._num_lines += len(message.lines)
+        if message.stream == "err":
+            record.last_errors.extend(message.lines)
+            record.num_lines_of_others = self._num_lines - record.num_lines
+        self._output.lines(record.rank, message.stream, message.lines)
+
+    def accept(self) -> None:
+        """As in `RankSession`; ranks may send more once their output was shown."""
+        super().accept()
+        if self._output.has_room:
+            for connection in self.connections.values():
+                if connection.num_unshown_bytes:
+                    connection.channel.post(Shown(num_bytes=connection.num_unshown_bytes))
+                    connection.num_unshown_bytes = 0
+
+    def on_lost(self, connection: RankConnection) -> None:
+        """An agent that was killed leaves its script behind: kill it if it runs on this host."""
+        if connection.script_pid and connection.record.host == socket.gethostname():
+            send_group(connection.script_pid, signal.SIGKILL)
+
+    def forward_signal(self, signum: int) -> None:
+        """Send a signal from outside of the job to all scripts, which may save and exit."""
+        if not self.has_started:
+            return
+        self.post(ForwardSignal(signum=signum))
+        if signum == signal.SIGTERM and self.leave_by is None:
+            grace_s = self._job.signal_grace_s
+            limit = "the scheduler gives" if grace_s is None else f"--grace, {grace_s:g} s"
+            self._output.say(f"received SIGTERM; the ranks have as long as {limit} to save.")
+            self.leave_by = self.clock.now + (math.inf if grace_s is None else grace_s)
+
+    def end(self, signum: int = signal.SIGTERM) -> HangReport | None:
+        """As in `RankSession`; a hang report is shown and written to ``hang.txt``."""
+        hang = super().end(signum)
+        if hang is not None:
+            lines = hang.short.rstrip("\n").split("\n")
+            num_left = len(lines) - _MAX_HANG_LINES
+            more = [f"... and {num_left} more lines"] if num_left > 0 else []
+            self._output.quote("\n".join([*lines[:_MAX_HANG_LINES], *more]))
+            self._say(write_hang_report(self.log_dir, hang.text))
+        return hang
+
+    def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
+        """Show the failed rank's last error output again if other ranks wrote after it; keep it."""
+        first = result.first_failure
+        if (
+            first is not None
+            and first.last_errors
+            and self._num_lines - first.num_lines > first.num_lines_of_others
+        ):
+            self._output.quote("\n".join(stderr_tail(result)))
+        self._say(write_failure_report(folder, result, summary))
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._output.say(text)
+
+
+def _binding(record: RankRecord, started: ScriptStarted) -> str:
+    return (
+        f"rank {record.rank} on {record.host}: {listed('core', started.cores)}, "
+        + counted(started.num_threads, "thread")
+        + (f", {started.beside}" if started.beside else "")
+    )

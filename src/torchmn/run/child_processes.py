@@ -1,0 +1,126 @@
+"""The processes below a launcher, and the signals sent to it. One owner per process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+from torchmn.control.open_files import lower_in_child
+from torchmn.control.private_files import open_private
+from torchmn.control.processes import (
+    adopt_orphans,
+    descendants,
+    kill_descendants,
+    reap_children,
+    signal_socket,
+)
+from torchmn.cluster.exit_status import shell_code
+from torchmn.run.console import RankOutput
+from torchmn.run.job import Command
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_OUTPUT_S = 1.0
+"""How long the reader of the output may take after a signal."""
+
+
+class ProcessOwner:
+    """Replaces the handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGCHLD.
+
+    This process becomes the parent of all orphans among its descendants, and should do nothing
+    else. Main thread only.
+    """
+
+    def __init__(self, output: RankOutput) -> None:
+        self._output = output
+        self._ended_by: int | None = None
+        self._received: list[int] = []
+        self._existing = descendants(os.getpid())
+        adopt_orphans()
+        self._wakeup = signal_socket(signal.SIGCHLD)
+        for signum in _ENDING_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+                signal.signal(signum, self._on_signal)
+        for signum in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(signum, self._on_signal)
+
+    @property
+    def interrupted_by(self) -> int | None:
+        """The signal that asked for the end; SIGPIPE if the reader of the output has left.
+
+        It changes in `take_signals_to_forward` alone: nothing is ended by a SIGTERM that the
+        scripts have not received.
+        """
+        if self._ended_by is None and self._output.is_closed:
+            return signal.SIGPIPE
+        return self._ended_by
+
+    @property
+    def end_signal(self) -> int:
+        """The signal to end scripts with: Ctrl-C stays one, everything else is SIGTERM."""
+        return signal.SIGINT if self._ended_by == signal.SIGINT else signal.SIGTERM
+
+    def fileno(self) -> int:
+        """For selectors: readable when `reap` has something to do."""
+        return self._wakeup.fileno()
+
+    def reap(self) -> list[tuple[int, int]]:
+        """The children that have ended: (process, exit code or minus the signal)."""
+        with suppress(BlockingIOError):
+            self._wakeup.recv(64)
+        return reap_children()
+
+    def take_signals_to_forward(self) -> list[int]:
+        """The signals by which a scheduler announces the end, for the scripts, each once."""
+        taken, self._received = self._received, []
+        for signum in taken:
+            # Ctrl-C ends a job also while it takes its time to save after SIGTERM
+            if signum == signal.SIGINT or (self._ended_by is None and signum in _ENDING_SIGNALS):
+                self._ended_by = signum
+        return [signum for signum in taken if signum not in (signal.SIGINT, signal.SIGHUP)]
+
+    def finish_output(self) -> None:
+        """Wait until the output was read, unless a signal asks for the end."""
+        while not self._output.finish(_OUTPUT_S) and self._ended_by is None:
+            self.take_signals_to_forward()
+
+    def kill_all(self) -> None:
+        """Kill all processes below this one except those that were there before."""
+        kill_descendants(os.getpid(), spare=self._existing)
+
+    def _on_signal(self, signum: int, _: FrameType | None) -> None:
+        """Recorded here, acted upon in the loop; a second Ctrl-C does not wait for anything."""
+        if signum == signal.SIGINT and signum in (self._ended_by, *self._received):
+            self.kill_all()
+            os._exit(shell_code(-signum))
+        self._received.append(signum)
+
+
+def start_process(
+    command: Command, log: Path, *, stdout: int | None = None, keeps_stdin: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own; its output is appended to ``log``.
+
+    With ``keeps_stdin`` its standard input stays open, and ends when this process does.
+    """
+    with open(log, "ab", opener=open_private) as file:
+        process = subprocess.Popen(
+            command.argv,
+            env=command.env,
+            stdin=subprocess.PIPE if keeps_stdin or command.stdin else subprocess.DEVNULL,
+            stdout=file if stdout is None else stdout,
+            stderr=file,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=lower_in_child(),
+        )
+    process.returncode = 0  # the owner reaps; without it Popen would warn
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.write(command.stdin)
+        if not keeps_stdin:
+            process.stdin.close()
+    return process

@@ -1,0 +1,173 @@
+"""Show the lines of all ranks on one terminal or in one file.
+
+They need no reader: a reader that pauses, a full disk and a closed stream cost output here, which
+is also in the log folder, and never the job.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+from collections import deque
+from typing import TextIO
+
+from torchmn.control.messages.job import Stream
+from torchmn.cluster.units import counted
+
+_MAX_WAITING_BYTES = 1 << 20
+_NAMES: dict[Stream, str] = {"out": "standard output", "err": "standard error"}
+
+
+def open_standard_streams() -> tuple[TextIO, TextIO]:
+    """`sys.stdout` and `sys.stderr`, of which those that the caller has closed lead nowhere.
+
+    Their descriptors are occupied: the next file would get them.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor, which is this one
+    return sys.stdout or _stream_of(1), sys.stderr or _stream_of(2)
+
+
+def _stream_of(descriptor: int) -> TextIO:
+    return open(descriptor, "w", closefd=False)
+
+
+class RankOutput:
+    """Writes whole lines with a prefix of their rank; standard output and error stay separate.
+
+    On a terminal the progress bar that moved last is shown below the lines. When the reader of the
+    output has left (as ``| head`` does), `is_closed` becomes true and nothing more is written.
+
+    After `start` a thread writes, so that a reader that pauses does not stop the caller, which asks
+    `has_room` before it lets ranks send more.
+    """
+
+    def __init__(self, out: TextIO, err: TextIO) -> None:
+        self._files: dict[Stream, TextIO] = {"out": out, "err": err}
+        self._shows_bar = False
+        self._num_missing: dict[Stream, int] = {"out": 0, "err": 0}
+        self._waiting: deque[tuple[Stream, str, bool]] = deque()
+        self._num_waiting_bytes = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_ending = False
+        self.is_closed = False
+
+    @property
+    def shows_bars(self) -> bool:
+        """Whether `refresh` shows anything."""
+        return self._files["err"].isatty()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether little waits for the reader."""
+        return self._num_waiting_bytes < _MAX_WAITING_BYTES
+
+    def start(self) -> None:
+        """Write in a thread from now on."""
+        self._thread = threading.Thread(target=self._run, name="torchmn-output", daemon=True)
+        self._thread.start()
+
+    def finish(self, limit_s: float) -> bool:
+        """Whether everything is written within this time."""
+        if self._thread is None:
+            return True
+        with self._changed:
+            self._is_ending = True
+            self._changed.notify_all()
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def lines(self, rank: int, stream: Stream, lines: list[str]) -> None:
+        """Write lines of one rank."""
+        self._write(stream, "".join(f"[{rank}] {line}\n" for line in lines))
+
+    def say(self, text: str) -> None:
+        """Write a message of torchmn itself."""
+        self._write("err", f"torchmn: {text}\n")
+
+    def quote(self, text: str) -> None:
+        """Write text unchanged to standard error."""
+        self._write("err", text if text.endswith("\n") else f"{text}\n")
+
+    def refresh(self, rank: int, text: str) -> None:
+        """Show the current state of a rank's progress bar."""
+        if self.shows_bars:
+            self._write("err", f"[{rank}] {text}", is_bar=True)
+
+    def _write(self, stream: Stream, text: str, *, is_bar: bool = False) -> None:
+        if self.is_closed:
+            return
+        if self._thread is None:
+            self._put(stream, text, is_bar)
+            return
+        with self._changed:
+            self._waiting.append((stream, text, is_bar))
+            self._num_waiting_bytes += len(text)
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._waiting:
+                    if self._is_ending:
+                        return
+                    self._changed.wait()
+                stream, text, is_bar = self._waiting.popleft()
+            if not self.is_closed:
+                self._put(stream, text, is_bar)
+            with self._changed:
+                self._num_waiting_bytes -= len(text)
+
+    def _put(self, stream: Stream, text: str, is_bar: bool) -> None:
+        """Write now; where it cannot be written, count the lines and say so."""
+        try:
+            if self._shows_bar:
+                self._shows_bar = False
+                _write_all(self._files["err"], "\r\x1b[K")
+            if self._num_missing[stream]:
+                num = counted(self._num_missing[stream], "line")
+                missing = f"torchmn: {num} left out here\n"
+                _write_all(self._files[stream], missing)
+                self._num_missing[stream] = 0
+            _write_all(self._files[stream], text)
+            self._shows_bar = is_bar
+        except BrokenPipeError:
+            self.is_closed = True
+        except OSError as error:
+            is_new = not self._num_missing[stream]
+            self._num_missing[stream] += max(1, text.count("\n"))
+            other: Stream = "err" if stream == "out" else "out"
+            if is_new and not self._num_missing[other]:
+                self._put(other, _missing_text(stream, error), is_bar=False)
+
+
+def _missing_text(stream: Stream, error: OSError) -> str:
+    return (
+        f"torchmn: {_NAMES[stream]} cannot be written ({error.strerror or error}). The job "
+        "continues, and its log folder has the output of the ranks.\n"
+    )
+
+
+def _write_all(file: TextIO, text: str) -> None:
+    """Write and keep nothing: Python fails at exit on what a file object could not write."""
+    try:
+        descriptor = file.fileno()
+    except (OSError, ValueError):  # not a file of the system
+        encoding = file.encoding or "utf-8"
+        file.write(text.encode(encoding, "replace").decode(encoding))
+        file.flush()
+        return
+    rest = memoryview(text.encode(file.encoding or "utf-8", "replace"))
+    while rest:
+        try:
+            rest = rest[os.write(descriptor, rest) :]
+        except BlockingIOError:  # who shares the terminal with us has asked for that
+            poll = select.poll()
+            poll.register(descriptor, select.POLLOUT)
+            poll.poll()

@@ -1,0 +1,287 @@
+"""The rules of the rendezvous: which hosts take part, when they restart, when the job is over.
+
+Hosts gather for a round, run, and gather again when a rank failed, a host was lost, or one that
+came back may join. No sockets and no clock here: events come in, with the time in seconds, and
+messages for hosts and for the launcher go out.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from torchmn.control.messages.elastic import (
+    ElasticMessage,
+    HostHello,
+    HostLost,
+    JobEnded,
+    Restart,
+    Round,
+    RoundEnding,
+    RoundMember,
+    Shutdown,
+    UserMessage,
+)
+from torchmn.errors import UsageError
+from torchmn.run.host_checks import differences
+from torchmn.cluster.units import counted
+
+LAUNCHER = ""
+"""The recipient of messages for the launcher; no host has an empty name."""
+_STOP_MARGIN_S = 30.0
+_START_LIMIT_S = 60.0
+"""How long a host that is connected may take until its agent runs, which imports torch."""
+
+State = Literal["starting", "ready", "running", "stopping", "finished"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Minimum and maximum number of hosts, and of restarts.
+
+    A restart after a failure of a rank counts against ``max_restarts``, one because hosts left or
+    joined does not. ``join_timeout_s`` is the time to wait for ``min_hosts``.
+    """
+
+    min_hosts: int
+    max_hosts: int
+    max_restarts: int = 3
+    join_timeout_s: float = 120.0
+    grace_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_hosts <= self.max_hosts:
+            raise UsageError(
+                "--elastic must be MIN:MAX with 1 <= MIN <= MAX, got "
+                f"{self.min_hosts}:{self.max_hosts}."
+            )
+        if self.max_restarts < 0:
+            raise UsageError(f"--max-restarts must be at least 0, got {self.max_restarts}.")
+        if not 0 < self.join_timeout_s < float("inf"):
+            raise UsageError(
+                f"--join-timeout must be a positive number of seconds, got {self.join_timeout_s}."
+            )
+
+
+@dataclass
+class _Host:
+    """A host that is connected."""
+
+    member: HostHello
+    state: State = "starting"
+
+
+class RendezvousState:
+    """The rendezvous of the hosts with these names, whose order is that of their ranks."""
+
+    def __init__(self, hosts: Sequence[str], limits: Limits, *, now: float) -> None:
+        self._hosts = list(hosts)
+        self._limits = limits
+        self._connected: dict[str, _Host] = {}
+        self._absent: set[str] = set()
+        self._phase: Literal["gathering", "running", "over"] = "gathering"
+        self._since = now
+        self._number = 0
+        self._members: list[str] = []  # of the round that runs or ran last
+        self._num_restarts = 0
+        self._reasons: list[str] = []
+        self._has_failure = False
+        self._has_loss = False
+        self._messages: list[tuple[str, ElasticMessage]] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing will run any more."""
+        return self._phase == "over"
+
+    def drain_messages(self) -> list[tuple[str, ElasticMessage]]:
+        """The messages since the last call: (host, message)."""
+        messages, self._messages = self._messages, []
+        return messages
+
+    # ---- events -------------------------------------------------------------------------------
+
+    def on_host_joined(self, member: HostHello) -> bool:
+        """A host has connected. Returns whether it may take part."""
+        problem = self._find_problem(member)
+        if problem:
+            self._post(member.host, Shutdown(signum=signal.SIGTERM, text=problem))
+            self._post(LAUNCHER, UserMessage(text=f"{member.host} cannot take part: {problem}."))
+            return False
+        self._connected[member.host] = _Host(member)
+        self._absent.discard(member.host)
+        if self._phase == "running":
+            self._post(
+                LAUNCHER,
+                UserMessage(text=f"{member.host} joined; waiting for the next checkpoint."),
+            )
+        return True
+
+    def on_host_ready(self, host: str, now: float) -> None:
+        """A host runs no ranks and waits: at the start, when requested, or after a failure."""
+        host_state = self._connected[host]
+        was_running = host_state.state == "running"
+        host_state.state = "ready"
+        if was_running:
+            self._has_failure = True
+            self._gather(f"a rank on {host} failed", now)
+        self._start_if_complete(now)
+
+    def on_checkpoint_saved(self, step: int, now: float) -> None:
+        """A checkpoint is complete: hosts that wait may join, and all continue from it."""
+        if self._phase != "running":
+            return
+        room = self._limits.max_hosts - len(self._members)
+        waiting = [name for name in self._hosts if self._is_waiting(name)][: max(0, room)]
+        if waiting:
+            self._gather(f"{' and '.join(waiting)} joined, and step {step} is saved", now)
+            self._start_if_complete(now)
+
+    def on_host_finished(self, host: str) -> None:
+        """All ranks of a host have succeeded."""
+        self._connected[host].state = "finished"
+        left = [self._connected[name] for name in self._members if name in self._connected]
+        if self._phase == "running" and all(host_state.state == "finished" for host_state in left):
+            self._end("")
+
+    def on_host_lost(self, host: str, why: str, now: float) -> None:
+        """A host is gone with its ranks."""
+        host_state = self._connected.pop(host, None)
+        if host_state is None or self._phase == "over":
+            return
+        self._post(LAUNCHER, HostLost(host=host, text=why))
+        if host in self._members and host_state.state != "finished":
+            self._has_loss = True
+            self._gather(f"{host} was lost", now)
+        if self._phase == "gathering" and self._number == 0:
+            self._absent.add(host)
+        self._start_if_complete(now)
+
+    def on_host_unreachable(self, host: str, now: float) -> None:
+        """A host could not be reached: the first round need not wait for it."""
+        if host not in self._connected:
+            self._absent.add(host)
+            self._start_if_complete(now)
+
+    def stop(self, signum: int) -> None:
+        """The user, or the scheduler, ends the job."""
+        self._end("", signum)
+
+    def tick(self, now: float) -> list[str]:
+        """Enforce the limits. Returns the hosts to disconnect, which did not stop in time."""
+        if self._phase != "gathering":
+            return []
+        late: list[str] = []
+        stop_s = self._limits.grace_s + _STOP_MARGIN_S
+        if now > self._since + stop_s:
+            late = [
+                name
+                for name, host_state in self._connected.items()
+                if host_state.state == "stopping"
+            ]
+            for name in late:
+                self.on_host_lost(name, f"its ranks did not stop within {stop_s:g} s", now)
+        late_s = now - self._since - self._limits.join_timeout_s
+        if self._phase == "gathering" and late_s > 0:
+            self._start_if_complete(now)
+            has_enough = len(self._connected) >= self._limits.min_hosts
+            is_starting = has_enough and late_s < _START_LIMIT_S
+            if self._phase == "gathering" and not self._is_stopping and not is_starting:
+                self._end_for_lack_of_hosts()
+        return late
+
+    # ---- decisions ----------------------------------------------------------------------------
+
+    def _find_problem(self, member: HostHello) -> str:
+        """Why a host cannot take part; empty if it can."""
+        if self._phase == "over":
+            return "the job is over"
+        if member.host not in self._hosts:
+            return f"the job's hosts are {', '.join(self._hosts)}"
+        others = {name: host_state.member.versions for name, host_state in self._connected.items()}
+        differing = differences({**others, member.host: member.versions})
+        return f"{differing}: install the same on all hosts" if differing else ""
+
+    def _is_waiting(self, name: str) -> bool:
+        return name in self._connected and self._connected[name].state == "ready"
+
+    @property
+    def _is_stopping(self) -> bool:
+        return any(host_state.state == "stopping" for host_state in self._connected.values())
+
+    def _gather(self, why: str, now: float) -> None:
+        """Have all hosts end their ranks and gather."""
+        if self._phase == "over":
+            return
+        self._reasons.append(why)
+        self._post(LAUNCHER, RoundEnding(reason=why))
+        if self._phase == "running":
+            self._phase, self._since = "gathering", now
+        for name, host_state in self._connected.items():
+            if host_state.state in ("running", "finished"):
+                host_state.state = "stopping"
+                self._post(name, Restart())
+
+    def _start_if_complete(self, now: float) -> None:
+        """Start a round once no rank runs any more and enough hosts are ready."""
+        if self._phase != "gathering" or self._is_stopping:
+            return
+        ready = [name for name in self._hosts if self._is_waiting(name)]
+        is_late = now > self._since + self._limits.join_timeout_s
+        if self._number == 0 and not is_late:
+            awaited = [name for name in self._hosts if name not in self._absent]
+            if len(ready) < min(len(awaited), self._limits.max_hosts):
+                return
+        if len(ready) < self._limits.min_hosts:
+            return
+        if self._has_failure and not self._has_loss:
+            if self._num_restarts >= self._limits.max_restarts:
+                times = f"all {self._limits.max_restarts} restarts are used up"
+                self._end(f"{'; '.join(self._reasons)}, and {times}")
+                return
+            self._num_restarts += 1
+        self._start(ready)
+
+    def _start(self, ready: list[str]) -> None:
+        chosen = [name for name in ready if name in self._members]
+        chosen += [name for name in ready if name not in self._members]
+        chosen = [name for name in ready if name in chosen[: self._limits.max_hosts]]
+        self._number += 1
+        self._members, self._phase = chosen, "running"
+        message = Round(
+            number=self._number,
+            members=[self._described(name) for name in chosen],
+            num_restarts=self._num_restarts,
+            reason="; ".join(self._reasons),
+        )
+        for name in chosen:
+            self._connected[name].state = "running"
+            self._post(name, message)
+        self._post(LAUNCHER, message)
+        self._reasons, self._has_failure, self._has_loss = [], False, False
+
+    def _described(self, name: str) -> RoundMember:
+        member = self._connected[name].member
+        return RoundMember(host=name, slots=member.slots)
+
+    def _end_for_lack_of_hosts(self) -> None:
+        here = [name for name in self._hosts if name in self._connected]
+        causes = f"{'; '.join(self._reasons)}; " if self._reasons else ""
+        self._end(
+            f"{causes}{counted(len(here), 'host')} joined ({', '.join(here) or 'none'}) within "
+            f"{self._limits.join_timeout_s:g} s (--join-timeout), but at least "
+            f"{self._limits.min_hosts} are needed"
+        )
+
+    def _end(self, text: str, signum: int = signal.SIGTERM) -> None:
+        if self._phase == "over":
+            return
+        self._phase = "over"
+        for name in self._connected:
+            self._post(name, Shutdown(signum=signum, text=text))
+        self._post(LAUNCHER, JobEnded(text=text))
+
+    def _post(self, host: str, message: ElasticMessage) -> None:
+        self._messages.append((host, message))

@@ -1,0 +1,140 @@
+"""A job: the command to run, its hosts, and how to start it."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Literal
+
+from torchmn.control.processes import python_module
+from torchmn.errors import UsageError
+from torchmn.cluster import Host
+
+Backend = Literal["gloo", "nccl", "mpi"]
+Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]
+
+WORKER_MODULE = "torchmn.run.agent_main"
+
+THIS_HOST = "localhost"
+
+FAILURE_GRACE_S = 5.0
+SIGNAL_GRACE_S = 30.0
+"""How long ranks may take to exit: when the job fails, and after SIGTERM from outside of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One command, run as ``num_ranks`` processes, ranks counted along the hosts.
+
+    ``argv`` is the command of every rank and ``script`` the file in it that every host must see.
+    The slots of ``hosts`` are the numbers of ranks on them. ``exported`` names variables that go to
+    all hosts, and ``launcher_args`` are passed verbatim to the launcher. When the job fails, the
+    time between asking a rank to end and killing it is ``grace_s``; after SIGTERM from outside it
+    is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
+    own in ``log_dir``. ``warning`` is what the launcher says besides its first line, if anything.
+
+    >>> from torchmn.run import RunOptions, plan_job
+    >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
+    >>> job.argv
+    ('python', 'train.py')
+    """
+
+    argv: tuple[str, ...]
+    num_ranks: int
+    backend: Backend
+    log_dir: Path
+    launcher: Launcher = "local"
+    script: str = ""
+    hosts: tuple[Host, ...] = ()
+    exported: tuple[str, ...] = ()
+    launcher_args: tuple[str, ...] = ()
+    shows_binding: bool = False
+    cwd: Path = field(default_factory=Path.cwd)
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    grace_s: float = FAILURE_GRACE_S
+    signal_grace_s: float | None = SIGNAL_GRACE_S
+    warning: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise UsageError(f"-n must be at least 1, got {self.num_ranks}.")
+        if not 0 <= self.grace_s < float("inf"):
+            raise UsageError(f"--grace must be 0 or more seconds, got {self.grace_s}.")
+        if not self.argv:
+            raise UsageError("A job needs a command, got none.")
+        if not self.hosts:
+            object.__setattr__(self, "hosts", (Host(name=THIS_HOST, slots=self.num_ranks),))
+
+    @property
+    def has_other_hosts(self) -> bool:
+        """Whether any host is not this one (`THIS_HOST`)."""
+        return any(host.name != THIS_HOST for host in self.hosts)
+
+    def ranks_on(self, inter_rank: int) -> range:
+        """The ranks of one of the hosts."""
+        first = sum(host.slots for host in self.hosts[:inter_rank])
+        return range(first, first + self.hosts[inter_rank].slots)
+
+
+@dataclass(frozen=True)
+class Command:
+    """A process for the supervisor to start: the agent of one rank, or a launcher of several.
+
+    ``ranks`` are those that it starts, by default all of the job; ``stdin`` is its input.
+    """
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(repr=False)
+    name: str = "the agent"
+    ranks: range | None = None
+    stdin: bytes = field(default=b"", repr=False)
+
+
+def worker_command(input_path: str = "") -> tuple[str, ...]:
+    """The command of a rank's agent; rank 0's gives its script the input with this path."""
+    return (*python_module(WORKER_MODULE), *filter(None, [input_path]))
+
+
+def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = False) -> list[str]:
+    """The command of a rank for a script or a module, which must exist.
+
+    Raises UsageError: there is no such script or module, or it is a folder.
+
+    Example:
+        >>> python_command("timeit", ["-n", "1"], is_module=True)[1:]
+        ['-m', 'timeit', '-n', '1']
+    """
+    if is_module:
+        top = target.partition(".")[0]
+        if PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+            raise UsageError(
+                f"There is no module {target!r}: {top!r} is neither in {Path.cwd()} nor installed."
+            )
+        return [sys.executable, "-m", target, *args]
+    script = Path(target)
+    if script.is_dir():
+        raise UsageError(
+            f"{target!r} is a folder: name the script in it, or use -m to run a package."
+        )
+    if not script.exists():
+        raise UsageError(
+            f"There is no script {target!r} (looked in {Path.cwd()}).{_hint(target, args)}"
+        )
+    if not os.access(script, os.R_OK):
+        raise UsageError(f"The script {target!r} is not readable: change its permissions.")
+    return [sys.executable, target, *args]
+
+
+def _hint(target: str, args: Sequence[str]) -> str:
+    """What to write instead of a command, such as ``python x.py``."""
+    if re.fullmatch(r"python[0-9.]*", Path(target).name):
+        return f" Leave {target!r} out, Python is started for you: torchmn run {shlex.join(args)}"
+    return " Name a Python script, not a command." if shutil.which(target) else ""

@@ -1,0 +1,173 @@
+"""Starts the script of a rank with the script monitor installed. Run by the agent of the rank.
+
+``python .../bootstrap.py SCRIPT [ARGS]`` and ``python .../bootstrap.py -m MODULE [ARGS]`` behave as
+``python SCRIPT`` and ``python -m MODULE`` do. `sys.argv`, ``sys.path[0]`` and ``__main__`` are the
+script's, so that its classes can be pickled and `multiprocessing` can import it again, and
+tracebacks begin in the script. `sys.excepthook`, `sys.exit` and `atexit` are left alone: this
+module is the caller of the script and sees its exceptions and its exit status itself.
+
+The process differs from a plain one in three ways: `faulthandler` is enabled, a daemon thread
+answers the agent (`torchmn.control.script_monitor`) and the last function at exit waits for threads
+of gloo; and the variable ``TORCHMN_MONITOR``, which names the connection to the agent, is consumed
+before the script runs.
+
+A command that is not a Python script or module, such as a shell script, is started unchanged and
+keeps that variable. Only `torchmn.run.install_crash_handler` reads it: a Python script that
+such a command starts is monitored from that call on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import io
+import os
+import pkgutil
+import re
+import runpy
+import signal
+import sys
+import types
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.machinery import SourceFileLoader
+from types import TracebackType
+from typing import NoReturn
+
+from torchmn.control import script_monitor
+from torchmn.run.monitor.gloo_threads import wait_for_gloo_threads
+from torchmn.control.script import show_exception
+
+_FLAGS = re.compile("-[bBdEIOPqsSuvx]+")
+"""Options of the interpreter that take no argument."""
+
+
+def with_bootstrap(argv: Sequence[str]) -> list[str]:
+    """``argv`` with the bootstrap in it if it runs a Python script or module, else unchanged.
+
+    >>> with_bootstrap(["sh", "run.sh"])
+    ['sh', 'run.sh']
+    """
+    options = 1
+    while options < len(argv) and _FLAGS.fullmatch(argv[options]):
+        options += 1
+    rest = argv[options:]
+    is_python = bool(rest) and argv[0] == sys.executable
+    if is_python and (rest[0] == "-m" or not rest[0].startswith("-")):
+        return [*argv[:options], __file__, *rest]
+    return list(argv)
+
+
+def main() -> None:
+    """Install the monitor and run the command in `sys.argv`. Raises what the script raises."""
+    monitor = script_monitor.install_from_environment(os.environ)
+    atexit.register(wait_for_gloo_threads)  # the first, so that it runs last
+    own_pid = os.getpid()
+    del sys.argv[0]
+    if not _is_path_safe():
+        del sys.path[0]  # the folder of this file
+    status = 0
+    try:
+        if sys.argv[0] == "-m":
+            del sys.argv[0]
+            _run_module(sys.argv[0], folder="" if _is_path_safe() else os.getcwd())
+        elif pkgutil.get_importer(sys.argv[0]) is not None:  # an archive
+            _run_module("__main__", folder=os.path.abspath(sys.argv[0]), alter_argv=False)
+        else:
+            _run_script(sys.argv[0])
+    except SystemExit as request:
+        status = script_monitor.status_of(request.code)
+        raise
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+        raise  # the interpreter turns it into an end by SIGINT
+    except BaseException as error:
+        status = 1
+        if monitor is not None:
+            monitor.note_fatal(error)
+        try:
+            _show(error)
+            if os.getpid() == own_pid:
+                _end_record(status)  # before this process is ended, at once where MPI is in use
+        finally:
+            if monitor is not None:
+                monitor.script_failed(error)
+        raise SystemExit(1) from None
+    finally:
+        if os.getpid() != own_pid:
+            _end_child(status)
+        _end_record(status)
+        if monitor is not None:
+            monitor.script_exits(0 if status == 128 + signal.SIGINT else status)
+
+
+def _end_record(status: int) -> None:
+    if record := sys.modules.get("torchmn.record.recording"):  # which imports torch
+        record.end(status)
+
+
+def _end_child(status: int) -> NoReturn:
+    """End a process that the script has forked, as `multiprocessing` ends its own.
+
+    The threads of the parent's connections do not exist in it, and to close those would crash it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(status)
+
+
+def _run_script(path: str) -> None:
+    """Run a file, source or compiled, as ``__main__``."""
+    if not _is_path_safe():
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    file = os.path.abspath(path)
+    module = _new_main()
+    module.__file__ = file
+    module.__loader__ = SourceFileLoader("__main__", file)
+    with io.open_code(file) as stream:
+        code = pkgutil.read_code(stream)
+        if code is None:
+            stream.seek(0)
+            code = compile(stream.read(), file, "exec", dont_inherit=True)
+    exec(code, module.__dict__)
+
+
+def _run_module(name: str, *, folder: str, alter_argv: bool = True) -> None:
+    """Run a module as ``__main__``, by the function that the interpreter calls for ``-m``.
+
+    `runpy.run_module` would restore ``__main__`` when the module returns, although functions that
+    the module has registered with `atexit` still need it.
+    """
+    if folder:
+        sys.path.insert(0, folder)
+    _new_main()
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]
+
+
+def _is_path_safe() -> bool:
+    """Whether the interpreter adds no folder to `sys.path` (``-P``, Python 3.11 and later)."""
+    return bool(getattr(sys.flags, "safe_path", False))
+
+
+def _new_main() -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = module
+    return module
+
+
+def _show(error: BaseException) -> None:
+    """Print an uncaught exception as the interpreter does, without the frames of this module."""
+    trace: TracebackType | None = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals is globals():
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    show_exception(error, sys.excepthook)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Detects from the reports of all ranks whether a job has failed or hangs, and so must end.
+
+Used by the process that is connected to all ranks: the supervisor of ``torchmn run``, or under
+another launcher the monitor server. It is given the time, and has no effects.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from torchmn.control.messages import Message
+from torchmn.control.messages.monitor import Failed, Joined, Joining, Leaving, Overdue, StatusReply
+from torchmn.cluster.exit_status import SAVED_STATUS
+from torchmn.run.monitor.hang_report import HangReport, RankStatus, report, report_of_joining
+from torchmn.run.monitor.job_result import RankRecord
+
+_CAUSE_S = 1.0
+"""How much later a cause may be reported than its consequences."""
+_REPLY_S, _REPLY_S_PER_RANK, _MAX_REPLY_S = 2.0, 0.01, 4.0
+"""How long a script may take to reply, and longer for each rank on its host: replies wait for a
+core. On two cores, with twenty other programs, the last of 64 took 1.0 s."""
+_AGENT_MARGIN_S, _MAX_REPLIES_S = 1.0, 4.5
+"""How much longer the agents may take, and how long at most: with a grace period of 5 s a job that
+hangs then ends within 10 s of its limit."""
+_EARLY_END = (
+    "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
+)
+
+
+class FailureDetector:
+    """Follows the ranks of ``records``. ``now`` is always of one monotonic clock, in seconds."""
+
+    def __init__(self, records: Sequence[RankRecord]) -> None:
+        self._records = records
+        self._suspicious_since: float | None = None
+        self._queried_at: float | None = None
+        self._reporter: RankRecord | None = None
+        self.hang: HangReport | None = None
+
+    def on_message(self, record: RankRecord, message: Message, now: float) -> None:
+        """Record what a rank, or its agent, reports."""
+        if isinstance(message, Failed):
+            record.failed = record.failed or message
+            if message.is_consequence:
+                self._suspect(now)
+                if record.joining and not record.has_joined and self._reporter is None:
+                    self._reporter = record
+        elif isinstance(message, Joining):
+            record.joining, record.joining_since = message, now
+        elif isinstance(message, Joined):
+            record.has_joined = True
+        elif isinstance(message, Leaving):
+            record.is_leaving, record.leaving_status = True, message.status
+            if message.status not in (0, SAVED_STATUS):
+                self._suspect(now)
+        elif isinstance(message, Overdue):
+            if record.overdue is None and self._reporter is None:
+                self._reporter = record
+            record.overdue = message
+        elif isinstance(message, StatusReply):
+            record.status_reply = message
+
+    def must_query(self, now: float) -> bool:
+        """Whether the status of all ranks is to be requested now. True once."""
+        if self._reporter is None:
+            self._reporter = next((r for r in self._records if _is_late(r, now)), None)
+        if self._reporter is None or self._queried_at is not None:
+            return False
+        self._queried_at = now
+        return True
+
+    @property
+    def reply_limit_s(self) -> float:
+        """How long a script may take to reply to a request for its status."""
+        num_on_host = max(Counter(record.host for record in self._records).values(), default=0)
+        return min(_REPLY_S + _REPLY_S_PER_RANK * num_on_host, _MAX_REPLY_S)
+
+    def must_end(self, now: float) -> bool:
+        """Whether the job must end; not while replies about a hang are awaited."""
+        if any(record.failed_at is not None for record in self._records):
+            return True
+        if self._queried_at is not None:
+            return self._is_answered(now)
+        since = self._suspicious_since
+        return since is not None and now - since >= _CAUSE_S
+
+    def _is_answered(self, now: float) -> bool:
+        reporter = self._reporter
+        if self._queried_at is None or reporter is None:
+            return False
+        is_complete = all(r.status_reply is not None or r.has_ended for r in self._records)
+        limit_s = min(self.reply_limit_s + _AGENT_MARGIN_S, _MAX_REPLIES_S)
+        if not is_complete and now - self._queried_at < limit_s:
+            return False
+        if self.hang is None:
+            known = {r.rank: status for r in self._records if (status := _status(r)) is not None}
+            hosts = {r.rank: r.host for r in self._records}
+            if reporter.overdue is not None:
+                self.hang = report(reporter.overdue, reporter.rank, known, hosts)
+            elif reporter.joining is not None:
+                arrived = [r.rank for r in self._records if r.joining or r.has_joined]
+                self.hang = report_of_joining(reporter.joining, arrived, known, hosts)
+        return True
+
+    def _suspect(self, now: float) -> None:
+        if self._suspicious_since is None:
+            self._suspicious_since = now
+
+
+def _is_late(record: RankRecord, now: float) -> bool:
+    """Whether a rank has waited for the others to join for longer than its limit."""
+    if record.joining is None or record.joining_since is None or record.has_joined:
+        return False
+    return now - record.joining_since >= record.joining.limit_s
+
+
+def _status(record: RankRecord) -> RankStatus | None:
+    """The newest that is known about a rank."""
+    text = ""
+    if record.exit is not None and not record.is_consequence:
+        text = f"has ended with exit code {record.exit.returncode}"
+        text += f" ({_EARLY_END})" * record.has_left
+    elif record.lost_at is not None:
+        text = "is lost with its agent"
+    elif record.is_leaving:
+        text = f"has reached the end of its script ({_EARLY_END})"
+    if text:
+        return RankStatus(text=text, is_halted=True)
+    return None if record.status_reply is None else RankStatus.of(record.status_reply)

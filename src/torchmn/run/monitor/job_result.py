@@ -1,0 +1,287 @@
+"""The result of a job: the exit code, which rank failed first, and the summary for the user.
+
+Pure functions of the records of all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import textwrap
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchmn.control.connection import UNREACHABLE
+from torchmn.control.messages.job import Exit
+from torchmn.control.messages.monitor import Failed, Joining, Overdue, StatusReply
+from torchmn.control.processes import signal_name
+from torchmn.cluster.exit_status import SAVED_STATUS, shell_code
+from torchmn.run.monitor.hang_report import HangReport
+
+LOG_DIR = Path("torchmn-logs")
+"""Where each run makes its log folder, unless the user names another place."""
+HANG_FILE = "hang.txt"
+"""In the log folder: what all ranks did when the job was found to hang."""
+FAILURE_FILE = "failure.txt"
+"""In the log folder: the summary, and the end of stderr of the rank that failed first."""
+_MAX_ERROR_CHARS = 600
+
+
+def run_name() -> str:
+    """``<date>-<time>-<process>``, the name of a run's log folder: they sort by time."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+
+
+@dataclass
+class RankRecord:
+    """What is known about one rank. Times are seconds since the epoch."""
+
+    rank: int
+    host: str = ""
+    exit: Exit | None = None
+    failed: Failed | None = None
+    is_leaving: bool = False
+    leaving_status: int = 0
+    joining: Joining | None = None
+    joining_since: float | None = None  # of the monotonic clock of the process that keeps this
+    has_joined: bool = False
+    overdue: Overdue | None = None
+    status_reply: StatusReply | None = None
+    lost_at: float | None = None  # its agent died without a report
+    is_silent: bool = False  # it may be alive: its host does not answer
+    lost_returncode: int | None = None
+    lost_text: str = ""  # how, if it is known
+    stopped_at: float | None = None  # its process was stopped for too long
+    stopped_text: str = ""
+    was_ending: bool = False  # it was lost after it had been asked to end
+    num_lines: int = 0
+    last_errors: deque[str] = field(default_factory=lambda: deque(maxlen=40))
+    num_lines_of_others: int = 0  # when it last wrote to its standard error
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more can be received from it."""
+        return self.exit is not None or self.lost_at is not None
+
+    @property
+    def failed_at(self) -> float | None:
+        """When it failed by itself, or ``None``.
+
+        A rank that was asked to end did not fail by itself, nor did one that saved and exited, or
+        whose error only reports that another rank has ended.
+        """
+        if self.failed is not None:
+            return None if self.failed.is_consequence else self.failed.at
+        if self.stopped_at is not None:
+            return self.stopped_at
+        if self.exit is not None:
+            has_failed = not self.has_left and self.exit.ended_by != "supervisor"
+            return self.exit.ended_at if has_failed else None
+        return None if self.was_ending else self.lost_at
+
+    @property
+    def has_left(self) -> bool:
+        """Whether its script has ended regularly: at its end, or to continue in another job."""
+        return self.exit is not None and self.exit.returncode in (0, SAVED_STATUS)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it failed only because of another rank."""
+        return self.failed is not None and self.failed.is_consequence
+
+    @property
+    def status(self) -> int:
+        """Its own exit status; 0 if it has none."""
+        if self.failed is not None:
+            return self.failed.status
+        if self.exit is not None and self.exit.ended_by != "supervisor":
+            return shell_code(self.exit.returncode)
+        if self.lost_text:
+            return 1  # we killed it ourselves
+        return self.leaving_status or shell_code(self.lost_returncode or 0)
+
+    @property
+    def was_terminated_externally(self) -> bool:
+        """Whether another program asked it to end, such as an mpirun that gave up."""
+        return self.exit is not None and self.exit.ended_by == "outside"
+
+    @property
+    def error_lines(self) -> list[str]:
+        """The end of its standard error, from the last traceback on."""
+        if self.failed is not None:
+            return self.failed.traceback.splitlines()
+        lines = list(self.last_errors)
+        starts = [i for i, line in enumerate(lines) if line.startswith("Traceback (most recent")]
+        return lines[starts[-1] :] if starts else lines[-10:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobResult:
+    """The exit code of the job, a summary if it is not 0, and the rank that failed first."""
+
+    exit_code: int
+    summary: str = ""
+    first_failure: RankRecord | None = None
+    is_launcher_failure: bool = False
+
+
+def summarize(
+    ranks: Sequence[RankRecord],
+    *,
+    log_dir: Path,
+    interrupted_by: int | None = None,
+    launcher_problem: str = "",
+    launcher_returncode: int = 0,
+    hang: HangReport | None = None,
+    keeps_output: bool = True,
+) -> JobResult:
+    """The result of a job whose ranks have all ended or never started.
+
+    The first failure is that of the first rank that failed by itself. A rank whose error only
+    reports that a peer is lost, or that a launcher ended, is reported only if there is no other.
+    ``keeps_output`` says whether ``log_dir`` has a file with the output of each rank.
+    """
+    if all(r.has_left for r in ranks) and any(_exit_code(r) == SAVED_STATUS for r in ranks):
+        before = f"{signal_name(-interrupted_by)}" if interrupted_by else "the time limit"
+        return JobResult(
+            exit_code=SAVED_STATUS,
+            summary=f"all ranks checkpointed and exited before {before} (status {SAVED_STATUS}).",
+        )
+    if interrupted_by is not None:
+        return JobResult(
+            exit_code=shell_code(-interrupted_by),
+            summary=f"interrupted by {signal_name(-interrupted_by)}; {_how_all_ended(ranks)}.",
+        )
+    if hang is not None:
+        return JobResult(
+            exit_code=1, summary=f"{hang.summary}. Full report: {log_dir / HANG_FILE}."
+        )
+    output_dir = log_dir if keeps_output else None
+    by_itself = sorted((r.failed_at, r.rank) for r in ranks if r.failed_at is not None)
+    causes = [ranks[rank] for _, rank in by_itself if not ranks[rank].was_terminated_externally]
+    causes += [r for r in ranks if r.leaving_status not in (0, SAVED_STATUS) and r not in causes]
+    if causes:
+        return _failure_of(causes[0], output_dir)
+    consequences = sorted((r.failed.at, r.rank) for r in ranks if r.failed and r.is_consequence)
+    if consequences and not launcher_problem:
+        reporter = ranks[consequences[0][1]]
+        early = _first_that_left(ranks)
+        return _early_exit_of(early, reporter) if early else _failure_of(reporter, output_dir)
+    if by_itself or launcher_problem:
+        terminated = [ranks[rank] for _, rank in by_itself]
+        own_code = _exit_code(terminated[0]) if terminated else 1
+        problem = launcher_problem or (
+            f"{_describe_exit(terminated[0])}, by a signal from an external process"
+        )
+        summary = f"{problem}; the output of the launcher is in {log_dir / 'launcher.log'}."
+        return JobResult(
+            exit_code=shell_code(launcher_returncode) or own_code,
+            summary=_with_early_exit(summary, ranks) if terminated else summary,
+            is_launcher_failure=True,
+        )
+    return JobResult(exit_code=0)
+
+
+def _failure_of(first_failure: RankRecord, output_dir: Path | None) -> JobResult:
+    path = output_dir / f"rank{first_failure.rank}.log" if output_dir else None
+    where = f"; its output is in {path}" if path else ""
+    return JobResult(
+        exit_code=_exit_code(first_failure),
+        summary=f"{_describe_exit(first_failure)}{where}.",
+        first_failure=first_failure,
+    )
+
+
+def _first_that_left(ranks: Sequence[RankRecord]) -> RankRecord | None:
+    """The rank that came to the end of its script first, if any did."""
+    left = [
+        r
+        for r in ranks
+        if r.failed is None
+        and (r.has_left or (r.is_leaving and r.leaving_status in (0, SAVED_STATUS)))
+    ]
+    ends = [(r.exit.ended_at if r.exit else math.inf, r.rank) for r in left]
+    return ranks[min(ends)[1]] if ends else None
+
+
+def _early_exit_of(early: RankRecord, reporter: RankRecord) -> JobResult:
+    """A rank left without an error, and others that still needed it failed."""
+    error = brief(reporter.failed.error) if reporter.failed else ""
+    return JobResult(
+        exit_code=1,
+        summary=f"{_name(early)} {_how_it_left(early)} while other ranks still needed it: see "
+        f"optimizer.join() for uneven data. Rank {reporter.rank} failed after it ({error}).",
+        first_failure=early,
+    )
+
+
+def _how_it_left(record: RankRecord) -> str:
+    # one that waited for the others at exit was ended there
+    code = record.exit.returncode if record.exit and record.has_left else record.leaving_status
+    return f"left with exit code {code}"
+
+
+def _with_early_exit(summary: str, ranks: Sequence[RankRecord]) -> str:
+    """The summary, and which rank had left while the others continued: that may be the cause."""
+    early = _first_that_left(ranks)
+    if early is None:
+        return summary
+    return f"{summary} Before that, {_name(early)} {_how_it_left(early)}."
+
+
+def _how_all_ended(ranks: Sequence[RankRecord]) -> str:
+    """What is worth knowing of ranks that a signal from outside has ended."""
+    failed = [r for r in ranks if r.failed is not None and not r.is_consequence]
+    if failed:
+        return _describe_exit(failed[0])
+    killed = [r for r in ranks if r.exit and r.exit.returncode == -signal.SIGKILL]
+    if killed:
+        names = ", ".join(str(record.rank) for record in killed)
+        return f"rank {names} had not exited in time and was killed"
+    return f"all {len(ranks)} ranks have ended"
+
+
+def brief(text: str) -> str:
+    """A text of several lines within one line of text, shortened between words."""
+    words = " ".join(text.removeprefix("torchmn: ").split())
+    short = textwrap.shorten(words, _MAX_ERROR_CHARS, placeholder=" ...")
+    return short if len(short) > len("...") else words[:_MAX_ERROR_CHARS]
+
+
+def _name(record: RankRecord) -> str:
+    return f"rank {record.rank}" + (f" on {record.host}" if record.host else "")
+
+
+def _exit_code(record: RankRecord) -> int:
+    return record.status or 1
+
+
+def _describe_exit(record: RankRecord) -> str:
+    name = _name(record)
+    if record.failed is not None:
+        return f"{name} failed with exit code {record.failed.status} ({brief(record.failed.error)})"
+    if record.stopped_at is not None:
+        return f"{name} does not continue: {record.stopped_text}"
+    if record.lost_text:
+        return f"{name} was lost: {record.lost_text}"
+    if record.leaving_status:
+        return f"{name} failed with exit code {record.leaving_status}"
+    if record.exit is not None and record.exit.note:
+        return f"{name} {record.exit.note}"
+    if record.is_silent:
+        return f"{name} was lost: its host {UNREACHABLE}"
+    if record.exit is None:
+        signal_of_agent = signal_name(record.lost_returncode or 0)
+        return f"{name} was lost: its agent died" + (
+            f" of {signal_of_agent}" if signal_of_agent else ""
+        )
+    ended_by = signal_name(record.exit.returncode)
+    if ended_by is None:
+        return f"{name} failed with exit code {record.exit.returncode}"
+    if record.exit.returncode == -signal.SIGKILL:
+        ended_by = "SIGKILL (sent by another process, or because memory ran out)"
+    return f"{name} was ended by {ended_by}"

@@ -1,0 +1,309 @@
+"""The control connections to all ranks of a job: which rank is connected, failed, hangs or ended.
+
+The one control loop of a job. `torchmn run` runs it over its agents
+(`torchmn.run.agent_session`), and the monitor server over the monitors beside ranks that another
+launcher started. Nothing here starts, signals or reaps a process.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.connection import Channel
+from torchmn.control.heartbeat import Heartbeat, answer
+from torchmn.control.loop_clock import LoopClock
+from torchmn.control.messages import Message
+from torchmn.control.messages.job import AgentHello, Exit, Terminate
+from torchmn.control.messages.monitor import (
+    Alive,
+    HeartbeatRequest,
+    MonitorHello,
+    StatusRequest,
+    StoppedProcess,
+)
+from torchmn.control.private_files import make_private_folder, open_private
+from torchmn.control.processes import ancestors, is_stopped
+from torchmn.control.stopped_processes import StoppedProcesses
+from torchmn.run.monitor.failure_detector import FailureDetector
+from torchmn.run.monitor.hang_report import HangReport
+from torchmn.run.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
+
+STOPPED = "is stopped by a signal"
+_BUSY_LIMITS = 4
+"""How many limits an agent on this host may take that is not stopped: its disk may block it."""
+
+
+@dataclass
+class RankConnection:
+    """The control connection of one rank; ``script_pid`` is 0 until its script has started.
+
+    ``num_unshown_bytes`` is the size of its output that was not acknowledged yet, and ``stopped``
+    the processes that it reports as stopped.
+    """
+
+    channel: Channel
+    record: RankRecord
+    identity: AgentHello | MonitorHello
+    script_pid: int = 0
+    num_unshown_bytes: int = 0
+    stopped: StoppedProcesses[StoppedProcess] = field(default_factory=StoppedProcesses)
+
+    def __post_init__(self) -> None:
+        self.heartbeat = Heartbeat(self.channel)
+        if isinstance(self.identity, MonitorHello):
+            self.script_pid = self.identity.pid
+
+
+class RankSession:
+    """Accepts the connections of ``num_ranks`` ranks and follows them to their end. One thread.
+
+    A subclass handles further messages in `on_message`. Reports are written to ``log_dir``.
+    """
+
+    def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
+        self.log_dir = log_dir
+        self.records = [RankRecord(rank) for rank in range(num_ranks)]
+        self.detector = FailureDetector(self.records)
+        self.connections: dict[int, RankConnection] = {}
+        self.is_ending = False
+        self._listener = listener
+        self._selector: selectors.DefaultSelector | None = None
+        self._watched: dict[int, Channel] = {}  # by rank
+        self.clock = LoopClock()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks have connected."""
+        return len(self.connections) == len(self.records)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any connection is open."""
+        return any(each.channel.is_open for each in self.connections.values())
+
+    # ---- incoming -----------------------------------------------------------------------------
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Register the listener and all connections as one, with a callback as data.
+
+        They are in a selector that is kept: a loop that registered thousands of them each time
+        that one of them is ready would do little else.
+        """
+        if self._selector is None:
+            self._selector = selectors.DefaultSelector()
+            self._selector.register(self._listener, selectors.EVENT_READ, self.accept)
+        # Those that were closed first: a new connection may have the number of an old one.
+        for channel in [each for each in self._watched.values() if not each.is_open]:
+            self._selector.unregister(channel)
+        self._watched = {rank: each for rank, each in self._watched.items() if each.is_open}
+        for rank, connection in self.connections.items():
+            if rank not in self._watched and connection.channel.is_open:
+                self._watched[rank] = connection.channel
+                receive = partial(self.receive, connection)
+                self._selector.register(connection.channel, selectors.EVENT_READ, receive)
+        selector.register(self._selector.fileno(), selectors.EVENT_READ, self._process_ready)
+
+    def _process_ready(self) -> None:
+        if self._selector is not None:
+            for key, _ in self._selector.select(0):
+                key.data()
+
+    def accept(self) -> None:
+        """Accept the clients that have authenticated, and send what is pending. Call it often."""
+        for channel, identity in self._listener.admit():
+            self.admit(channel, identity)
+        for connection in self.connections.values():
+            connection.channel.flush()
+
+    def admit(self, channel: Channel, identity: Message) -> bool:
+        """Add a rank's connection, or close it: unknown rank, or one that is connected already."""
+        if (
+            not isinstance(identity, AgentHello | MonitorHello)
+            or identity.rank not in range(len(self.records))
+            or identity.rank in self.connections
+        ):
+            channel.close()
+            return False
+        record = self.records[identity.rank]
+        record.host = identity.host
+        self.connections[identity.rank] = RankConnection(channel, record, identity)
+        if self.is_ending:
+            channel.post(Terminate(signum=signal.SIGTERM))
+        return True
+
+    def receive(self, connection: RankConnection) -> None:
+        """Process what a rank has sent, and record it if the connection is lost."""
+        channel, record = connection.channel, connection.record
+        for message in channel.collect():
+            self.on_message(connection, message)
+        if channel.is_open:
+            channel.flush()
+        elif not record.has_ended:
+            record.lost_at = time.time()
+            record.is_silent = channel.is_silent
+            record.was_ending = self.is_ending
+            self.on_lost(connection)
+
+    def on_message(self, connection: RankConnection, message: Message) -> None:
+        """Process one message of a rank."""
+        if isinstance(message, Exit):
+            connection.record.exit = message
+        elif isinstance(message, HeartbeatRequest):
+            answer(connection.channel)
+        elif isinstance(message, Alive):
+            connection.heartbeat.answered()
+            connection.stopped.update(message.stopped, self.clock.now)
+        else:
+            self.detector.on_message(connection.record, message, self.clock.now)
+
+    def on_lost(self, connection: RankConnection) -> None:
+        """Called once after the connection of a rank that has not ended was lost."""
+
+    # ---- outgoing -----------------------------------------------------------------------------
+
+    def post(self, message: Message) -> None:
+        """Send a message to all connected ranks."""
+        for connection in self.connections.values():
+            connection.channel.post(message)
+
+    def must_end(self, now: float) -> bool:
+        """Whether a rank has failed or hangs, so that all must end; ``now`` is of `clock`.
+
+        If one seems to hang, the status of all ranks is requested first.
+        """
+        if not self.is_ending:
+            self._check_heartbeats(now)
+        if self.detector.must_query(now):
+            self.post(StatusRequest(limit_s=self.detector.reply_limit_s))
+        return self.detector.must_end(now)
+
+    def end(self, signum: int = signal.SIGTERM) -> HangReport | None:
+        """Have all scripts ended with this signal. Returns the hang report if there is one."""
+        self.is_ending = True
+        self.post(Terminate(signum=signum))
+        return self.detector.hang
+
+    def disconnect(self, connections: Iterable[RankConnection]) -> None:
+        """Close these connections, at which ranks that still run end."""
+        for connection in connections:
+            connection.channel.close()
+            if not connection.record.has_ended:
+                connection.record.lost_at, connection.record.was_ending = time.time(), True
+
+    def close(self) -> None:
+        """Close all connections and the listener."""
+        self.disconnect(self.connections.values())
+        if self._selector is not None:
+            self._selector.close()
+            self._selector = None
+        self._listener.close()
+
+    # ---- processes that are stopped -----------------------------------------------------------
+
+    def _check_heartbeats(self, now: float) -> None:
+        """Give up ranks whose script or agent is stopped, or whose agent does not answer."""
+        for connection in self.connections.values():
+            record, beat = connection.record, connection.heartbeat
+            if record.has_ended or not connection.channel.is_open:
+                continue
+            silent_s = beat.silent_s(now)
+            if silent_s >= beat.limit_s and (text := self._describe_silence(connection, silent_s)):
+                connection.channel.close()
+                record.lost_at, record.lost_text = time.time(), text
+                self.on_lost(connection)
+            for process in connection.stopped.for_longer_than(beat.limit_s, now):
+                self._on_stopped(connection, process)
+
+    def _describe_silence(self, connection: RankConnection, silent_s: float) -> str:
+        """Why the agent does not answer; empty if it may still do so: its host is busy."""
+        identity, host = connection.identity, connection.record.host
+        if isinstance(identity, AgentHello):
+            what, pid = "agent", identity.pid
+        else:
+            what, pid = "monitor", identity.monitor_pid
+        silence = f"has not answered for {silent_s:.0f} s"
+        others = [each for each in self.connections.values() if each.record.host == host]
+        reported = {process.pid for each in others for process in each.stopped}
+        is_here = host == socket.gethostname()
+        if pid in reported or (is_here and is_stopped(pid)):
+            silence = STOPPED
+        elif is_here and silent_s < _BUSY_LIMITS * connection.heartbeat.limit_s:
+            return ""
+        return f"its {what} (process {pid}) {silence}"
+
+    def _on_stopped(self, reporter: RankConnection, process: StoppedProcess) -> None:
+        """A process on the host of ``reporter`` has been stopped for too long."""
+        here = [c for c in self.connections.values() if c.record.host == reporter.record.host]
+        for connection in here:
+            if connection.script_pid == process.pid and connection.record.stopped_at is None:
+                connection.record.stopped_at = time.time()
+                connection.record.stopped_text = f"its process {process.pid} {STOPPED}"
+            if process.pid in (connection.script_pid, connection.identity.pid):
+                return  # an agent is noticed by its own silence
+        if process.pid not in (os.getpid(), *ancestors(os.getpid())):
+            self.on_launcher_stopped(
+                f"{process.name} (process {process.pid} on {reporter.record.host}) {STOPPED}"
+            )
+
+    def on_launcher_stopped(self, text: str) -> None:
+        """Called when a process of the launcher, between this one and an agent, is stopped."""
+
+    # ---- result -------------------------------------------------------------------------------
+
+    def result(
+        self,
+        *,
+        interrupted_by: int | None = None,
+        launcher_problem: str = "",
+        launcher_returncode: int = 0,
+        keeps_output: bool = True,
+    ) -> JobResult:
+        """How the job ended, from what is known of all ranks; parameters as for `summarize`."""
+        return summarize(
+            self.records,
+            log_dir=self.log_dir,
+            interrupted_by=interrupted_by,
+            launcher_problem=launcher_problem,
+            launcher_returncode=launcher_returncode,
+            hang=self.detector.hang,
+            keeps_output=keeps_output,
+        )
+
+
+def write_hang_report(folder: Path, text: str) -> str:
+    """Write ``hang.txt``; returns why it could not be written, or an empty string."""
+    return _write(folder / HANG_FILE, text)
+
+
+def write_failure_report(folder: Path, result: JobResult, summary: str) -> str:
+    """Write ``failure.txt``: the end of the failed rank's stderr, then the summary.
+
+    Returns why it could not be written, or an empty string: a full disk costs the file only.
+    """
+    return _write(folder / FAILURE_FILE, "\n".join([*stderr_tail(result), summary]) + "\n")
+
+
+def stderr_tail(result: JobResult) -> list[str]:
+    """The end of the standard error of the rank that failed first, below a title; may be empty."""
+    first = result.first_failure
+    lines = first.error_lines if first is not None else []
+    return [f"End of stderr of rank {first.rank}:", *lines] if first and lines else []
+
+
+def _write(path: Path, text: str) -> str:
+    try:
+        make_private_folder(path.parent)
+        with open(path, "w", opener=open_private) as file:
+            file.write(text)
+    except OSError as error:
+        return f"cannot write {path}: {error}"
+    return ""

@@ -1,0 +1,335 @@
+"""Several devices of one machine from one plain script, without a launcher.
+
+    on every rank:   g_i <- gradient of the mean loss of its own batch of n_i samples
+                     g   <- sum of n_i g_i / sum of n_i
+    on rank 0 only:  the optimizer's step, and with it weight decay and momentum
+    from rank 0:     parameters
+
+This process is rank 0 and holds the *main* device; `start_local_ranks` starts the other ranks, the
+workers. Chainer's MultiprocessParallelUpdater computes the same, but sums the gradients and divides
+the learning rate by the number of devices instead, which makes weight decay weaker.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import copy
+import pickle
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
+from torch.optim import Optimizer
+
+from torchmn.errors import (
+    CommunicationError,
+    LaunchError,
+    PeerLostError,
+    UnknownNameError,
+    UsageError,
+)
+from torchmn.train.evaluation import Ratio
+from torchmn.exchange.replicas import named_parameters
+from torchmn.run.local_ranks import (
+    LocalRanks,
+    raise_if_imported_by_rank,
+    start_local_ranks,
+)
+from torchmn.run.updater_devices import Device, named_devices
+from torchmn.run.updater_replica import MAIN, Order, Replica, run_worker
+from torchmn.exchange.optimizer import MultiNodeOptimizer
+from torchmn.cluster import Topology
+from torchmn.cluster.cpus import assign_cpus, available_processors
+from torchmn.train.batch_source import batch_source
+from torchmn.train.log_report import OBSERVATIONS, Observations
+from torchmn.train.standard_updater import StandardUpdater
+from torchmn.comm.transports.store import serve_store
+
+_START_LIMIT_S = 300.0
+_REPORT_LIMIT_S = 5.0
+_END_LIMIT_S = 10.0
+
+
+class MultiprocessParallelUpdater(StandardUpdater):
+    """One rank per device: mean gradients, a step on main, parameters from main to the others.
+
+    It starts the other ranks itself, at the first update, so it is used in an ordinary script
+    whose work is under ``if __name__ == "__main__":``. Model, loss function and iterators are sent
+    to them and must be picklable. Gradients are means over the samples of all ranks; learning
+    rate, eps and weight decay are never rewritten. Epochs are those of main's iterator.
+
+    Each rank has its own running statistics; those of main are evaluated and saved.
+
+    Args:
+        iterators: one per device, main's first, over parts of equal length
+            (`torchmn.split_dataset_n_random`).
+        optimizer: any ordinary one, over parameters of ``model``. It steps on main only.
+        model: is moved to main's device; called with a batch it returns the loss.
+        devices: ``{"main": 0, "gpu1": 1}`` or a list, main first; GPU numbers, ``"cuda:1"`` or
+            ``"cpu"``, all of one kind.
+        loss_func: is called in place of the model.
+        observations: what ``main/...`` is: the ``mean`` over all ranks, or main's only with
+            ``rank0``, as in Chainer.
+        timeout_s: the limit of one exchange in seconds.
+
+    Raises UsageError, UnsupportedError: the arguments do not fit together.
+
+    `update` also raises LaunchError: a rank did not start; PeerLostError: a rank ended or raised
+    an exception, with the launcher's report.
+
+    >>> model = torchmn.train.Classifier(torch.nn.Linear(3, 2))
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> halves = torchmn.split_dataset_n_random([(torch.ones(3), 1)] * 8, 2)
+    >>> iterators = [torchmn.SerialIterator(half, 2) for half in halves]
+    >>> updater = torchmn.MultiprocessParallelUpdater(
+    ...     iterators, sgd, model, devices=["cpu", "cpu"]
+    ... )
+    >>> torchmn.Trainer(updater, (1, "epoch"), out=None).run()
+    >>> updater.iteration
+    2
+    """
+
+    def __init__(
+        self,
+        iterators: Sequence[Any],
+        optimizer: Optimizer,
+        model: nn.Module,
+        *,
+        devices: Mapping[str, Device] | Sequence[Device],
+        loss_func: Callable[..., Tensor] | None = None,
+        observations: Observations = "mean",
+        timeout_s: float = 60.0,
+    ) -> None:
+        raise_if_imported_by_rank()
+        self.devices = named_devices(devices)
+        _raise_if_parts_differ(iterators, self.devices)
+        if isinstance(optimizer, MultiNodeOptimizer):
+            raise UsageError(
+                "MultiprocessParallelUpdater exchanges gradients itself. Give it the plain "
+                "optimizer, not that of create_multi_node_optimizer."
+            )
+        if observations not in OBSERVATIONS:
+            raise UnknownNameError("choice of observations", observations, OBSERVATIONS)
+        named_parameters(optimizer, [model])  # rejects parameters that are not in the model
+        main = self.devices["main"]
+        super().__init__(iterators[0], optimizer, model.to(main), loss_func=loss_func, device=main)
+        self.observations = observations
+        self.timeout_s = timeout_s
+        self._sources = [self.source, *map(batch_source, iterators[1:])]
+        self._workers: LocalRanks | None = None
+        self._replica: Replica | None = None
+        self._has_ended = self._has_failed = False
+        self._random_states: dict[int, Any] = {}
+        """Of the workers, by rank, as they were saved."""
+        self._num_threads_before = 0
+
+    def update(self) -> None:
+        """Do one iteration on all devices."""
+        self.setup_workers()
+        if self._replica is None:
+            raise UsageError("This updater has ended. Make a new one to train again.")
+        with self._report_of_failure():
+            self._replica.control.bcast_obj("update", MAIN)
+            sums = self._replica.update(self.optimizer)
+        num_ranks = len(self.devices) if self.observations == "mean" else 1
+        means: dict[str, Any] = {  # what each rank reported once is a number
+            name: total / weight if weight == num_ranks else Ratio(total, weight)
+            for name, (total, weight) in sums.items()
+        }
+        from pytorch_pfn_extras.reporting import report
+
+        report(means)
+        self.iteration += 1
+
+    def setup_workers(self) -> None:
+        """Start the other ranks if they are not running yet.
+
+        Raises UsageError: something cannot be pickled; LaunchError: a rank did not start.
+        """
+        if self._replica is not None or self._has_ended:
+            return
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        store = serve_store(listener, "127.0.0.1", timeout_s=self.timeout_s)
+        secret = secrets.token_bytes(32)
+        orders = [self._order(rank, store.port, secret) for rank in range(len(self.devices))]
+        is_cpu = self.devices["main"].type == "cpu"
+        processors = available_processors()
+        own = assign_cpus(processors, intra_rank=MAIN, intra_size=len(orders))
+        self._has_ended = self._has_failed = True  # until all ranks have joined
+        atexit.register(self.finalize)
+        if is_cpu:
+            self._num_threads_before = torch.get_num_threads()
+            torch.set_num_threads(own.num_threads)
+        if orders[1:]:
+            self._workers = start_local_ranks(
+                run_worker,
+                [(order,) for order in orders[1:]],
+                backend="gloo" if is_cpu else "nccl",
+                cores=set(processors.logical) - set(own.cores),
+            )
+            self._wait_for_start(self._workers, store)
+        with self._report_of_failure():
+            self._replica = Replica(orders[MAIN], store, self.model, self.loss_func, self.source)
+            self._load_into_workers(self._replica)
+        self._has_ended = self._has_failed = False
+
+    def finalize(self) -> None:
+        """End the other ranks, at once if something has failed."""
+        atexit.unregister(self.finalize)
+        replica, self._replica = self._replica, None
+        workers, self._workers = self._workers, None
+        if replica is not None:
+            with contextlib.suppress(CommunicationError):
+                if not self._has_failed:
+                    replica.control.bcast_obj("end", MAIN)
+            replica.finalize()
+        if workers is not None:
+            workers.end(0.0 if self._has_failed else _END_LIMIT_S)
+        self._has_ended = True
+        if self._num_threads_before:
+            torch.set_num_threads(self._num_threads_before)
+            self._num_threads_before = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The iteration, the positions of all iterators, also in the middle of an epoch, and the
+        random generators of the workers; those of main belong to the script.
+        """
+        states = [dict(source.state_dict()) for source in self._sources]
+        random_states = dict(self._random_states)
+        if self._replica is not None:
+            self._replica.control.bcast_obj("state", MAIN)
+            gathered = self._replica.control.gather_obj(None, MAIN) or []
+            for rank in range(1, len(gathered)):
+                states[rank], random_states[rank] = gathered[rank]
+        return {"iteration": self.iteration, "sources": states, "random_states": random_states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the very next batches.
+
+        On another number of devices the same number of samples of the epoch are done; which ones
+        is not kept. Raises UsageError: an iterator cannot do that.
+        """
+        states = state["sources"]
+        is_same = len(states) == len(self._sources)
+        if not is_same:
+            states = self._resharded(states)
+        self.iteration = int(state["iteration"])
+        self._random_states = dict(state.get("random_states", {})) if is_same else {}
+        for source, saved in zip(self._sources, states, strict=True):
+            source.load_state_dict(saved)
+        if self._replica is not None:
+            self._load_into_workers(self._replica)
+
+    # ---- inside ----
+
+    def _order(self, rank: int, port: int, secret: bytes) -> Order:
+        return Order(
+            rank=rank,
+            size=len(self.devices),
+            device=list(self.devices.values())[rank],
+            port=port,
+            secret=secret,
+            timeout_s=self.timeout_s,
+            seed=(torch.initial_seed() + rank) % 2**63,
+            observes=rank == MAIN or self.observations == "mean",
+            payload=b"" if rank == MAIN else self._pickled(rank),
+        )
+
+    def _pickled(self, rank: int) -> bytes:
+        """Model, loss function and iterator, with all tensors on the CPU."""
+        parts = {"model": self.model, "loss_func": self.loss_func, "iterator": self._sources[rank]}
+        try:
+            model, loss_func = copy.deepcopy((self.model, self.loss_func))
+            return pickle.dumps((model.cpu(), loss_func, parts["iterator"]))
+        except Exception as error:
+            raise UsageError(_pickle_problem(parts, error)) from error
+
+    def _wait_for_start(self, workers: LocalRanks, store: TCPStore) -> None:
+        """Raises LaunchError: the workers ended, or took too long to load their model and data."""
+        begin_s = time.monotonic()
+        while not store.check([f"started{rank}" for rank in range(1, len(self.devices))]):
+            is_late = time.monotonic() > begin_s + _START_LIMIT_S
+            if is_late or workers.have_ended:
+                raise LaunchError(
+                    f"The workers did not start within {_START_LIMIT_S:g} s. See what the script "
+                    "does when it is imported."
+                    if is_late
+                    else f"The workers did not start. {workers.failure(0.0)}"
+                )
+            time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def _report_of_failure(self) -> Iterator[None]:
+        """Turn the loss of a worker into the launcher's report of why it ended."""
+        try:
+            yield
+        except CommunicationError:
+            self._has_failed = True
+            report = self._workers.failure(_REPORT_LIMIT_S) if self._workers else ""
+            if not report:
+                raise
+            ranks = [
+                f"rank {rank} is '{name}' on {device}"
+                for rank, (name, device) in enumerate(list(self.devices.items())[1:])
+            ]
+            raise PeerLostError(f"A worker failed ({', '.join(ranks)}). {report}") from None
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    def _load_into_workers(self, replica: Replica) -> None:
+        states = [dict(source.state_dict()) for source in self._sources]
+        replica.control.bcast_obj("load", MAIN)
+        replica.control.bcast_obj((states, self._random_states), MAIN)
+
+    def _resharded(self, states: Sequence[Any]) -> list[Any]:
+        """One state for each iterator, from those of another number of devices."""
+        size = len(self._sources)
+        topology = Topology(("localhost",) * size)
+        reshards = [getattr(source, "reshard_state_dict", None) for source in self._sources]
+        if None in reshards:
+            raise UsageError(
+                f"The state was saved with {len(states)} devices, here are {size}. Use the same "
+                "number, or iterators whose state can be resharded: SerialIterator or a DataLoader."
+            )
+        return [
+            reshard(states, topology.place(rank))
+            for rank, reshard in enumerate(reshards)
+            if reshard is not None
+        ]
+
+
+def _pickle_problem(parts: Mapping[str, object], error: Exception) -> str:
+    for name, part in parts.items():
+        try:
+            pickle.dumps(part)
+        except Exception as reason:
+            return (
+                f"The {name} (a {type(part).__name__}) cannot be sent to the worker ranks: "
+                f"{type(reason).__name__}: {reason}. It must be picklable: use classes and "
+                "functions of a module in place of lambdas, local functions, open files and "
+                "threads."
+            )
+    return f"The model cannot be copied for the worker ranks: {type(error).__name__}: {error}"
+
+
+def _raise_if_parts_differ(iterators: Sequence[Any], devices: Mapping[str, torch.device]) -> None:
+    if len(iterators) != len(devices):
+        raise UsageError(
+            f"There are {len(iterators)} iterators for {len(devices)} devices. Give one for each, "
+            "main's first."
+        )
+    datasets = [getattr(iterator, "dataset", ()) for iterator in iterators]
+    lengths = [len(dataset) for dataset in datasets if hasattr(dataset, "__len__")]
+    if len(set(lengths)) > 1:
+        raise UsageError(
+            f"The iterators' data sets have {lengths} samples. They must be equal, so "
+            "that all devices end their epochs together: split them with "
+            "torchmn.split_dataset_n_random."
+        )

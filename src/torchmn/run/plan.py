@@ -1,0 +1,379 @@
+"""Plan a job from the options of `torchmn run`: hosts, launcher and backend, and why."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE
+from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.run.backend import BACKENDS, choose_backend, this_machine
+from torchmn.run.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
+from torchmn.run.elastic.rendezvous_state import Limits
+from torchmn.run.exported_variables import parse_variable
+from torchmn.run.job import (
+    FAILURE_GRACE_S,
+    SIGNAL_GRACE_S,
+    THIS_HOST,
+    Backend,
+    Job,
+    Launcher,
+)
+from torchmn.run.starters.mpirun import problem_between_hosts
+from torchmn.run.monitor.job_result import LOG_DIR
+from torchmn.record.profile_request import ProfileRequest, is_record_off
+from torchmn.cluster import Allocation, Host, LauncherInfo, allocation, available_processors, is_scheduled, is_this_host, parse_hostfile, parse_hosts, read_launcher_env, select_hosts
+from torchmn.cluster.units import counted
+
+LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
+
+
+def _option(
+    text: str,
+    *flags: str,
+    metavar: str | None = None,
+    values: tuple[str, ...] = (),
+    default: Any = None,
+) -> Any:
+    """A field with an option of `torchmn run`: its help text, and its names if not the field's."""
+    metadata = {"help": text, "flags": flags, "metavar": metavar, "values": values}
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options of `torchmn run`; ``None`` or ``auto`` where not given.
+
+    >>> from torchmn.run import RunOptions
+    >>> options = RunOptions(argv=("python", "train.py"), num_ranks=2)
+    >>> options.num_ranks, options.launcher
+    (2, 'auto')
+    """
+
+    argv: tuple[str, ...]
+    script: str = ""
+    launcher_args: tuple[str, ...] = ()
+    num_ranks: int | None = _option(
+        "Number of ranks (default: all slots of the hosts, or 1).", "-n"
+    )
+    hostfile: Path | None = _option("File with a line NAME slots=N for each host.")
+    hosts: str | None = _option("Hosts and slots, such as a:4,b:2.")
+    num_nodes: int | None = _option("Number of hosts.", "--nodes")
+    per_node: int | None = _option("Number of ranks on each host.")
+    launcher: str = _option(
+        "Launcher: auto, local, mpirun, torchrun, srun or ssh.",
+        values=LAUNCHERS,
+        default="auto",
+    )
+    exported: tuple[str, ...] = _option(
+        "Environment variable to export to all ranks (repeatable).",
+        "-x",
+        metavar="NAME[=VALUE]",
+        default=(),
+    )
+    backend: str = _option(
+        "Communication backend: auto, gloo, nccl or mpi.", values=BACKENDS, default="auto"
+    )
+    num_threads: int | None = _option(
+        "Threads of each rank (default: its share of the cores).", "--threads"
+    )
+    shows_binding: bool = _option("Print the cores of each rank.", "--show-binding", default=False)
+    log_dir: Path | None = _option(
+        "Folder in which this run makes its own for rank0.log, rank0.exit.json, ... "
+        "(default: torchmn-logs)."
+    )
+    grace_s: float | None = _option(
+        "Seconds between terminating a rank and killing it (default: 5 when the job fails, 30 "
+        "after SIGTERM, in a scheduler's job as long as that gives).",
+        "--grace",
+    )
+    profile: str | None = _option(
+        "Profile these steps of all ranks, or all functions (cProfile). In NAME, of the files, %h, "
+        "%r and %p stand for host, rank and process.",
+        metavar="FIRST:LAST|cprofile[,NAME]",
+    )
+    elastic: str | None = _option(
+        "Elastic: minimum and maximum number of hosts.", metavar="MIN:MAX"
+    )
+    max_restarts: int | None = _option("Elastic: maximum restarts after a failure (default: 3).")
+    rendezvous: str | None = _option(
+        "Elastic: rendezvous endpoint (default: this host).", metavar="HOST:PORT"
+    )
+    join_timeout_s: float | None = _option(
+        "Elastic: seconds to wait for MIN hosts (default: 120).", "--join-timeout"
+    )
+
+    def environment(self, env: Mapping[str, str]) -> dict[str, str]:
+        """``env`` with the values of ``-x`` and the number of threads. Raises UsageError."""
+        if self.num_threads is not None and self.num_threads < 1:
+            raise UsageError(f"--threads must be at least 1, got {self.num_threads}.")
+        exported = dict(parse_variable(text, env) for text in self._all_exported)
+        if self.profile is not None:
+            ProfileRequest.parse(self.profile)
+            if is_record_off({**env, **exported}):
+                raise UsageError(
+                    f"--profile needs the record of steps, and {RECORD_VARIABLE} switches it off."
+                )
+        threads = {} if self.num_threads is None else {"OMP_NUM_THREADS": str(self.num_threads)}
+        return {**env, **exported, **threads}
+
+    @property
+    def _all_exported(self) -> tuple[str, ...]:
+        own = () if self.profile is None else (f"{PROFILE_VARIABLE}={self.profile}",)
+        return (*self.exported, *own)
+
+    @property
+    def names_hosts(self) -> bool:
+        """Whether the hosts are given, not those of a scheduler's job."""
+        return self.hosts is not None or self.hostfile is not None
+
+    def job(
+        self, hosts: tuple[Host, ...], launcher: Launcher, backend: Backend, env: Mapping[str, str]
+    ) -> Job:
+        """The job on these hosts."""
+        signal_grace_s = None if is_scheduled(env) else SIGNAL_GRACE_S
+        return Job(
+            argv=self.argv,
+            script=self.script,
+            num_ranks=sum(host.slots for host in hosts),
+            hosts=hosts,
+            launcher=launcher,
+            launcher_args=self.launcher_args,
+            exported=tuple(text.partition("=")[0] for text in self._all_exported),
+            backend=backend,
+            shows_binding=self.shows_binding,
+            log_dir=self.log_dir or LOG_DIR,
+            grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
+            signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
+        )
+
+
+def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> LauncherInfo | None:
+    """The rank of this process if a launcher has started it as one of several, else ``None``.
+
+    Then there is nothing to start. Raises TopologyError: the options ask for other ranks.
+
+    >>> options = RunOptions(argv=("torchmn", "run", "train.py"), script="train.py")
+    >>> detect_existing_rank(options, {}) is None
+    True
+    >>> detect_existing_rank(
+    ...     options, {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    ... ).rank
+    1
+    """
+    place = read_launcher_env(env)
+    if place is None or place.known_size in (None, 1):
+        return None
+    asks = options.names_hosts or options.launcher != "auto" or options.elastic is not None
+    if options.num_ranks not in (None, place.size) or asks:
+        raise TopologyError(
+            f"`torchmn run` was itself started as one of several ranks: {place}. It then runs the "
+            "script as that rank, and -n, --hosts, --hostfile, --launcher and --elastic cannot "
+            "change that: leave them out, or start `torchmn run` once."
+        )
+    return place
+
+
+def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
+    """The job, and why its launcher and backend were chosen. Reads files, changes nothing.
+
+    Raises UsageError, UnknownNameError, UnsupportedError or TopologyError: the options contradict
+    each other, or cannot work here.
+
+    >>> from torchmn.run import RunOptions, plan_job
+    >>> job, why = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
+    >>> job.num_ranks, job.argv
+    (2, ('python', 'train.py'))
+    """
+    if options.launcher not in LAUNCHERS:
+        raise UnknownNameError("launcher", options.launcher, LAUNCHERS)
+    _check_elastic_options(options)
+    given = None if options.names_hosts else allocation(env)
+    hosts = assign_slots(options, given)
+    is_remote = not all(is_this_host(host.name) for host in hosts)
+    has_srun = shutil.which("srun", path=env.get("PATH")) is not None
+    is_slurm = given is not None and given.scheduler == "Slurm" and is_remote and has_srun
+    wanted = options.launcher
+    if wanted == "auto" and is_slurm:
+        wanted = "srun"
+    backend, reasons = _backend(options, wanted, env, hosts, given, is_remote=is_remote)
+    launcher = _launcher(wanted, backend, is_remote=is_remote)
+    _check_launcher_backend(launcher, backend, is_remote=is_remote)
+    if options.launcher_args and launcher in ("local", "ssh"):
+        raise UnsupportedError(
+            f"--launcher-args is for mpirun, torchrun and srun, and --launcher {launcher} was "
+            "chosen: leave it out, or put the options of the remote shell into TORCHMN_RSH."
+        )
+    if not is_remote:
+        hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
+    job = options.job(hosts, launcher, backend, env)
+    if not (options.names_hosts or job.has_other_hosts or launcher == "srun"):
+        job = replace(job, warning=_warning(job.num_ranks, len(available_processors().logical)))
+    return job, reasons
+
+
+def _warning(num_ranks: int, num_cores: int) -> str:
+    """What to say about more ranks than this host has cores for; empty if it has enough."""
+    if num_ranks <= num_cores:
+        return ""
+    return (
+        f"warning: {num_ranks} ranks share {counted(num_cores, 'core')}, so that they slow each "
+        f"other down: start at most {num_cores} on this host, or more hosts with --hosts."
+    )
+
+
+def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
+    """As `plan_job`, for a job with ``--elastic``, which survives the loss of hosts.
+
+    Raises UnsupportedError: MPI, or a launcher with a fixed set of hosts.
+
+    >>> from torchmn.run import RunOptions, plan_elastic
+    >>> options = RunOptions(argv=("python", "train.py"), hosts="localhost:2", elastic="1:1")
+    >>> elastic, why = plan_elastic(options, {})
+    >>> elastic.job.num_ranks, elastic.limits.max_restarts
+    (2, 3)
+    """
+    min_hosts, max_hosts = parse_elastic(options.elastic or "")
+    if options.backend == "mpi" or options.launcher == "mpirun":
+        raise UnsupportedError(
+            "--elastic does not work with MPI: MPI_COMM_WORLD is fixed when mpirun starts, can "
+            "neither shrink nor grow, and mpirun ends all ranks when one is lost. Use --backend "
+            "gloo or nccl."
+        )
+    if options.launcher not in ("auto", "local", "ssh", "torchrun"):
+        raise UnsupportedError(
+            "--elastic starts the hosts itself, and restarts them when they come back, with "
+            f"torchrun's agent on each: {options.launcher} has a fixed set of hosts. Leave "
+            "--launcher out."
+        )
+    if options.launcher_args:
+        raise UnsupportedError("--launcher-args has no effect with --elastic: leave it out.")
+    given = None if options.names_hosts else allocation(env)
+    hosts = assign_slots(options, given)
+    if max_hosts > len(hosts):
+        has_list = given is not None or options.names_hosts
+        largest = f"--elastic {min(min_hosts, len(hosts))}:{len(hosts)}"
+        cure = f"Use {largest}, or name more hosts."
+        if not has_list:
+            cure = f"Name them with --hosts or --hostfile; without a list there is only {largest}."
+        raise UsageError(
+            f"--elastic {options.elastic} asks for up to {max_hosts} hosts, but there are "
+            f"{len(hosts)}. {cure}"
+        )
+    limits = Limits(
+        min_hosts=min_hosts,
+        max_hosts=max_hosts,
+        grace_s=FAILURE_GRACE_S if options.grace_s is None else options.grace_s,
+        max_restarts=3 if options.max_restarts is None else options.max_restarts,
+        join_timeout_s=120.0 if options.join_timeout_s is None else options.join_timeout_s,
+    )
+    is_remote = not all(is_this_host(host.name) for host in hosts)
+    backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)
+    job = options.job(hosts, "ssh" if is_remote else "local", backend, env)
+    host, port = parse_rendezvous(options.rendezvous) if options.rendezvous else ("", 0)
+    return ElasticJob(job=job, limits=limits, rendezvous=host, rendezvous_port=port), reasons
+
+
+def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, ...]:
+    """The hosts, with the number of ranks on each. Without a list of hosts this host is used."""
+    if options.hosts is not None and options.hostfile is not None:
+        raise UsageError("--hosts and --hostfile are mutually exclusive: use one of them.")
+    wanted = {
+        "num_ranks": options.num_ranks,
+        "num_nodes": options.num_nodes,
+        "per_node": options.per_node,
+    }
+    if options.hosts is not None:
+        return select_hosts(parse_hosts(options.hosts), **wanted)
+    if options.hostfile is not None:
+        path = str(options.hostfile)
+        try:
+            text = options.hostfile.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not text"
+            raise UsageError(
+                f"The host file {path!r} cannot be read ({why}): name another with --hostfile, or "
+                "the hosts themselves with --hosts a:4,b:2."
+            ) from None
+        return select_hosts(parse_hostfile(text, source=path), **wanted)
+    if given is not None:
+        return select_hosts(given.hosts_for(options.num_threads), **wanted)
+    if (options.num_nodes or 1) > 1:
+        raise UsageError(
+            f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, or "
+            "start it in a job of PBS, Slurm or Grid Engine."
+        )
+    numbers = {
+        "-n": options.num_ranks,
+        "--nodes": options.num_nodes,
+        "--per-node": options.per_node,
+    }
+    for option, number in numbers.items():
+        if number is not None and number < 1:
+            raise UsageError(f"{option} must be at least 1, got {number}.")
+    if None not in (options.num_ranks, options.per_node) and options.num_ranks != options.per_node:
+        raise UsageError(
+            f"-n {options.num_ranks} contradicts --per-node {options.per_node} on one host."
+        )
+    return (Host(name=THIS_HOST, slots=options.num_ranks or options.per_node or 1),)
+
+
+def _check_elastic_options(options: RunOptions) -> None:
+    for name, value in (
+        ("--max-restarts", options.max_restarts),
+        ("--rendezvous", options.rendezvous),
+        ("--join-timeout", options.join_timeout_s),
+    ):
+        if value is not None:
+            raise UsageError(f"{name} requires --elastic MIN:MAX.")
+
+
+def _backend(
+    options: RunOptions,
+    launcher: str,
+    env: Mapping[str, str],
+    hosts: tuple[Host, ...],
+    given: Allocation | None,
+    *,
+    is_remote: bool,
+) -> tuple[Backend, str]:
+    """The backend by `choose_backend`, and the reasons for it and for the hosts.
+
+    MPI is only chosen where its own mpirun starts the ranks. Under srun it must be requested:
+    whether Slurm has a PMI that this MPI supports only shows there.
+    """
+    machine, max_ranks = this_machine(env), max(host.slots for host in hosts)
+    if options.backend == "auto" and launcher not in ("auto", "mpirun"):
+        backend: Backend = "nccl" if machine.num_gpus >= max_ranks else "gloo"
+        why = "a GPU for every rank"
+        if backend == "gloo":
+            why = f"no GPU for every rank, and {launcher} does not start MPI"
+    else:
+        problem = ""
+        if is_remote and machine.mpirun and launcher != "srun":
+            problem = problem_between_hosts(machine.mpirun, env)
+        backend, why = choose_backend(options.backend, machine, max_ranks, mpi_problem=problem)
+    reasons = [why if options.backend == "auto" else "", str(given) if given else ""]
+    return backend, "; ".join(reason for reason in reasons if reason)
+
+
+def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
+    """mpirun for MPI, else ssh or, on one host, none."""
+    if wanted != "auto":
+        return wanted  # type: ignore[return-value]
+    if backend == "mpi":
+        return "mpirun"
+    return "ssh" if is_remote else "local"
+
+
+def _check_launcher_backend(launcher: Launcher, backend: Backend, *, is_remote: bool) -> None:
+    if launcher == "local" and is_remote:
+        raise UsageError("--launcher local starts ranks on this host only: use ssh or mpirun.")
+    if backend == "mpi" and launcher in ("local", "ssh", "torchrun"):
+        raise UnsupportedError(
+            f"--backend mpi needs an MPI launcher, which {launcher} is not: use --launcher mpirun "
+            "or srun, or --backend gloo or nccl."
+        )

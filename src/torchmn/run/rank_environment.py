@@ -1,0 +1,112 @@
+"""The cores and environment variables of a rank, under any launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from torchmn.cluster.environment_variables import SUPERVISOR_VARIABLE
+from torchmn.cluster import (
+    CpuAssignment,
+    LauncherInfo,
+    Processors,
+    Route,
+    assign_cpus,
+    available_processors,
+    cores_near_gpu,
+    gpu_localities,
+    memory_nodes,
+)
+
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_RENDEZVOUS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
+_KEPT_HEAP = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
+}
+"""For glibc: what a training step frees is used again by the next one. By default the end of the
+heap goes back to the system, and each step of VGG-16 on a CPU causes some 25,000 page faults."""
+
+
+def run_as_rank(argv: Sequence[str], env: Mapping[str, str], place: LauncherInfo) -> NoReturn:
+    """Replace this process, a rank of another launcher, by the script, bound to its cores.
+
+    The launcher may have bound it already. The cores that MPI launchers and torchrun have
+    themselves are divided again, so that the binding is the same under all of them; Slurm's binding
+    is kept, since only Slurm knows which cores of the node belong to the job.
+
+    >>> import multiprocessing, os, sys
+    >>> from torchmn.run import run_as_rank
+    >>> from torchmn.cluster import LauncherInfo
+    >>> place = LauncherInfo(launcher="Slurm", kind="scheduler", rank=0, known_size=1)
+    >>> script = [sys.executable, "-c", "import os; assert 'OMP_NUM_THREADS' in os.environ"]
+    >>> process = multiprocessing.get_context("spawn").Process(  # which becomes the script
+    ...     target=run_as_rank, args=(script, dict(os.environ), place)
+    ... )
+    >>> process.start()
+    >>> process.join()
+    >>> process.exitcode
+    0
+    """
+    own, around = available_processors(), available_processors(pid=os.getppid())
+    is_bound = set(own.logical) < set(around.logical)
+    if not (is_bound and place.kind == "scheduler"):
+        bind_cores(place, env, around if is_bound else own)
+    share = assign_cpus(available_processors(), intra_rank=0, intra_size=1)
+    os.execvpe(argv[0], list(argv), script_environment(env, share, {}, None))
+
+
+def bind_cores(
+    place: LauncherInfo, env: Mapping[str, str], processors: Processors
+) -> tuple[CpuAssignment, str]:
+    """Bind this process, and so its children, to the rank's share of the node's processors.
+
+    Returns the share, and a description of the GPU or memory nodes near it. By the system's default
+    policy, memory is then allocated on the NUMA node of these cores.
+    """
+    share, beside = cores_near_gpu(
+        processors,
+        gpu_localities(env),
+        intra_rank=0 if place.intra_rank is None else place.intra_rank,
+        intra_size=1 if place.intra_size is None else place.intra_size,
+    )
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, share.cores)
+    nodes = memory_nodes(share.cores)
+    words = [f"beside GPU {place.intra_rank} ({beside.bus})"] if beside else []
+    words += [f"memory node {', '.join(map(str, nodes))}"] if nodes else []
+    return share, ", ".join(words)
+
+
+def script_environment(
+    env: Mapping[str, str], share: CpuAssignment, ordered: Mapping[str, str], route: Route | None
+) -> dict[str, str]:
+    """The script's environment, with one thread per core unless the user chose a number.
+
+    ``ordered`` comes from the supervisor and applies where the launcher has set nothing; of the
+    rendezvous the supervisor's is used, unless torchrun serves one. gloo and NCCL use the network
+    interface of ``route``, which is known to reach the other hosts.
+    """
+    threads = env.get("OMP_NUM_THREADS") or str(share.num_threads)
+    interfaces = {} if route is None else dict.fromkeys(_INTERFACES, route.interface)
+    chosen = {
+        **_heap_variables(env),
+        **ordered,
+        **interfaces,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "PYTHONUNBUFFERED": "1",  # its output is a pipe: lines are to arrive as they are written
+    }
+    has_rendezvous = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    left = {SUPERVISOR_VARIABLE, *(() if has_rendezvous else _RENDEZVOUS & ordered.keys())}
+    given = {name: text for name, text in env.items() if name not in left}
+    return {**chosen, **given, "OMP_NUM_THREADS": threads}
+
+
+def _heap_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """`_KEPT_HEAP`, unless the user has chosen settings of malloc or another allocator."""
+    is_chosen = any(
+        name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in env
+    )
+    return {} if is_chosen else _KEPT_HEAP

@@ -1,0 +1,206 @@
+"""The output of one script: to its log file at once, to the supervisor as fast as that shows it.
+
+The supervisor acknowledges what it has shown. No more than `_MAX_UNSHOWN_BYTES` are sent before
+that: a connection whose reader does not read would look like one whose host is lost. The rest is
+read again from the log file, so that the script never waits for whoever reads the job's output.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from torchmn.control.connection import Channel
+from torchmn.control.messages.job import LogWarning, Output, Refresh, Stream
+from torchmn.control.private_files import make_private_folder, open_private
+from torchmn.run.line_splitter import LineSplitter
+
+_MAX_UNSHOWN_BYTES = 1 << 14
+_MAX_MEMORY_BYTES = 1 << 20
+"""Of output that waits and is in no file: with more the script has to wait."""
+_CHUNK_BYTES = 1 << 13
+_REFRESH_PERIOD_S = 0.2
+_URGENT_S = 2.0
+
+
+@dataclass
+class _Pipe:
+    """One output stream of the script."""
+
+    stream: Stream
+    file: IO[bytes]
+
+
+@dataclass
+class _Part:
+    """Output that waits: ``data``, or if that is ``None`` a part of the log file."""
+
+    stream: Stream
+    num_bytes: int
+    start: int = 0
+    data: bytes | None = None
+
+
+@dataclass
+class ScriptOutput:
+    """Reads the streams of a script, writes ``path`` and sends lines through ``channel``."""
+
+    path: Path
+    channel: Channel
+    wants_refreshes: bool
+    _log: IO[bytes] | None = None
+    _log_bytes: int = 0
+    _is_log_full: bool = False
+    _pipes: list[_Pipe] = field(default_factory=list)
+    _splitters: dict[Stream, LineSplitter] = field(default_factory=dict)
+    _waiting: deque[_Part] = field(default_factory=deque)
+    _num_unshown: int = 0
+    _refreshed_at: float = 0.0
+    _shown_at: float = 0.0
+
+    def open_log(self) -> None:
+        """Open the log file; without it the output is only sent."""
+        try:
+            make_private_folder(self.path.parent)  # another host's disk may lack it
+            self._log = open(  # noqa: SIM115 - lives as long as the agent
+                self.path, "w+b", buffering=0, opener=open_private
+            )
+        except OSError as error:
+            self.channel.post(LogWarning(text=f"cannot write {self.path}: {error}"))
+
+    def follow(self, stream: Stream, pipe: IO[bytes]) -> None:
+        """Read this stream of the script."""
+        os.set_blocking(pipe.fileno(), False)
+        self._pipes.append(_Pipe(stream, pipe))
+        self._splitters[stream] = LineSplitter()
+
+    def register(self, selector: selectors.BaseSelector) -> None:
+        """Register the streams, each with its callback as data, unless too much is in memory."""
+        if sum(len(part.data) for part in self._waiting if part.data) < _MAX_MEMORY_BYTES:
+            for pipe in self._pipes:
+                selector.register(pipe.file, selectors.EVENT_READ, self._reader(pipe))
+
+    def on_shown(self, num_bytes: int) -> None:
+        """The supervisor has shown this much."""
+        self._shown_at = time.monotonic()
+        self._num_unshown = max(0, self._num_unshown - num_bytes)
+        self.send()
+
+    def send(self) -> None:
+        """Send what may be sent now."""
+        while self._waiting and self._num_unshown < _MAX_UNSHOWN_BYTES and self.channel.is_open:
+            part = self._waiting[0]
+            chunk = self._take(part)
+            if not part.num_bytes:
+                self._waiting.popleft()
+            self._post(part.stream, self._splitters[part.stream].feed(chunk))
+        self._refresh()
+
+    def drain(self, wait: Callable[[], None], *, is_urgent: bool) -> None:
+        """Read what is left in the streams and send everything; ``wait`` waits for messages.
+
+        What is urgent, the end of an interrupted job, does not wait for a reader that pauses.
+        """
+        for pipe in list(self._pipes):
+            while pipe in self._pipes:
+                try:
+                    self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
+                except BlockingIOError:  # a process outside our tree holds the other end
+                    self._on_chunk(pipe, b"")
+        self.send()
+        self._shown_at = time.monotonic()
+        while self._waiting and self.channel.is_open:
+            if is_urgent and time.monotonic() - self._shown_at > _URGENT_S:
+                return
+            wait()
+        for stream, splitter in self._splitters.items():
+            self._post(stream, splitter.finish())
+        if self._log is not None:
+            self._log.close()
+
+    def _reader(self, pipe: _Pipe) -> Callable[[], None]:
+        def read() -> None:
+            with suppress(BlockingIOError):
+                self._on_chunk(pipe, os.read(pipe.file.fileno(), 1 << 16))
+            self.send()
+
+        return read
+
+    def _on_chunk(self, pipe: _Pipe, chunk: bytes) -> None:
+        """Write a chunk to the log and have it wait to be sent; an empty one ends the stream."""
+        if not chunk:
+            self._pipes.remove(pipe)
+            pipe.file.close()
+            return
+        start = self._write_log(chunk)
+        last = self._waiting[-1] if self._waiting else None
+        if start is None:
+            self._waiting.append(_Part(pipe.stream, len(chunk), data=chunk))
+        elif (
+            last is not None
+            and last.data is None
+            and last.stream == pipe.stream
+            and last.start + last.num_bytes == start
+        ):
+            last.num_bytes += len(chunk)
+        else:
+            self._waiting.append(_Part(pipe.stream, len(chunk), start))
+
+    def _write_log(self, chunk: bytes) -> int | None:
+        """Where a chunk is in the log. On a full disk the log ends, the training continues."""
+        if self._log is None or self._is_log_full:
+            return None
+        start, rest = self._log_bytes, memoryview(chunk)
+        try:
+            while rest:  # an unbuffered file may take only a part
+                rest = rest[self._log.write(rest) :]
+        except OSError as error:
+            text = f"stopped writing {self.path}: {error}"
+            self.channel.post(LogWarning(text=text))
+            self._is_log_full = True  # what waits is still read from it
+            return None
+        self._log_bytes += len(chunk)
+        return start
+
+    def _take(self, part: _Part) -> bytes:
+        """The next chunk of a part, which is shorter by it afterwards."""
+        num_bytes = min(part.num_bytes, _CHUNK_BYTES)
+        if part.data is None:
+            chunk = self._read_log(part.start, num_bytes)
+        else:
+            chunk, part.data = part.data[:num_bytes], part.data[num_bytes:]
+        part.start += num_bytes
+        part.num_bytes -= num_bytes
+        return chunk
+
+    def _read_log(self, start: int, num_bytes: int) -> bytes:
+        try:
+            chunk = os.pread(self._log.fileno(), num_bytes, start) if self._log else b""
+        except OSError:
+            chunk = b""
+        missing = f"\ntorchmn: {num_bytes} bytes of output are lost: {self.path} was cut\n"
+        return chunk if len(chunk) == num_bytes else missing.encode()
+
+    def _post(self, stream: Stream, lines: list[str]) -> None:
+        if lines:
+            num_bytes = sum(len(line) + 1 for line in lines)
+            self._num_unshown += num_bytes
+            self.channel.post(Output(stream=stream, lines=lines, num_bytes=num_bytes))
+
+    def _refresh(self) -> None:
+        """Show the state of a progress bar, if nothing else is on its way."""
+        if not self.wants_refreshes or self._waiting or self._num_unshown:
+            return
+        text = next((s.unfinished for s in self._splitters.values() if s.unfinished), "")
+        now = time.monotonic()
+        if text and now - self._refreshed_at > _REFRESH_PERIOD_S:
+            self._refreshed_at = now
+            self._num_unshown += len(text)
+            self.channel.post(Refresh(text=text))

@@ -1,0 +1,274 @@
+"""Run a job: create its log folder and environment, start its launcher, supervise it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+
+from torchmn.control import connection as channels
+from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.heartbeat import heartbeat_limit_s
+from torchmn.control.open_files import allow_connections
+from torchmn.control.ports import find_free_port
+from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
+from torchmn.errors import DataError, LaunchError
+from torchmn.run.backend import find_mpirun
+from torchmn.run.console import RankOutput, open_standard_streams
+from torchmn.run.elastic.job import ElasticJob, host_process, rendezvous_process
+from torchmn.run.elastic.launcher import ElasticLauncher
+from torchmn.run.host_checks import HostFacts
+from torchmn.run.job import Command, Job
+from torchmn.run.log_folder import make_log_folder
+from torchmn.run.open_mpi_folders import open_mpi_session
+from torchmn.run.script_input import input_path
+from torchmn.run.starters import local, mpirun, remote, srun, torchrun
+from torchmn.run.supervisor import Supervisor
+from torchmn.run.worker_environment import worker_environment
+from torchmn.observe.read.finished_profile import finish_profile
+from torchmn.cluster import Route, available_processors, route_to
+from torchmn.cluster.units import counted
+
+
+def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
+    """Run the job to its end and return its exit code. Call it in the main thread of a process.
+
+    Raises LaunchError: the job could not be started. Raises UsageError: its log folder cannot be
+    made.
+
+    >>> import os, sys, tempfile
+    >>> from pathlib import Path
+    >>> from torchmn.run import RunOptions, plan_job, run_job
+    >>> options = RunOptions(
+    ...     argv=(sys.executable, "-c", "print('trained')"),
+    ...     num_ranks=1,
+    ...     backend="gloo",
+    ...     log_dir=Path(tempfile.mkdtemp()),
+    ... )
+    >>> job, why = plan_job(options, os.environ)
+    >>> run_job(job, os.environ, why=why)
+    [0] trained
+    0
+    """
+    heartbeat_limit_s()  # raises before anything has started
+    allow_connections(job.num_ranks, f"torchmn run with {job.num_ranks:,} ranks")
+    output = RankOutput(*open_standard_streams())
+    route = route_between(job)
+    facts = _check_hosts(job, worker_environment(job, env))
+    listener = channels.listen(route.address if route else "127.0.0.1")
+    with ExitStack() as stack:
+        authenticated = stack.enter_context(
+            closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))
+        )
+        base = worker_environment(job, env, supervisor=channels.address_of(listener))
+        if job.launcher == "mpirun":
+            base |= stack.enter_context(open_mpi_session(env))
+        commands = commands_of(job, base, route=route, facts=facts)
+        job = make_log_folder(job)
+        reason = f" ({why})" if why else ""
+        output.say(
+            f"{counted(job.num_ranks, 'rank')} with {job.backend}{reason} on {_places(job)}, logs "
+            f"in {job.log_dir}"
+        )
+        if job.warning:
+            output.say(job.warning)
+        output.start()
+        status = Supervisor(job, output, authenticated).run(commands)
+    _say_profile(job, env)
+    return status
+
+
+def dry_run(job: Job, env: Mapping[str, str]) -> str:
+    """The commands that `run_job` would run, in shell syntax, without contacting any host.
+
+    >>> from torchmn.run import RunOptions, dry_run, plan_job
+    >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
+    >>> "train.py" in dry_run(job, {})
+    True
+    """
+    base = worker_environment(job, env, supervisor="HOST:PORT")
+    shown = []
+    route = route_between(job)
+    for command in commands_of(job, base, route=route):
+        new = {
+            name: "..." if name == SECRET_VARIABLE else text
+            for name, text in sorted(command.env.items())
+            if env.get(name) != text
+        }
+        variables = [f"{name}={shlex.quote(text)}" for name, text in new.items()]
+        shown.append(" ".join([*variables, shlex.join(command.argv)]))
+        if command.stdin:
+            order = command.stdin.decode().replace(job.secret, "...")
+            shown.append(f"  # on its standard input: {order.strip()}")
+    return "\n".join([*shown, _shown_script(job, env)])
+
+
+def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
+    """As `run_job`, for a job whose hosts may be lost and come back. Raises as it does.
+
+    >>> import os, sys, tempfile
+    >>> from pathlib import Path
+    >>> from torchmn.run import RunOptions, plan_elastic, run_elastic_job
+    >>> options = RunOptions(
+    ...     argv=(sys.executable, "-c", "print('trained')"),
+    ...     hosts="localhost:1",
+    ...     elastic="1:1",
+    ...     log_dir=Path(tempfile.mkdtemp()),
+    ... )
+    >>> elastic, why = plan_elastic(options, os.environ)
+    >>> run_elastic_job(elastic, os.environ, why=why)
+    [0] trained
+    0
+    """
+    heartbeat_limit_s()
+    job = elastic.job
+    allow_connections(job.num_ranks + len(job.hosts), f"torchmn run with {job.num_ranks:,} ranks")
+    base = worker_environment(elastic.job, env)
+    elastic = replace(elastic, job=make_log_folder(elastic.job))
+    output, limits = RankOutput(*open_standard_streams()), elastic.limits
+    output.say(
+        f"{limits.min_hosts} to {limits.max_hosts} of {counted(len(elastic.job.hosts), 'host')} "
+        f"with {elastic.job.backend}{f' ({why})' if why else ''} on "
+        f"{', '.join(map(str, elastic.job.hosts))}, logs in {elastic.job.log_dir}"
+    )
+    output.start()
+    status = ElasticLauncher(elastic, output, _address_for(elastic.job), base).run()
+    _say_profile(elastic.job, env)
+    return status
+
+
+def _say_profile(job: Job, env: Mapping[str, str]) -> None:
+    """Put the profiles of the ranks together, as far as their files can be seen here."""
+    if PROFILE_VARIABLE in env:
+        try:
+            made = finish_profile(Path(env.get(RECORD_VARIABLE) or job.log_dir))
+        except (OSError, DataError) as error:
+            made = [f"the profiles are not put together: {error}"]
+        for text in made:
+            print(f"torchmn: {text}", file=sys.stderr, flush=True)
+
+
+def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
+    """The commands that `run_elastic_job` would run, without contacting any host.
+
+    >>> from torchmn.run import RunOptions, dry_run_elastic, plan_elastic
+    >>> options = RunOptions(argv=("python", "train.py"), hosts="localhost:2", elastic="1:1")
+    >>> elastic, _ = plan_elastic(options, {})
+    >>> "train.py" in dry_run_elastic(elastic, {})
+    True
+    """
+    base = worker_environment(elastic.job, env)
+    commands = [rendezvous_process(elastic, base, _address_for(elastic.job))]
+    commands += [
+        host_process(elastic, base, host.name, rendezvous="HOST:PORT", supervisor="HOST:PORT")
+        for host in elastic.job.hosts
+    ]
+    shown = []
+    for command in commands:
+        order = json.loads(command.stdin)
+        order["secret"] = "..."
+        order.pop("env", None)
+        shown += [shlex.join(command.argv), f"  # on its standard input: {json.dumps(order)}"]
+    return "\n".join([*shown, _shown_script(elastic.job, env)])
+
+
+def _shown_script(job: Job, env: Mapping[str, str]) -> str:
+    """What every rank runs, with the variables of ``-x``; the agents receive it later."""
+    exported = [f"{name}={shlex.quote(env[name])}" for name in job.exported]
+    command = " ".join([*exported, shlex.join(job.argv)])
+    return f"  # each rank runs, in {job.cwd}: {command}"
+
+
+def _address_for(job: Job) -> str:
+    """An address of this host that all hosts of the job can reach, as far as can be seen here."""
+    routes = [route_to(host.name) for host in job.hosts]
+    outward = [route.address for route in routes if route is not None and not route.is_loopback]
+    return outward[0] if outward else "127.0.0.1"
+
+
+def route_between(job: Job) -> Route | None:
+    """How this host reaches the others; ``None`` if the job has no others. Raises LaunchError."""
+    if not job.has_other_hosts:
+        return None
+    routes = [(host.name, route_to(host.name)) for host in job.hosts]
+    unknown = [name for name, route in routes if route is None]
+    if unknown:
+        raise LaunchError(
+            f"No route to {', '.join(unknown)}: check whether the name is correct and known on "
+            f"{socket.gethostname()}."
+        )
+    return next(route for _, route in routes if route is not None and not route.is_loopback)
+
+
+def commands_of(
+    job: Job,
+    env: Mapping[str, str],
+    *,
+    route: Route | None,
+    facts: Mapping[str, HostFacts] | None = None,
+) -> list[Command]:
+    """The commands that start all ranks with the job's launcher. Raises LaunchError.
+
+    ``route`` is that of this host to the others, ``facts`` are those of the hosts by name.
+    """
+    first = (facts or {}).get(job.hosts[0].name)
+    path_of_input = "" if job.has_other_hosts else input_path()
+    if job.launcher == "local":
+        return local.commands(job, env, input_path=path_of_input)
+    if job.launcher == "ssh":
+        return remote.commands(job, env)
+    if job.launcher == "srun":
+        return [srun.command(job, env)]
+    if job.launcher == "torchrun":
+        return torchrun.commands(
+            job,
+            env,
+            master_addr=job.hosts[0].name if route else "127.0.0.1",
+            master_port=first.port if first else 0,
+        )
+    path = find_mpirun(env)
+    if path is None:
+        raise LaunchError("No mpirun was found: install torchmn[mpi], or use --backend gloo.")
+    flavour, major = mpirun.flavour_of(path)
+    return [
+        mpirun.command(
+            job,
+            env,
+            mpirun=path,
+            flavour=flavour,
+            major=major,
+            num_cores=len(available_processors().logical),
+            is_root=os.geteuid() == 0,
+            between=mpirun.Between(route=route, networks=_networks(route, facts or {}))
+            if route
+            else None,
+            input_path=path_of_input,
+        )
+    ]
+
+
+def _check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
+    """Check whether the hosts can run the job; what they answer, by name. Raises LaunchError."""
+    if job.launcher == "srun":
+        return {}  # agents are checked when they connect
+    if job.has_other_hosts:
+        return remote.check_hosts(job, env)
+    return {job.hosts[0].name: HostFacts(versions={}, port=find_free_port())}
+
+
+def _networks(route: Route, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
+    """The networks by which the hosts reach each other; unknown, that by which this host does."""
+    found = [each.network for each in facts.values() if each.network]
+    return tuple(dict.fromkeys(found)) or (route.network,)
+
+
+def _places(job: Job) -> str:
+    if not job.has_other_hosts:
+        return socket.gethostname()
+    return f"{', '.join(map(str, job.hosts))} through {job.launcher}"

@@ -1,0 +1,23 @@
+"""Start the agents as child processes, with the variables that torchrun would set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchmn.run.job import Command, Job, worker_command
+from torchmn.run.worker_environment import rank_variables
+
+
+def commands(
+    job: Job, env: Mapping[str, str], inter_rank: int = 0, *, input_path: str = ""
+) -> list[Command]:
+    """One agent for each rank of a host. The supervisor sends them the address of rank 0."""
+    return [
+        Command(
+            worker_command(input_path),
+            {**env, **rank_variables(job, inter_rank, intra_rank)},
+            name=f"the agent of rank {rank}",
+            ranks=range(rank, rank + 1),
+        )
+        for intra_rank, rank in enumerate(job.ranks_on(inter_rank))
+    ]

@@ -1,0 +1,225 @@
+"""Start the agents through mpirun, so that an MPI program finds its world."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torchmn.cluster.environment_variables import RSH_VARIABLE
+from torchmn.errors import LaunchError, UnsupportedError
+from torchmn.run.job import Command, Job, worker_command
+from torchmn.run.starters.remote import NO_SHELL, is_carried, remote_shell
+from torchmn.cluster import Route
+
+Flavour = Literal["Open MPI", "Hydra", "Intel MPI"]
+
+
+def flavour_of(mpirun: str) -> tuple[Flavour, int]:
+    """The implementation of this mpirun and its major version, from ``--version``.
+
+    Raises LaunchError: it is unknown, or does not run.
+    """
+    try:
+        answer = subprocess.run(
+            [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(
+            f"{mpirun} does not answer --version: {error}. Use --backend gloo."
+        ) from None
+    output = answer.stdout + answer.stderr
+    version = re.search(r"(\d+)\.\d+", output)
+    major = int(version[1]) if version else 0
+    if "Open MPI" in output or "OpenRTE" in output:
+        return "Open MPI", major
+    if "Intel(R) MPI" in output:
+        return "Intel MPI", major
+    if "HYDRA" in output:
+        return "Hydra", major
+    first = output.strip().splitlines()[:1]
+    raise LaunchError(
+        f"{mpirun} is neither Open MPI nor MPICH or Intel MPI (it reports {first}). "
+        "Start the script with it directly, or use --backend gloo."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """How the hosts of a job reach each other.
+
+    ``route`` leads from this host to the others; ``networks``, such as ``10.0.0.0/24``, connect the
+    hosts with each other, and need not have this host.
+    """
+
+    route: Route
+    networks: tuple[str, ...]
+
+
+def command(
+    job: Job,
+    env: Mapping[str, str],
+    *,
+    mpirun: str,
+    flavour: Flavour,
+    num_cores: int,
+    is_root: bool,
+    major: int = 5,
+    between: Between | None = None,
+    input_path: str = "",
+) -> Command:
+    """One mpirun for all ranks. The agents bind themselves to their cores.
+
+    ``between`` is ``None`` if there is only this host. Raises UnsupportedError: the MPI cannot use
+    the remote shell, or cannot be started by it.
+    """
+    carried = [name for name in env if is_carried(job, name)]
+    worker = worker_command(input_path)
+    if flavour == "Intel MPI":
+        options, variables = _intel_mpi(job, env, carried, between, worker)
+    elif flavour == "Hydra":
+        options, variables = _hydra(job, env, carried, between)
+        options += [*job.launcher_args, *worker]
+    else:
+        options, variables = _open_mpi(job), {}
+        if is_root:
+            options.insert(0, "--allow-run-as-root")
+        if any(host.slots > num_cores for host in job.hosts):
+            options += ["--mca", "mpi_yield_when_idle", "1"]  # spinning would starve the others
+        if Path(mpirun).parent == Path(sys.executable).parent:
+            # Open MPI's wheel looks for fabrics through libfabric, which takes more than a second
+            # of MPI_Init and finds nothing that one machine needs. The user's own choice stays.
+            variables = {"OMPI_MCA_btl": "^ofi"}
+        if between:
+            options += _between_hosts(mpirun, env, between, major)
+            options += [word for name in carried for word in ("-x", name)]
+        options += [*job.launcher_args, *worker]
+    chosen = {name: env.get(name, text) for name, text in variables.items()}
+    # ours come last: Hydra loses the last variable of its environment on the way to other hosts
+    rest = {name: text for name, text in env.items() if name not in chosen}
+    return Command((mpirun, *options), {**rest, **chosen}, name="mpirun")
+
+
+def _open_mpi(job: Job) -> list[str]:
+    hosts = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
+    return ["--host", hosts, "--bind-to", "none", "-n", str(job.num_ranks)]
+
+
+def _hydra(
+    job: Job, env: Mapping[str, str], carried: Sequence[str], between: Between | None
+) -> tuple[list[str], dict[str, str]]:
+    """MPICH and MVAPICH: the options, and variables for what has none."""
+    options, variables = ["-rmk", "user", "-bind-to", "none", "-n", str(job.num_ranks)], {}
+    if between is None:
+        options += ["-launcher", "fork"]
+    else:
+        path, words = _hydras_remote_shell(env)
+        hosts = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
+        # as rsh: Hydra would give ssh an option -x, which other remote shells do not have
+        options += ["-hosts", hosts, "-launcher", "rsh", "-launcher-exec", path]
+        options += ["-localhost", between.route.address, "-genvlist", ",".join(carried)]
+        variables["HYDRA_LAUNCHER_EXTRA_ARGS"] = words
+    return options, variables
+
+
+def _intel_mpi(
+    job: Job,
+    env: Mapping[str, str],
+    carried: Sequence[str],
+    between: Between | None,
+    worker: Sequence[str],
+) -> tuple[list[str], dict[str, str]]:
+    """Intel MPI, by its reference of options and variables; it was not tried.
+
+    Its ``-hosts`` takes no numbers of ranks, so each host is a part of a command with several.
+    """
+    variables = {"I_MPI_PIN": "0"}
+    if between is None:
+        options = ["-n", str(job.num_ranks), *job.launcher_args, *worker]
+        return options, {**variables, "I_MPI_HYDRA_BOOTSTRAP": "fork"}
+    path, words = _hydras_remote_shell(env)
+    variables |= {
+        "I_MPI_HYDRA_BOOTSTRAP": "rsh",
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC": path,
+        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": words,
+    }
+    options = ["-localhost", between.route.address, "-genvlist", ",".join(carried)]
+    options += job.launcher_args
+    for number, host in enumerate(job.hosts):
+        options += [":"] if number else []
+        options += ["-n", str(host.slots), "-host", host.name, *worker]
+    return options, variables
+
+
+def _hydras_remote_shell(env: Mapping[str, str]) -> tuple[str, str]:
+    """The remote shell's path, and its arguments, which Hydra splits at blanks.
+
+    Raises UnsupportedError: an argument has a blank in it, or it does not start a shell.
+    """
+    name, *words = remote_shell(env)
+    path = shutil.which(name, path=env.get("PATH"))
+    command = shlex.join([name, *words])
+    if path is None:
+        raise LaunchError(f"The remote shell {name!r} is not on the PATH: set {RSH_VARIABLE}.")
+    if any(" " in word for word in words):
+        raise UnsupportedError(
+            f"MPICH's mpirun splits the arguments of the remote shell at blanks, and {command} has "
+            f"one with a blank: put the command in a script, and name that in {RSH_VARIABLE}."
+        )
+    if name in NO_SHELL:
+        raise UnsupportedError(
+            f"MPICH's mpirun needs a remote shell, and {name} does not start a shell on the other "
+            "host: use --launcher srun."
+        )
+    return path, " ".join(words)
+
+
+def _between_hosts(mpirun: str, env: Mapping[str, str], between: Between, major: int) -> list[str]:
+    """Options by which Open MPI starts its daemons on other hosts and uses the right networks."""
+    if problem := _unquoted(mpirun, env):
+        raise UnsupportedError(f"--launcher mpirun: {problem}. Use another launcher.")
+    shell = remote_shell(env)
+    options = []
+    if shell[0] != "srun":  # Slurm's it finds itself
+        agent = ("--prtemca", "plm_ssh_agent") if major >= 5 else ("--mca", "plm_rsh_agent")
+        options += [*agent, " ".join(shell)]
+    used = {"btl_tcp_if_include": between.networks}
+    if major < 5:  # also between the daemons and mpirun
+        used["oob_tcp_if_include"] = (*between.networks, between.route.network)
+    for name, networks in used.items():
+        if f"OMPI_MCA_{name}" not in env and not any(":" in network for network in networks):
+            options += ["--mca", name, ",".join(dict.fromkeys(networks))]
+    if prefix := _prefix(mpirun):
+        options += ["--prefix", prefix]
+    return options
+
+
+def _prefix(mpirun: str) -> str:
+    """The folder of an Open MPI; empty where a remote shell finds it by itself."""
+    prefix = Path(mpirun).resolve().parent.parent
+    if Path(mpirun).parent == Path(sys.executable).parent:
+        prefix = Path(mpirun).parent.parent  # the environment, not what its links lead to
+    return "" if prefix == Path("/usr") else str(prefix)
+
+
+def problem_between_hosts(mpirun: str, env: Mapping[str, str]) -> str:
+    """Why this mpirun cannot start ranks on other hosts; empty if it can, as far as is known."""
+    problem = _unquoted(mpirun, env)
+    return problem if problem and flavour_of(mpirun)[0] == "Open MPI" else ""
+
+
+def _unquoted(mpirun: str, env: Mapping[str, str]) -> str:
+    """Open MPI quotes neither its folder on the other hosts nor the words of the remote shell."""
+    words = [word for word in (_prefix(mpirun), *remote_shell(env)) if " " in word]
+    if not words:
+        return ""
+    return (
+        f"Open MPI does not quote {words[0]!r} for other hosts, whose path has a blank: it must be "
+        "in a folder without one"
+    )

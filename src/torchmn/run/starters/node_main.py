@@ -1,0 +1,66 @@
+"""``python -m torchmn.run.starters.node_main``: start processes on a host.
+
+The commands are read from standard input, a line of JSON.
+
+It exits when all of them have ended, and kills what is left. The processes are agents, which end by
+themselves when they lose their supervisor.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from torchmn.control.codec import decode
+from torchmn.control.heartbeat import heartbeat_limit_s
+from torchmn.control.loop_clock import LoopClock
+from torchmn.control.processes import adopt_orphans, is_stopped, kill_descendants
+from torchmn.control.stopped_processes import StoppedProcesses
+from torchmn.cluster.exit_status import shell_code
+from torchmn.run.orders import StartProcesses
+
+_PERIOD_S = 0.05
+_STOPPED_LIMITS = 2
+
+
+def main() -> int:
+    """Start, wait, and return the first exit code that is not 0."""
+    adopt_orphans()
+    order = decode(sys.stdin.readline(), StartProcesses)
+    processes = [
+        subprocess.Popen(command.argv, env={**os.environ, **command.env}, stdin=subprocess.DEVNULL)
+        for command in order.commands
+    ]
+
+    def pass_on(signum: int, _: object) -> None:
+        for process in processes:
+            process.send_signal(signum)
+
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signum = signal.Signals[name]
+        signal.signal(signum, pass_on)
+    try:
+        codes = _wait(processes)
+    finally:
+        kill_descendants(os.getpid())
+    return next((shell_code(code) for code in codes if code), 0)
+
+
+def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all. One that stays stopped long after its supervisor has noticed is killed."""
+    clock, limit_s = LoopClock(), _STOPPED_LIMITS * heartbeat_limit_s()
+    stopped = StoppedProcesses[subprocess.Popen[bytes]]()
+    while running := [process for process in processes if process.poll() is None]:
+        now = clock.tick()
+        stopped.update((process for process in running if is_stopped(process.pid)), now)
+        for process in stopped.for_longer_than(limit_s, now):
+            process.kill()
+        time.sleep(_PERIOD_S)
+    return [process.wait() for process in processes]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

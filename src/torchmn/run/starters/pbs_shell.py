@@ -1,0 +1,232 @@
+"""``python -m torchmn.run.starters.pbs_shell HOST COMMAND...``: ssh's place inside a job of PBS.
+
+`pbs_tmrsh` starts a task that PBS counts and ends, but is no remote shell: it runs a program, not a
+line for a shell; the task's standard input is /dev/null and its output goes to the job's own files;
+and a task continues when `pbs_tmrsh` is killed. So it only starts the other half of this program on
+HOST, which reads its order from a file that only this user can read, connects back, and gives its
+connections to the command as standard streams. Either half ends when the other one does.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import closing, suppress
+from pathlib import Path
+
+from torchmn.control import connection as channels
+from torchmn.control.authenticated_listener import AuthenticatedListener, connect
+from torchmn.control.codec import decode, encode
+from torchmn.control.processes import (
+    adopt_orphans,
+    kill_descendants,
+    kill_on_parent_death,
+    python_module,
+)
+from torchmn.errors import LaunchError, TorchmnError
+from torchmn.cluster.exit_status import shell_code
+from torchmn.run.orders import RunForShell
+from torchmn.run.starters.remote import PBS_COMMAND, PBS_SHELL
+from torchmn.cluster import local_address_for
+
+_ROLE = "remote shell"
+_STREAMS = ("stdio", "stderr", "status")
+"""The connections of one command: its input and output, its errors, and its exit status."""
+_LOST_STATUS = 255
+"""As ssh's, for everything that is not the command's own end."""
+_END_S = 10.0
+_CHUNK_BYTES = 1 << 16
+
+
+def main(args: list[str]) -> int:
+    """Run one half: ``--serve FILE`` on the other host, else the one that is called.
+
+    `qsig` signals every process of a job; their launcher informs the ranks.
+    """
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, lambda *_: None)  # not SIG_IGN, which `pbs_tmrsh` would inherit
+    try:
+        if args[:1] == ["--serve"]:
+            return _serve(Path(args[1]))
+        host, *command = args
+        return _call(host, " ".join(command))
+    except TorchmnError as error:
+        print(f"torchmn: {error}", file=sys.stderr, flush=True)
+        return _LOST_STATUS
+
+
+def _call(host: str, command: str) -> int:
+    """Run the command on the host with our standard streams and return its exit status."""
+    address = local_address_for(host)
+    if address is None:
+        raise LaunchError(f"No route from {socket.gethostname()} to {host}.")
+    listener = channels.listen(address)
+    order = RunForShell(
+        command=command, address=channels.address_of(listener), secret=secrets.token_hex(32)
+    )
+    file = _write_order(order)
+    path = os.environ.get("PYTHONPATH")
+    prefix = ("env", f"PYTHONPATH={path}") if path else ()
+    starter = subprocess.Popen(
+        [PBS_COMMAND, host, *prefix, *python_module(PBS_SHELL), "--serve", str(file)],
+        stdin=subprocess.DEVNULL,
+        preexec_fn=kill_on_parent_death(),
+    )
+    try:
+        with closing(AuthenticatedListener(listener, secret=order.secret, role=_ROLE)) as accepting:
+            found = _accept_streams(accepting, starter, host, order.address)
+        return _relay(found, host)
+    finally:
+        file.unlink(missing_ok=True)
+        starter.kill()
+        starter.wait()
+
+
+def _write_order(order: RunForShell) -> Path:
+    """In the current folder, which all hosts of a job share, for this user only."""
+    file = Path.cwd() / f".torchmn-order-{secrets.token_hex(8)}"
+    try:
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            out.write(encode(order))
+    except OSError as error:
+        raise LaunchError(
+            f"No file can be written in {file.parent} ({error.strerror}), by which other hosts get "
+            "their orders: start the job from a folder that all hosts share and you can write to."
+        ) from None
+    return file
+
+
+def _accept_streams(
+    accepting: AuthenticatedListener, starter: subprocess.Popen[bytes], host: str, address: str
+) -> dict[str, socket.socket]:
+    """The connections of the other half. Raises LaunchError: it ended before it connected."""
+    found: dict[str, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(accepting, selectors.EVENT_READ)
+        while len(found) < len(_STREAMS):
+            has_ended = starter.poll() is not None
+            selector.select(0.2)
+            for connection, identity in accepting.accept():
+                found[identity.decode().strip()] = connection
+            if has_ended and len(found) < len(_STREAMS):
+                raise LaunchError(
+                    f"{PBS_COMMAND} ended with exit code {shell_code(starter.returncode)} before "
+                    f"{host} had connected to {address}. {host} must see the folder {Path.cwd()} "
+                    f"and {sys.executable}; what it wrote is in the output of the job that PBS "
+                    "delivers at the job's end."
+                )
+    for connection in found.values():
+        connection.setblocking(True)
+    channels.set_timeouts(found["status"])
+    return found
+
+
+def _relay(found: dict[str, socket.socket], host: str) -> int:
+    """Copy between our standard streams and the connections until the command has ended."""
+    copies = [
+        threading.Thread(target=_copy, args=(found[name].fileno(), to), daemon=True)
+        for name, to in (("stdio", 1), ("stderr", 2))
+    ]
+    sender = threading.Thread(target=_send_input, args=(found["stdio"],), daemon=True)
+    for thread in (*copies, sender):
+        thread.start()
+    answer = b""
+    with suppress(OSError):
+        while not answer.endswith(b"\n") and (chunk := found["status"].recv(64)):
+            answer += chunk
+    if not answer.endswith(b"\n"):
+        raise LaunchError(f"The connection to {host} was lost.")
+    for thread in copies:
+        thread.join()
+    return int(answer)
+
+
+def _copy(source: int, target: int) -> None:
+    """Copy until the end of ``source``; after an error of ``target`` the rest is discarded."""
+    is_open = True
+    with suppress(OSError):
+        while chunk := os.read(source, _CHUNK_BYTES):
+            try:
+                while is_open and chunk:
+                    chunk = chunk[os.write(target, chunk) :]
+            except OSError:
+                is_open = False
+
+
+def _send_input(connection: socket.socket) -> None:
+    with suppress(OSError):
+        while chunk := os.read(0, _CHUNK_BYTES):
+            connection.sendall(chunk)
+        connection.shutdown(socket.SHUT_WR)
+
+
+def _serve(file: Path) -> int:
+    """Read the order, connect back and run the command.
+
+    The daemons that a command leaves, such as Open MPI's, remain a part of the job: this process
+    waits for them. PBS signals all processes of the task's session, of which the command is no
+    part: the launcher informs the ranks, which must be able to save. So SIGTERM ends nothing here;
+    the end of the calling half does, or SIGKILL: agents and daemons end without their launcher.
+    """
+    adopt_orphans()
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        order = decode(file.read_bytes(), RunForShell)
+    except (OSError, ValueError) as error:
+        raise LaunchError(
+            f"The order in {file} cannot be read on {socket.gethostname()}: {error}. The folder "
+            "must be shared between the hosts."
+        ) from None
+    streams = {
+        name: connect(order.address, secret=order.secret, role=_ROLE, line=f"{name}\n".encode())
+        for name in _STREAMS
+    }
+    for connection in streams.values():
+        connection.setblocking(True)
+    channels.set_timeouts(streams["status"])
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", order.command],
+        stdin=streams["stdio"].fileno(),
+        stdout=streams["stdio"].fileno(),
+        stderr=streams["stderr"].fileno(),
+        start_new_session=True,
+        preexec_fn=kill_on_parent_death(),
+    )
+    streams.pop("stdio").close()
+    streams.pop("stderr").close()
+    status = streams["status"]
+    threading.Thread(target=_end_if_lost, args=(status, process), daemon=True).start()
+    code = shell_code(process.wait())
+    with suppress(OSError):
+        status.sendall(f"{code}\n".encode())
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    return code
+
+
+def _end_if_lost(status: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of the calling half; end the command if that comes first."""
+    with suppress(OSError):
+        status.recv(1)
+    if process.returncode is None:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let the command end by itself, as agents do, and kill what remains below this process."""
+    with suppress(OSError):
+        process.terminate()
+    timer = threading.Timer(_END_S, kill_descendants, [os.getpid()])
+    timer.daemon = True
+    timer.start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

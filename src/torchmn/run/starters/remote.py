@@ -1,0 +1,184 @@
+"""Run commands on other hosts, through ssh or another remote shell.
+
+Environment and secret are sent on the standard input of a command, not on its command line, which
+other users of the host could read.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from torchmn.control.codec import decode, encode
+from torchmn.control.processes import python_module
+from torchmn.cluster.environment_variables import RSH_VARIABLE
+from torchmn.errors import LaunchError
+from torchmn.run.exported_variables import split_words
+from torchmn.run.host_checks import HostFacts, differences
+from torchmn.run.job import Command, Job
+from torchmn.run.orders import ProbeHost, ProcessOrder, StartProcesses
+from torchmn.run.starters import local
+from torchmn.run.worker_environment import deciding_hosts
+from torchmn.cluster import is_this_host
+from torchmn.cluster.units import counted
+
+SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
+PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.run.starters.pbs_shell"
+QRSH_COMMAND, QRSH_SHELL = ("qrsh", "-inherit"), "torchmn.run.starters.qrsh_shell"
+_WRAPPERS = {(PBS_COMMAND,): PBS_SHELL, QRSH_COMMAND: QRSH_SHELL}
+"""Modules of ours that make a remote shell of these commands."""
+_OF_SCHEDULERS = (
+    (("PBS_JOBID", "PBS_NODEFILE"), (PBS_COMMAND,)),
+    (("JOB_ID", "PE_HOSTFILE"), QRSH_COMMAND),
+    (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
+)
+NO_SHELL = ("srun",)
+"""Remote shells that run a command, not a line for a shell."""
+_ANSWER_S, _SCHEDULER_ANSWER_S = 10.0, 30.0
+"""How long a host may take to answer; a scheduler starts a task there first."""
+_CARRIED = (
+    *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
+    *("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "HF_", "CONDA_"),
+)
+_CARRIED_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TZ")
+
+
+def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
+    """The command that runs another one on a host of this job.
+
+    ``TORCHMN_RSH``, else the scheduler's own (inside a job of PBS, Slurm or Grid Engine: it counts
+    and ends what it starts, and many sites allow no other), else ssh without questions.
+    `pbs_tmrsh` is no remote shell, and what `qrsh` starts gets signals that would end it: modules
+    of ours make remote shells of them. Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
+    """
+    shell = _chosen_shell(env)
+    return python_module(_WRAPPERS[shell]) if shell in _WRAPPERS else shell
+
+
+def remote_shell_name(env: Mapping[str, str]) -> str:
+    """The program that `remote_shell` uses, for messages."""
+    return _chosen_shell(env)[0]
+
+
+def _chosen_shell(env: Mapping[str, str]) -> tuple[str, ...]:
+    chosen = split_words(env.get(RSH_VARIABLE, ""), source=RSH_VARIABLE)
+    if chosen:
+        return chosen
+    for variables, command in _OF_SCHEDULERS:
+        is_inside = all(env.get(name) for name in variables)
+        if is_inside and shutil.which(command[0], path=env.get("PATH")):
+            return command
+    return SSH
+
+
+def to_host(env: Mapping[str, str], host: str, module: str) -> tuple[str, ...]:
+    """The command that runs one of our modules on a host; without a remote shell on this one."""
+    if is_this_host(host):
+        return python_module(module)
+    path = env.get("PYTHONPATH")  # where torchmn may be found here
+    prefix = ("env", f"PYTHONPATH={path}") if path else ()
+    command = (*prefix, *python_module(module))
+    shell = remote_shell(env)
+    return (*shell, host, *(command if shell[0] in NO_SHELL else (shlex.join(command),)))
+
+
+def is_carried(job: Job, name: str) -> bool:
+    """Whether a variable is copied to the other hosts: one named with ``-x``, or a common one."""
+    return name in job.exported or name in _CARRIED_NAMES or name.startswith(_CARRIED)
+
+
+def node_command(
+    job: Job, inter_rank: int, env: Mapping[str, str], commands: Sequence[Command]
+) -> Command:
+    """One process that starts these commands on a host of the job.
+
+    Their environment there is the part that `is_carried`, and what differs from ``env``.
+    """
+    host = job.hosts[inter_rank]
+    order = StartProcesses(
+        commands=[
+            ProcessOrder(
+                argv=list(command.argv),
+                env={
+                    name: text
+                    for name, text in command.env.items()
+                    if is_carried(job, name) or env.get(name) != text
+                },
+            )
+            for command in commands
+        ]
+    )
+    return Command(
+        to_host(env, host.name, "torchmn.run.starters.node_main"),
+        env,
+        name=f"{remote_shell_name(env)} to {host.name}",
+        ranks=job.ranks_on(inter_rank),
+        stdin=encode(order),
+    )
+
+
+def commands(job: Job, env: Mapping[str, str]) -> list[Command]:
+    """One remote shell per host, which starts the agents of its ranks."""
+    return [
+        node_command(job, inter_rank, env, local.commands(job, env, inter_rank))
+        for inter_rank in range(len(job.hosts))
+    ]
+
+
+def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
+    """Check all hosts of the job in parallel.
+
+    Raises LaunchError with the name of every host that does not answer within seconds, that does
+    not have the script, or whose versions differ.
+    """
+    names = [host.name for host in job.hosts]
+    with ThreadPoolExecutor(max_workers=min(64, len(names))) as pool:
+        answers = dict(
+            zip(names, pool.map(lambda name: _check_host(job, name, env), names), strict=True)
+        )
+    silent = {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    if silent:
+        reasons = "; ".join(f"{name}: {why.rstrip('.')}" for name, why in silent.items())
+        raise LaunchError(
+            f"{len(silent)} of {counted(len(names), 'host')} did not answer: {reasons}. Check "
+            f"whether `{shlex.join((*remote_shell(env), next(iter(silent)), 'true'))}` works from "
+            "here."
+        )
+    facts = {name: answer for name, answer in answers.items() if isinstance(answer, HostFacts)}
+    problems = [f"on {name} {found.problem}" for name, found in facts.items() if found.problem]
+    if problems:
+        raise LaunchError("; ".join(problems) + ".")
+    differing = differences({name: found.versions for name, found in facts.items()})
+    if differing:
+        raise LaunchError(f"Hosts differ: {differing}. Install the same on all of them.")
+    return facts
+
+
+def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
+    """The facts of one host, or why they are unknown."""
+    is_task = _chosen_shell(env) in [command for _, command in _OF_SCHEDULERS]
+    limit_s = _SCHEDULER_ANSWER_S if is_task else _ANSWER_S
+    order = ProbeHost(cwd=str(job.cwd), script=job.script, hosts=deciding_hosts(job))
+    try:
+        answer = subprocess.run(
+            to_host(env, host, "torchmn.run.probe_host"),
+            input=encode(order).decode(),
+            env=dict(env),
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no response within {limit_s:g} s"
+    except OSError as error:
+        return f"{remote_shell_name(env)} cannot be run ({error.strerror})"
+    if answer.returncode == 0:
+        try:
+            return decode(answer.stdout.splitlines()[-1], HostFacts)
+        except (ValueError, IndexError):
+            return f"it answered {answer.stdout[-80:]!r}"
+    return (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]

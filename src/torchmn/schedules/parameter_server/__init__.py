@@ -1,6 +1,0 @@
-"""The asynchronous parameter server."""
-
-from torchmn.schedules.parameter_server.schedule import ParameterServer
-from torchmn.schedules.parameter_server.staleness import Staleness, WorkerStaleness
-
-__all__ = ["ParameterServer", "Staleness", "WorkerStaleness"]

@@ -1,0 +1,130 @@
+"""PBS Pro and OpenPBS: `qsub` reads ``#PBS`` lines, `qstat -f` reports the state.
+
+A job's own standard output is only copied to its place after the job has ended
+(qsub(1B), ``-o`` and ``-k``); a folder as ``-o`` gives files named ``<job>.OU`` and ``<job>.ER``.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+from torchmn.submit.request import JobRequest
+from torchmn.submit.requeue import before_the_limit, refused, resubmitted
+from torchmn.submit.scheduler import Answer, Ask, JobState, Scheduler
+
+_DELETED, _DELETED_STATUS = "91", 143
+"""The substate of a job that was deleted, and what its exit status is then."""
+_LIMITS = {
+    "-24": "ncpus",
+    "-25": "ncpus",
+    "-26": "vmem",
+    "-27": "mem",
+    "-28": "cput",
+    "-29": "walltime",
+}
+_GONE = re.compile(r"unknown job|has finished", re.IGNORECASE)
+
+
+class PBS(Scheduler):
+    """PBS Pro, OpenPBS."""
+
+    name = "pbs"
+    title = "PBS"
+    prefix = "#PBS"
+    submit_command = ("qsub",)
+    cancel_command = "qdel"
+    probe_command = "pbsnodes"
+    job_id = "${PBS_JOBID%%.*}"
+    finds_commands = (
+        "command -v pbsnodes >/dev/null || {",
+        '  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PBS_EXEC/bin:$PATH"',
+        "}",
+    )
+    folder = "$PBS_O_WORKDIR"
+
+    def directives(self, job: JobRequest) -> list[str]:
+        """The lines of the header. ``-S``: without it the login shell would read the script."""
+        settings = job.settings
+        chosen = settings.chunk or ""
+        chunk = [
+            f"select={job.num_nodes}",
+            *([chosen] if chosen else []),
+            *([] if "ncpus=" in chosen else [f"ncpus={job.cores_per_node}"]),
+            *([f"ngpus={settings.gpus}"] if settings.gpus and "ngpus=" not in chosen else []),
+            f"mpiprocs={job.ranks_per_node}",
+            *([f"ompthreads={settings.threads}"] if settings.threads else []),
+        ]
+        options = [
+            *([f"-q {settings.queue}"] if settings.queue else []),
+            f"-l {':'.join(chunk)}",
+            # else two chunks may be on one node
+            *([] if "place=" in " ".join(settings.directives) else ["-l place=scatter"]),
+            *([f"-W group_list={settings.group}"] if settings.group else []),
+            *([f"-l walltime={settings.walltime}"] if settings.walltime else []),
+            f"-N {job.name}",
+            f"-r {'y' if job.max_requeues else 'n'}",
+            *(["-j oe"] if job.joins_output else [f"-e {job.log_dir}/"]),
+            f"-o {job.log_dir}/",
+            "-S /bin/bash",
+        ]
+        return [f"{self.prefix} {option}" for option in options]
+
+    def resubmission(self, job: JobRequest) -> list[str]:
+        """Submit the same file again; the log says so if a site forbids `qsub` on compute nodes.
+
+        SIGTERM before the time limit is that of `qdel`, or of a requeue by PBS itself.
+        """
+        file = shlex.quote(job.file)
+        return [
+            *before_the_limit(),
+            'if [ "$last,$early" = TERM,yes ]; then',
+            '  echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2',
+            f"elif next=$(qsub {file}); then",
+            f'  mv "$history" "$logs/{job.name}.${{next%%.*}}.requeues"',
+            f"  {resubmitted('$next')}",
+            "else",
+            f"  {refused('qsub')}",
+            "fi",
+        ]
+
+    def state(self, job_id: str, ask: Ask) -> JobState | None:
+        """`qstat -f`; for a job that has left the queue the history, where the site keeps one."""
+        answer = ask(["qstat", "-f", job_id])
+        if answer.returncode == 0:
+            return _state_of(answer)
+        if not _GONE.search(answer.text):
+            return None
+        history = ask(["qstat", "-x", "-f", job_id])
+        remembered = _state_of(history) if history.returncode == 0 else None
+        return remembered or JobState(word="F", has_ended=True)
+
+    def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
+        """Output of PBS and of the shell, before the script opens its log or when it is killed."""
+        return (f"{job_id}.OU", f"{job_id}.ER")
+
+
+def _state_of(answer: Answer) -> JobState | None:
+    """The state in the ``name = value`` lines of `qstat -f`."""
+    word = re.search(r"^\s*job_state = (\w)", answer.out, re.MULTILINE)
+    if word is None:
+        return None
+    status = re.search(r"^\s*exit_status = (-?\d+)", answer.out, re.MULTILINE | re.IGNORECASE)
+    substate = re.search(r"^\s*substate = (\d+)", answer.out, re.MULTILINE)
+    code = _shell_status(int(status[1])) if status else None
+    limit = _LIMITS.get(status[1]) if status else None
+    is_deleted = substate is not None and substate[1] == _DELETED
+    return JobState(
+        word=word[1],
+        has_ended=word[1] in ("F", "C"),
+        # PBS reports status 0 for some of those that were deleted
+        exit_status=(code or _DELETED_STATUS) if is_deleted else code,
+        reason="deleted" if is_deleted else f"exceeded its {limit}" if limit else "",
+    )
+
+
+def _shell_status(status: int) -> int:
+    """As a shell reports it: PBS adds 256 to a signal, and is negative if PBS itself failed."""
+    if status < 0:
+        return 1
+    return status if status < 256 else 128 + (status - 256)

@@ -1,0 +1,107 @@
+"""Slurm: `sbatch` reads ``#SBATCH`` lines, `scontrol show job` reports the state."""
+
+from __future__ import annotations
+
+import re
+
+from torchmn.submit.request import JobRequest
+from torchmn.submit.requeue import before_the_limit, refused, resubmitted
+from torchmn.submit.scheduler import Answer, Ask, JobState, Scheduler
+
+_ENDED = frozenset(
+    [
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL"),
+        *("OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+    ]
+)
+
+
+class Slurm(Scheduler):
+    """Slurm."""
+
+    name = "slurm"
+    title = "Slurm"
+    prefix = "#SBATCH"
+    submit_command = ("sbatch", "--parsable")
+    cancel_command = "scancel"
+    probe_command = "sbatch"
+    job_id = "$SLURM_JOB_ID"
+    finds_commands = ()
+    folder = "$SLURM_SUBMIT_DIR"
+    sends_warning = True
+
+    def directives(self, job: JobRequest) -> list[str]:
+        """The lines of the header. ``%x.%j`` is the job's name and number."""
+        settings = job.settings
+        own = f"{job.log_dir}/%x.%j.slurm"
+        options = [
+            *([f"--partition={settings.queue}"] if settings.queue else []),
+            *([f"--account={settings.group}"] if settings.group else []),
+            f"--nodes={job.num_nodes}",
+            f"--ntasks-per-node={job.ranks_per_node}",
+            *([f"--cpus-per-task={settings.threads}"] if settings.threads else []),
+            *([f"--gpus-per-node={settings.gpus}"] if settings.gpus else []),
+            *([f"--time={settings.walltime}"] if settings.walltime else []),
+            f"--job-name={job.name}",
+            *(
+                [f"--output={own}.log"]
+                if job.joins_output
+                else [f"--output={own}.out", f"--error={own}.err"]
+            ),
+            *(["--requeue", "--open-mode=append"] if job.max_requeues else ["--no-requeue"]),
+            # to the batch shell, which passes it on, since not every launcher makes a step
+            *([f"--signal=B:USR1@{settings.signal}"] if settings.signal else []),
+        ]
+        return [f"{self.prefix} {option}" for option in options]
+
+    def resubmission(self, job: JobRequest) -> list[str]:
+        """The same job with the same number. Slurm ends this shell with a signal, see `script`.
+
+        Slurm would requeue a job that its user is cancelling, too: it is completing while this
+        shell runs, and so is one that Slurm requeues itself. Before it preempts a job, Slurm leaves
+        the state as it is until the partition's ``GraceTime`` is over.
+        """
+        return [
+            *before_the_limit(),
+            'state=$(squeue --noheader --states=all --format=%T --jobs="$SLURM_JOB_ID")',
+            'if [ "$state,$early" = COMPLETING,yes ]; then',
+            '  echo "torchmn: not resubmitted: Slurm cancels or requeues this job" >&2',
+            'elif scontrol requeue "$SLURM_JOB_ID"; then',
+            f"  {resubmitted('$SLURM_JOB_ID')}",
+            "else",
+            f"  {refused('scontrol requeue')}",
+            "fi",
+        ]
+
+    def state(self, job_id: str, ask: Ask) -> JobState | None:
+        """`scontrol` forgets a job some minutes after its end; then only its log has the status."""
+        answer = ask(["scontrol", "--oneliner", "show", "job", job_id])
+        if answer.returncode == 0:
+            return _state_of(answer)
+        if "Invalid job id" in answer.text:
+            return JobState(word="gone", has_ended=True)
+        return None
+
+    def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
+        """None: its files are named like the job's own, and so are found with them."""
+        return ()
+
+
+def _state_of(answer: Answer) -> JobState | None:
+    """The state in the ``Name=value`` words of `scontrol show job`."""
+    state = re.search(r"\bJobState=(\w+)", answer.out)
+    status = re.search(r"\bExitCode=(\d+):(\d+)", answer.out)
+    if state is None:
+        return None
+    word = state[1]
+    if word not in _ENDED:
+        return JobState(word=word)
+    code, signal = (int(status[1]), int(status[2])) if status else (0, 0)
+    if word != "COMPLETED" and (code, signal) == (0, 0):
+        code = 1  # Slurm ended it for a reason of its own
+    return JobState(
+        word=word,
+        has_ended=True,
+        exit_status=128 + signal if signal else code,
+        reason="" if word in ("COMPLETED", "FAILED") else word,
+    )

@@ -1,0 +1,46 @@
+"""Distributed evaluation over the shards of all ranks.
+
+What extends the evaluators of pytorch-pfn-extras loads on first use, and needs them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from torchmn.comm.heartbeat import HeartbeatGather
+from torchmn.errors import require
+from torchmn.train.evaluation.batches import batch_to, call_with_batch
+from torchmn.train.evaluation.buffers import BufferRule, sync_buffers_
+from torchmn.train.evaluation.modes import evaluation_mode
+from torchmn.train.evaluation.ratio import Ratio
+from torchmn.train.evaluation.sums import Sums, WeightedSums, means_of, merge_sums, scalars_of
+
+if TYPE_CHECKING:
+    from torchmn.train.evaluation.create import create_multi_node_evaluator
+    from torchmn.train.evaluation.generic import GenericMultiNodeEvaluator
+
+__all__ = [
+    "BufferRule",
+    "GenericMultiNodeEvaluator",
+    "HeartbeatGather",
+    "Ratio",
+    "Sums",
+    "WeightedSums",
+    "batch_to",
+    "call_with_batch",
+    "create_multi_node_evaluator",
+    "evaluation_mode",
+    "means_of",
+    "merge_sums",
+    "scalars_of",
+    "sync_buffers_",
+]
+_HOME = {"GenericMultiNodeEvaluator": "generic", "create_multi_node_evaluator": "create"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'torchmn.train.evaluation' has no attribute {name!r}")
+    require("pytorch_pfn_extras", name, "torchmn[trainer]")
+    return getattr(import_module(f"torchmn.train.evaluation.{_HOME[name]}"), name)

@@ -1,0 +1,217 @@
+"""`create_multi_node_evaluator`: an evaluator whose result is that of the whole set.
+
+    value = sum over ranks, batches of (samples x value)  /  sum over ranks, batches of samples
+
+in float64, bit-identical on every rank, for shards of any sizes. ChainerMN computed the unweighted
+mean over ranks of unweighted means over batches, which is biased for uneven shards and short last
+batches, and hung if a rank had an empty shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
+from torch.utils.data import DataLoader
+
+from torchmn.comm.heartbeat import HeartbeatGather
+from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.train.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
+from torchmn.train.evaluation.modes import evaluation_mode
+from torchmn.train.evaluation.evaluation_batches import named_loaders
+from torchmn.train.evaluation.recorder import Recorder
+from torchmn.train.evaluation.sums import Sums, means_of, merge_sums
+from torchmn.record import recording
+
+if TYPE_CHECKING:
+    from torchmn.comm import Communicator
+
+EvaluatorLike = TypeVar("EvaluatorLike", bound=Evaluator)
+Compatibility = Literal["chainermn"]
+
+
+def create_multi_node_evaluator(
+    evaluator: EvaluatorLike,
+    comm: Communicator,
+    *,
+    buffers: BufferRule = "average",
+    compat: Compatibility | None = None,
+    verify: DataLoader[Any] | None = None,
+) -> EvaluatorLike:
+    """Make an evaluator return the result of the whole set on every rank. *Collective.*
+
+    The same object is returned; its ``evaluate()`` becomes *collective*. Each rank passes the
+    loader of its own shard, of any size. A value that a batch reports is weighted by the batch's
+    number of samples (the first dimension of its first tensor), a `Ratio` by its count, and a value
+    that a custom ``evaluate()`` adds to its result by the samples of the rank. Ranks may take
+    different times; if one raises, all others raise as well.
+
+    Args:
+        evaluator: a `pytorch_pfn_extras.training.extensions.Evaluator` or of a subclass. Its
+            batches may also come from a ``SerialIterator(shard, n, repeat=False)``.
+        comm: the ranks that participate.
+        buffers: which running statistics are used: ``average`` (floating-point buffers are
+            averaged over ranks, in place, others copied from rank 0), ``rank0`` or ``local``.
+        compat: ``chainermn`` computes the unweighted mean over the batches of a rank and the
+            unweighted mean over ranks that reported the value. ChainerMN did not change buffers:
+            also pass ``buffers="local"`` to reproduce its numbers.
+        verify: a loader over the whole set, on one rank or more. These ranks evaluate it too, and
+            all ranks raise if a value differs beyond rounding from that of the shards.
+
+    Raises:
+        UnknownNameError, UsageError: an argument is of the wrong kind.
+        UnsupportedError: ``compat`` together with ``verify``.
+        RankMismatchError: the ranks' arguments differ.
+
+    ``evaluate()`` then raises UsageError: a value has no mean, or ``verify`` found a difference;
+    CommunicationError: another rank raised.
+
+    Example:
+        >>> from pytorch_pfn_extras.reporting import Reporter, report
+        >>> from pytorch_pfn_extras.training.extensions import Evaluator
+        >>> model, loader = torch.nn.Linear(3, 1), [torch.ones(4, 3), torch.zeros(2, 3)]
+        >>> evaluator = Evaluator(loader, model, eval_func=lambda x: report({"mean": x.mean()}))
+        >>> evaluator = torchmn.create_multi_node_evaluator(evaluator, comm)
+        >>> with Reporter():  # a trainer has one
+        ...     result = evaluator.evaluate()
+        >>> round(result["mean"], 4)  # of six samples
+        0.6667
+    """
+    _raise_if_unusable(evaluator, buffers, compat, verify)
+    evaluator._iterators = named_loaders(evaluator._iterators)
+    arguments = {"buffers": buffers, "compat": compat}
+    for rank, theirs in enumerate(comm.allgather_obj(arguments)):
+        if theirs != arguments:
+            raise RankMismatchError(
+                f"{comm.rank_label}: create_multi_node_evaluator has {arguments} here and {theirs} "
+                f"on rank {rank}. All ranks must pass the same arguments."
+            )
+    evaluation = _MultiNodeEvaluation(evaluator, comm, buffers, compat, verify)
+    evaluator.evaluate = evaluation  # type: ignore[assignment,method-assign]
+    if comm.rank != 0:
+        evaluator._progress_bar = False
+    return evaluator
+
+
+def _raise_if_unusable(
+    evaluator: object, buffers: str, compat: str | None, verify: object | None
+) -> None:
+    if isinstance(evaluator, DistributedEvaluator) or not isinstance(evaluator, Evaluator):
+        raise UsageError(
+            f"create_multi_node_evaluator got a {type(evaluator).__name__}. It needs an Evaluator "
+            "of pytorch_pfn_extras.training.extensions over the shard of one rank."
+        )
+    if isinstance(evaluator.evaluate, _MultiNodeEvaluation):
+        raise UsageError(
+            "This is a multi-node evaluator already. Call create_multi_node_evaluator once."
+        )
+    if buffers not in BUFFER_RULES:
+        raise UnknownNameError("rule for buffers", buffers, BUFFER_RULES)
+    if compat not in (None, "chainermn"):
+        raise UnknownNameError("compat", compat, ("chainermn",))
+    if compat is not None and verify is not None:
+        raise UnsupportedError(
+            "compat='chainermn' computes unweighted means, which differ from one process on the "
+            "whole set. Remove verify= or compat=."
+        )
+
+
+class _MultiNodeEvaluation:
+    """Replaces an evaluator's ``evaluate``."""
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        comm: Communicator,
+        buffers: BufferRule,
+        compat: Compatibility | None,
+        whole_set: DataLoader[Any] | None,
+    ) -> None:
+        self._evaluator = evaluator
+        self._evaluate_shard: Callable[[], Mapping[str, Any]] = evaluator.evaluate
+        self._comm = comm
+        self._buffers = buffers
+        self._compat = compat
+        self._whole_set = whole_set
+
+    @recording.during("evaluation")
+    def __call__(self) -> dict[str, float]:
+        targets = self._evaluator.get_all_targets().values()
+        sync_buffers_(targets, self._comm, self._buffers)
+        gather = HeartbeatGather(self._comm, f"evaluation '{self._evaluator.name or 'validation'}'")
+        try:
+            with evaluation_mode(targets):
+                shard = self._measure(self._evaluator.get_all_iterators(), gather)
+                whole = None
+                if self._whole_set is not None:
+                    loaders = {**self._evaluator.get_all_iterators(), "main": self._whole_set}
+                    whole = self._measure(loaders, gather)
+        except Exception as error:
+            gather.fail(error)
+            raise
+        gathered = gather.finish((shard, whole))
+        values = _means([shard for shard, _ in gathered])
+        for rank, (_, theirs) in enumerate(gathered):
+            if theirs is not None:
+                self._raise_if_different(values, _means([theirs]), rank)
+        return values
+
+    def _measure(self, loaders: Mapping[str, Any], gather: HeartbeatGather) -> Sums:
+        """Run the evaluator's own ``evaluate`` over some loaders."""
+        recorder = Recorder(gather.heartbeat)
+        own_loaders = self._evaluator._iterators
+        self._evaluator._iterators = {
+            name: recorder.batches_of(loader) for name, loader in loaders.items()
+        }
+        try:
+            with recorder.recording():
+                result = self._evaluate_shard()
+        finally:
+            self._evaluator._iterators = own_loaders
+        if self._compat == "chainermn":
+            return {name: (float(value), 1.0) for name, value in result.items()}
+        return recorder.sums_of(result)
+
+    def _raise_if_different(
+        self, values: Mapping[str, float], whole: Mapping[str, float], rank: int
+    ) -> None:
+        tolerance = self._tolerance()
+        for name in sorted({*values, *whole}):
+            ours, theirs = values.get(name), whole.get(name)
+            if (
+                ours is None
+                or theirs is None
+                or not (
+                    math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance / 10)
+                    or (math.isnan(ours) and math.isnan(theirs))
+                )
+            ):
+                raise UsageError(
+                    f"verify: '{name}' is {ours} over the shards of {self._comm.size} ranks, but "
+                    f"{theirs} over the whole set on rank {rank}. The shards must hold every "
+                    "sample exactly once (scatter_dataset(..., force_equal_length=False)), the "
+                    "value must be a mean over samples or a Ratio, and the ranks' models must be "
+                    "the same."
+                )
+
+    def _tolerance(self) -> float:
+        """Relative: sums of a float32 model differ with the sizes of the batches."""
+        targets = self._evaluator.get_all_targets().values()
+        dtypes = {p.dtype for t in targets for p in t.parameters() if p.is_floating_point()}
+        return 100 * max((torch.finfo(d).eps for d in dtypes), default=torch.finfo().eps)
+
+
+def _means(parts: list[Sums]) -> dict[str, float]:
+    """The means over all ranks. Raises UsageError: a value without any weight."""
+    merged = merge_sums(parts)
+    for name, (_, weight) in merged.items():
+        if weight == 0:
+            raise UsageError(
+                f"'{name}' has no samples on any rank, so it has no mean. Give the "
+                "evaluator a loader that has samples on one rank at least, or report a Ratio with "
+                "a count."
+            )
+    return means_of(merged)

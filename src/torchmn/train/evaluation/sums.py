@@ -1,0 +1,127 @@
+"""Sums and weights of reported values in float64, for means over batches and ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchmn.errors import UsageError
+from torchmn.train.evaluation.ratio import Ratio
+
+Sums = dict[str, tuple[float, float]]
+"""Name to (weighted sum, weight)."""
+
+
+class WeightedSums:
+    """Adds up the reported values of one rank. Tensors stay on their device, without a sync.
+
+    Example:
+        >>> sums = WeightedSums()
+        >>> sums.add("loss", 1.0, weight=3)
+        >>> sums.add("loss", 2.0, weight=1)
+        >>> means_of(sums.sums())
+        {'loss': 1.25}
+    """
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Any] = {}
+        self._weights: dict[str, float] = {}
+
+    @classmethod
+    def of(cls, sums: Mapping[str, Sequence[float]]) -> WeightedSums:
+        """Restore from `sums`, bit-identically."""
+        held = cls()
+        held._totals = {name: pair[0] for name, pair in sums.items()}
+        held._weights = {name: pair[1] for name, pair in sums.items()}
+        return held
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def add(self, name: str, value: Any, weight: float = 1) -> None:
+        """Add a value with ``weight``; a `Ratio` or a (value, weight) has its own.
+
+        Raises UsageError: the value is not a scalar.
+        """
+        total, weight = _weighted(name, value, weight)
+        if weight:  # a value of weight 0 may be NaN
+            self._totals[name] = self._totals.get(name, 0.0) + total
+        self._weights[name] = self._weights.get(name, 0.0) + weight
+
+    def sums(self) -> Sums:
+        """The sums so far, as numbers."""
+        return {name: (float(self._totals.get(name, 0.0)), w) for name, w in self._weights.items()}
+
+
+def merge_sums(parts: Sequence[Sums]) -> Sums:
+    """Add the sums of all ranks; names in the order of the ranks.
+
+    Bit-identical for the same parts in any order.
+
+    Example:
+        >>> merge_sums([{"loss": (3.0, 3.0)}, {"loss": (2.0, 1.0)}])
+        {'loss': (5.0, 4.0)}
+    """
+    merged = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        totals, weights = zip(*(part[name] for part in parts if name in part), strict=True)
+        is_finite = all(map(math.isfinite, totals))
+        merged[name] = (math.fsum(totals) if is_finite else sum(totals), math.fsum(weights))
+    return merged
+
+
+def means_of(sums: Sums) -> dict[str, float]:
+    """Sum over weight; NaN where nothing was counted.
+
+    Example:
+        >>> means_of({"loss": (5.0, 4.0)})
+        {'loss': 1.25}
+    """
+    return {name: total / weight if weight else math.nan for name, (total, weight) in sums.items()}
+
+
+def scalars_of(observation: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of an observation that have means, as in pytorch-pfn-extras but silently.
+
+    Example:
+        >>> scalars_of({"loss": 0.5, "name": "a", "tensor": torch.ones(2)})
+        {'loss': 0.5}
+    """
+    return {name: value for name, value in observation.items() if has_mean(value)}
+
+
+def has_mean(value: Any) -> bool:
+    """Whether a value can be averaged: a scalar, a (value, weight), or a function returning one."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return value.ndim == 0
+    return isinstance(value, (tuple, int, float, np.number, np.bool_)) or callable(value)
+
+
+def raise_if_no_mean(name: str, value: Any) -> None:
+    """Raise UsageError if a reported value cannot be averaged."""
+    if has_mean(value):
+        return
+    kind = f"of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)[:40]
+    raise UsageError(
+        f"'{name}' was reported as a {type(value).__name__} {kind}, which has no mean over "
+        "samples. Report scalars or Ratio(sum, count), one name per entry."
+    )
+
+
+def _weighted(name: str, value: Any, weight: float) -> tuple[Any, float]:
+    """(value x weight, weight) in float64."""
+    if isinstance(value, Ratio):
+        return value.sum, value.weight
+    if isinstance(value, tuple) and len(value) == 2:  # pytorch-pfn-extras: (value, weight)
+        value, weight = value[0], float(value[1])
+    if callable(value):  # pytorch-pfn-extras: a lazy value
+        value = value()
+    raise_if_no_mean(name, value)
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float64) * weight, weight
+    return float(value) * weight, weight

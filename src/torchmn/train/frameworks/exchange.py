@@ -1,0 +1,303 @@
+"""What all frameworks have in common: one communicator, and their optimizers over it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from torchmn.comm import Communicator, create_communicator
+from torchmn.comm.local_tensors import is_distributed
+from torchmn.comm.codecs import Codec
+from torchmn.data.scatter_loader import divided_by
+from torchmn.data.sub_dataset import SubDataset
+from torchmn.errors import TopologyError, UnsupportedError, UsageError
+from torchmn.train.evaluation import sync_buffers_
+from torchmn.train.frameworks.optimizer import FrameworkOptimizer
+from torchmn.exchange.model_tensors import parameters_of, persistent_buffers
+from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.exchange.optimizer.multi_node_optimizer import Weight
+from torchmn.exchange.optimizer.nonfinite_policy import OnNonfinite
+from torchmn.exchange.schedules import ParameterServer, Schedule
+from torchmn.cluster import Topology
+from torchmn.cluster.launcher_env import read_launcher_env
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """How the optimizers of a framework exchange gradients.
+
+    Args:
+        codec, schedule, weight, on_nonfinite, allow_lossy, allow_stale: as in
+            `torchmn.create_multi_node_optimizer`. An object of `torchmn.exchange.schedules` belongs to one
+            optimizer: give its name where the framework has several.
+        communicator: the route, as in `torchmn.create_communicator`.
+        timeout_s: the time limit of every collective in seconds; 0 for none. Rank 0 alone writes
+            checkpoints, and the others wait for it in their next exchange.
+
+    Example:
+        >>> from torchmn.train.frameworks import ExchangeOptions
+        >>> ExchangeOptions(codec="int8").codec
+        'int8'
+    """
+
+    codec: str | Codec | None = None
+    schedule: str | Schedule | None = None
+    weight: Weight = "rank"
+    on_nonfinite: OnNonfinite = "raise"
+    allow_lossy: bool = False
+    allow_stale: bool = False
+    communicator: str = "auto"
+    timeout_s: float = 600
+
+
+class Exchange:
+    """The communicator of a framework's processes, and its optimizers. One per framework object."""
+
+    def __init__(self, options: ExchangeOptions) -> None:
+        self.options = options
+        self.optimizers: list[FrameworkOptimizer] = []
+        self._comm: Communicator | None = None
+        self._models: list[nn.Module] = []
+        """Those whose gradients are exchanged, or whose blocks are."""
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """That of `connect`, or None before. Local."""
+        return self._comm
+
+    def connect(self, device: torch.device) -> Communicator:
+        """The framework's processes as a communicator, made once. *Collective.*
+
+        Raises TopologyError: the framework and torchmn see other ranks; UsageError: other devices.
+        """
+        if self._comm is None:
+            comm = _communicator(self.options)
+            _raise_if_others(comm, device)
+            self._comm = comm
+        return self._comm
+
+    def wrap(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], device: torch.device
+    ) -> FrameworkOptimizer:
+        """The optimizer with gradients that are means over ranks. *Collective.*
+
+        Raises as `torchmn.create_multi_node_optimizer`.
+        """
+        options = self.options
+        if options.schedule == "parameter_server" or isinstance(options.schedule, ParameterServer):
+            raise UnsupportedError(
+                f"{self.connect(device).rank_label}: schedule='parameter_server' needs ranks that "
+                "serve and workers that leave their loops in join(), which the framework's loop "
+                "does not. Use a schedule of blocks, such as 'diloco', or a loop of your own."
+            )
+        if any(
+            isinstance(module, DistributedDataParallel) for m in models for module in m.modules()
+        ):
+            raise UsageError(
+                f"{self.connect(device).rank_label}: the model is in DistributedDataParallel, "
+                "whose means would be averaged again. Leave it out: torchmn exchanges gradients."
+            )
+        if any(is_distributed(parameter) for parameter in parameters_of(optimizer)):
+            raise UnsupportedError(
+                f"{self.connect(device).rank_label}: parameters are sharded (DTensors), and the "
+                "framework reduces their gradients itself. Give it whole parameters, or write the "
+                "loop with torchmn.create_multi_node_optimizer() and a torchmn.Grid."
+            )
+        made = create_multi_node_optimizer(
+            optimizer,
+            self.connect(device),
+            models,
+            codec=options.codec,
+            schedule=options.schedule,
+            weight=options.weight,
+            on_nonfinite=options.on_nonfinite,
+            allow_lossy=options.allow_lossy,
+            allow_stale=options.allow_stale,
+        )
+        made.__class__ = FrameworkOptimizer
+        own = cast(FrameworkOptimizer, made)
+        self.keep(own, models)
+        return own
+
+    def keep(self, optimizer: FrameworkOptimizer, models: Sequence[nn.Module]) -> None:
+        """Flush, save and join this optimizer with the others from now on. Local."""
+        self.optimizers = [o for o in self.optimizers if not o.is_replaced] + [optimizer]
+        self._models += models
+
+    def forget(self) -> None:
+        """Keep no optimizers and models in memory; theirs are still exchanged. Local."""
+        self.optimizers, self._models = [], []
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """Accumulate gradients of the optimizers that train ``model``, or of all. Local."""
+        own = None if model is None else set(model.parameters())
+        with contextlib.ExitStack() as stack:
+            for optimizer in self.optimizers:
+                if own is None or not own.isdisjoint(parameters_of(optimizer)):
+                    stack.enter_context(optimizer.no_sync())
+            yield
+
+    def agree(self) -> None:
+        """Give all ranks the same parameters and buffers, to save or evaluate them. *Collective.*
+
+        Running statistics become their means over ranks. See also `agree_on_parameters`.
+        """
+        self.agree_on_parameters()
+        self._sync_buffers()
+
+    def agree_on_parameters(self) -> None:
+        """Give all ranks the same parameters. *Collective* under local updates, else local.
+
+        Ends a block of local updates. A mean that double buffering has not applied stays pending:
+        it is in ``state_dict()``.
+        """
+        for optimizer in self.optimizers:
+            if optimizer.schedule.replica_consistency == "per_step":
+                optimizer.schedule.remove_eager_step()
+            else:
+                optimizer.flush()
+
+    def flush(self) -> None:
+        """Apply all that was exchanged, at the end of training. *Collective.*"""
+        for optimizer in self.optimizers:
+            optimizer.flush()
+        self._sync_buffers()
+
+    def _sync_buffers(self) -> None:
+        if self._comm is not None and any(
+            True for m in self._models for _ in persistent_buffers(m)
+        ):
+            sync_buffers_(self._models, self._comm)
+
+    @contextlib.contextmanager
+    def gathered_states(self) -> Iterator[None]:
+        """Inside, ``state_dict()`` on rank 0 holds the states of all ranks. *Collective.*"""
+        try:
+            for optimizer in self.optimizers:
+                optimizer.prepared_state = optimizer.gathered_state_dict()
+            yield
+        finally:
+            for optimizer in self.optimizers:
+                optimizer.prepared_state = None
+
+    def close(self) -> None:
+        """Release the models. The communicator stays. Local."""
+        for optimizer in self.optimizers:
+            optimizer.close()
+        self.forget()
+
+    def raise_if_divided(self, loader: object) -> None:
+        """Raise UsageError: the framework would divide among ranks what torchmn has divided. Local.
+
+        Each rank would train on a part of its part.
+        """
+        by = divided_by(loader)
+        if self._comm is not None and self._comm.size > 1 and by:
+            raise UsageError(
+                f"{self._comm.rank_label}: {by} gives each rank its part of the data already, and "
+                "the framework would divide that part among the ranks once more. Give it the "
+                "DataLoader of one process, which it divides, or keep this one out of prepare()."
+            )
+
+    def raise_if_part(self, dataset: object, cure: str) -> None:
+        """Raise UsageError: the framework has divided a data set of this rank alone. Local."""
+        is_part = isinstance(dataset, SubDataset) and dataset.is_of_one_rank
+        if self._comm is not None and self._comm.size > 1 and is_part:
+            raise UsageError(
+                f"{self._comm.rank_label}: the data set is this rank's part of a whole, and "
+                "the framework divides it among the ranks once more: most samples would be left "
+                f"out. {cure}"
+            )
+
+    def raise_if_left_out(
+        self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer] = ()
+    ) -> None:
+        """Raise UsageError: a backward pass reached parameters that nothing exchanges. Local.
+
+        ``optimizers`` may be of torchmn or, where a model of theirs is missing, not.
+        """
+        if self._comm is None or self._comm.size == 1:
+            return
+        for optimizer in optimizers:
+            trained = [] if isinstance(optimizer, MultiNodeOptimizer) else parameters_of(optimizer)
+            if any(parameter.grad is not None for parameter in trained):
+                known = {parameter for model in models for parameter in model.parameters()}
+                missing = [tuple(p.shape) for p in trained if p not in known]
+                raise UsageError(
+                    f"{self._comm.rank_label}: {len(missing)} of {len(trained)} parameters of "
+                    f"{type(optimizer).__name__} are in no model that was given to the framework "
+                    f"(the first has the shape {missing[0]}), so that their gradients are not "
+                    "exchanged, and each rank would train alone. Give it all modules that the "
+                    "optimizer trains; a parameter by itself must be in one of them."
+                )
+        for model in models:
+            if any(model is exchanged for exchanged in self._models):
+                continue
+            found = [name for name, p in model.named_parameters() if p.grad is not None]
+            if found:
+                raise UsageError(
+                    f"{self._comm.rank_label}: '{found[0]}' of {type(model).__name__} has got a "
+                    "gradient, but no optimizer of torchmn exchanges it, and each rank would train "
+                    "alone. Give the model and its optimizer to the framework together."
+                )
+
+
+def _communicator(options: ExchangeOptions) -> Communicator:
+    """Over the launcher's variables, or over the store of the framework's process group."""
+    # Lightning starts processes by itself, with WORLD_SIZE and without RANK.
+    has_size, has_rank = (name in os.environ for name in ("WORLD_SIZE", "RANK"))
+    is_lightnings = dist.is_initialized() and has_size and not has_rank
+    launched = None if is_lightnings else read_launcher_env(os.environ)
+    is_ours = not dist.is_initialized() or (
+        launched is not None and launched.known_size == dist.get_world_size()
+    )
+    if is_ours or (dist.get_world_size() == 1 and not is_lightnings):
+        return create_communicator(options.communicator, timeout_s=options.timeout_s)
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    default: Any = dist.group.WORLD
+    transport = TorchDistributedTransport(
+        PrefixStore("torchmn/train/frameworks", _get_process_group_store(default)),
+        dist.get_rank(),
+        dist.get_world_size(),
+        timeout_s=options.timeout_s or 24 * 3600,
+        cuda_device=torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else None,
+    )
+    return create_communicator(
+        options.communicator,
+        transport=transport,
+        topology=Topology(tuple(hosts)),
+        timeout_s=options.timeout_s,
+    )
+
+
+def _raise_if_others(comm: Communicator, device: torch.device) -> None:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if (comm.rank, comm.size) != (rank, size):
+        raise TopologyError(
+            f"{comm.rank_label}: the framework sees this process as rank {rank} of {size}, so that "
+            "its samplers and metrics would not fit torchmn's ranks. Start the script with "
+            "torchmn run, torchrun or the framework's own launcher, and ask the framework for as "
+            "many devices as there are ranks."
+        )
+    if comm.device.type != device.type:
+        raise UsageError(
+            f"{comm.rank_label}: the framework trains on {device} and torchmn would on "
+            f"{comm.device}. Ask both for the same: torchmn run --backend gloo trains on CPUs."
+        )

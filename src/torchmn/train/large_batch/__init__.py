@@ -1,0 +1,49 @@
+"""Large batches that keep their accuracy: the batch, rates that follow it, LARS and LAMB."""
+
+from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
+from torchmn.train.large_batch.ghost_batch_norm import (
+    GhostBatchNorm1d,
+    GhostBatchNorm2d,
+    GhostBatchNorm3d,
+    convert_to_ghost_batch_norm,
+    revert_ghost_batch_norm,
+)
+from torchmn.train.large_batch.global_batch import GlobalBatch, MicroBatch
+from torchmn.train.large_batch.lamb import LAMB
+from torchmn.train.large_batch.lars import LARS
+from torchmn.train.large_batch.noise_scale import GradientNoiseScale
+from torchmn.train.large_batch.schedules import (
+    BatchSchedule,
+    Cosine,
+    DecayAfterGrowth,
+    GradualWarmup,
+    LinearScaling,
+    MultiStep,
+    Polynomial,
+    SquareRootScaling,
+)
+from torchmn.train.large_batch.weight_decay import weight_decay_groups
+
+__all__ = [
+    "LAMB",
+    "LARS",
+    "BatchGrowth",
+    "BatchSchedule",
+    "Cosine",
+    "DecayAfterGrowth",
+    "GhostBatchNorm1d",
+    "GhostBatchNorm2d",
+    "GhostBatchNorm3d",
+    "GlobalBatch",
+    "GradientNoiseScale",
+    "GradualWarmup",
+    "GrowingSampler",
+    "LinearScaling",
+    "MicroBatch",
+    "MultiStep",
+    "Polynomial",
+    "SquareRootScaling",
+    "convert_to_ghost_batch_norm",
+    "revert_ghost_batch_norm",
+    "weight_decay_groups",
+]

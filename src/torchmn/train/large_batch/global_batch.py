@@ -1,0 +1,464 @@
+"""`GlobalBatch`: how many samples a step has, and how ranks and passes divide them.
+
+    global batch    samples of one step over all ranks
+    share           a rank's part of it; shares differ by at most one sample
+    local batch     the most samples of one forward and backward pass on a rank
+    accumulation    passes of each rank in a step
+
+Only the global batch changes what is learned. The others follow from it, from the number of ranks
+and from the memory that a pass may use, and the mean gradient is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from torchmn.data.batch_settings import BatchSettings
+from torchmn.comm import Communicator
+from torchmn.data.global_sampler import GlobalSampler
+from torchmn.data.scatter import shard_bounds
+from torchmn.data.sub_dataset import SizedDataset
+from torchmn.errors import RankMismatchError, UsageError
+from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
+from torchmn.nn.batch_norm import (
+    MultiNodeBatchNorm1d,
+    MultiNodeBatchNorm2d,
+    MultiNodeBatchNorm3d,
+)
+from torchmn.nn.micro_batches import samples_to_cut, split
+from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
+from torchmn.record import recording
+from torchmn.cluster.units import counted, listed
+
+
+class MicroBatch(NamedTuple):
+    """The samples of one pass, and by what its mean loss is multiplied.
+
+    >>> from torchmn.train.large_batch import MicroBatch
+    >>> micro = MicroBatch(samples=[1, 2], share=0.5)
+    >>> micro.share
+    0.5
+    """
+
+    samples: Any
+    """Of the structure of the whole batch."""
+    share: float
+    """The part of this rank's samples that are in this pass; 1 where losses are sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """One global batch, divided."""
+
+    shares: tuple[int, ...]
+    num_passes: int
+    pass_size: int
+    """The most samples of a pass on any rank."""
+
+
+class GlobalBatch:
+    """The samples of a step, divided among ranks and passes. Samplers and schedules refer to it.
+
+    The constructor is *collective* (the arguments are compared); everything else is *local* but
+    `fitting`.
+
+    ```python
+    batch = torchmn.train.large_batch.GlobalBatch(1024, local_batch=64, comm=comm)
+    loader = DataLoader(train, batch_sampler=batch.sampler(train, seed=0))
+    for epoch in range(num_epochs):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            for (x, y), share in batch.micro_batches((images, labels), optimizer):
+                (cross_entropy(model(x), y) * share).backward()
+            optimizer.step()
+    ```
+
+    Printing it shows the values that follow. Without ``local_batch`` and ``accumulation`` a rank's
+    share is one pass. With only one of them the other follows from it, and passes are made as equal
+    as possible: a share of 100 with ``local_batch=64`` makes two passes of 50.
+
+    Args:
+        global_batch: samples of one step over all ranks.
+        comm: the ranks.
+        local_batch: the most samples of one forward and backward pass: what fits into memory.
+        accumulation: passes of each rank in a step. If shares are uneven and the smaller ones have
+            fewer samples than that, it is one less, so that all ranks make as many passes.
+        growth: enlarge the global batch during training. The passes stay as large as they are at
+            the beginning, so that they still fit, and become more.
+
+    Raises:
+        UsageError: a number is out of range, or the three contradict each other.
+        RankMismatchError: ranks passed different arguments; all ranks raise.
+
+    Example:
+        >>> batch = torchmn.train.large_batch.GlobalBatch(100, local_batch=64, comm=comm)
+        >>> print(batch)
+        GlobalBatch(100 samples per step = 1 rank x 100, in 2 passes of up to 50)
+    """
+
+    def __init__(
+        self,
+        global_batch: int,
+        local_batch: int | None = None,
+        accumulation: int | None = None,
+        *,
+        comm: Communicator,
+        growth: BatchGrowth | None = None,
+    ) -> None:
+        arguments = (global_batch, local_batch, accumulation, growth)
+        for rank, theirs in enumerate(comm.allgather_obj(repr(arguments))):
+            if theirs != repr(arguments):
+                raise RankMismatchError(
+                    f"{comm.rank_label}: GlobalBatch(global_batch, local_batch, accumulation, "
+                    f"growth) has {arguments} here and {theirs} on rank {rank}. All ranks must "
+                    "pass the same values."
+                )
+        for name, value in (
+            ("global_batch", global_batch),
+            ("local_batch", local_batch),
+            ("accumulation", accumulation),
+        ):
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name}={value!r} must be a whole number, at least 1.")
+        self.initial = global_batch
+        """The global batch at the beginning; what learning rates are scaled by."""
+        self.growth = growth
+        self.comm = comm
+        self._sampler: GlobalSampler | None = None
+        self._num_counted = 0
+        share = -(-global_batch // comm.size)
+        if accumulation is not None and accumulation > share:
+            raise UsageError(
+                f"accumulation={accumulation} passes, but a rank's share of global_batch="
+                f"{global_batch} on {comm.size} ranks is {counted(share, 'sample')}. "
+                "Give fewer passes."
+            )
+        num_passes = min(accumulation or 1, global_batch // comm.size or 1)
+        self._pass_limit = Fraction(local_batch or Fraction(share, num_passes))
+        """The most samples of a pass; not whole where passes differ by one."""
+        needed = self._num_passes(share)
+        if accumulation is not None and local_batch is not None and accumulation != needed:
+            raise UsageError(
+                f"{comm.size} ranks x accumulation={accumulation} x local_batch={local_batch} = "
+                f"{comm.size * local_batch * accumulation} samples do not make "
+                f"global_batch={global_batch}: shares of up to {share} samples are "
+                f"{counted(needed, 'pass')} of up to {local_batch}. Give global_batch and one of "
+                "the other two."
+            )
+        self._note_settings()
+
+    def _note_settings(self) -> None:
+        """Write the values into the record of the run, if there is one and they are others."""
+        recorder = recording.current()
+        if recorder is not None:
+            values = {
+                "global_batch": self.global_batch,
+                "local_batch": self.local_batch,
+                "accumulation": self.accumulation,
+                "workers": self.comm.size,
+            }
+            settings = {name: str(value) for name, value in values.items()}
+            recorder.settings_are(recorder.num_steps, settings)
+
+    # ---- the values ----
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of the next step over all ranks, except for a short last batch of an epoch."""
+        if self.growth is None:
+            return self.initial
+        return self.growth.size_at(self.initial, self.samples_seen, self.epoch_samples)
+
+    @property
+    def share(self) -> int:
+        """This rank's samples of the next step. The first ranks have one more if it is uneven."""
+        return self._plan(self.global_batch).shares[self.comm.rank]
+
+    @property
+    def accumulation(self) -> int:
+        """Passes of each rank in the next step; see `micro_batches` for ranks that make fewer."""
+        return self._plan(self.global_batch).num_passes
+
+    @property
+    def local_batch(self) -> int:
+        """The most samples that a pass of the next step has on any rank."""
+        return self._plan(self.global_batch).pass_size
+
+    def _plan(self, global_batch: int) -> _Plan:
+        size = self.comm.size
+        least, rest = divmod(global_batch, size)
+        shares = tuple(least + (rank < rest) for rank in range(size))
+        num_passes = self._num_passes(shares[0])
+        if 0 < least < num_passes and -(-shares[0] // least) <= math.ceil(self._pass_limit):
+            num_passes = least  # or the ranks with one sample less could not make as many
+        return _Plan(shares=shares, num_passes=num_passes, pass_size=-(-shares[0] // num_passes))
+
+    def _num_passes(self, share: int) -> int:
+        return max(1, math.ceil(share / self._pass_limit))
+
+    def __repr__(self) -> str:
+        plan = self._plan(self.global_batch)
+        least, most = min(plan.shares), max(plan.shares)
+        shares = f"{most}" if least == most else f"{least} to {most}"
+        text = (
+            f"GlobalBatch({self.global_batch} samples per step = "
+            f"{counted(self.comm.size, 'rank')} x {shares}, in "
+            f"{counted(plan.num_passes, 'pass')} of up to {plan.pass_size}"
+        )
+        return f"{text}; began with {self.initial}, {self.growth})" if self.growth else f"{text})"
+
+    def batch_settings(self) -> BatchSettings | None:
+        """What a checkpoint records of the batch; see `torchmn.checkpoint.HasBatchSettings`."""
+        if self.growth is not None and self.growth.unit == "epochs" and self._sampler is None:
+            return None  # how long an epoch is comes with the sampler
+        plan = self._plan(self.global_batch)
+        return BatchSettings(
+            global_batch=self.global_batch,
+            initial=self.initial,
+            growth="" if self.growth is None else repr(self.growth),
+            shares=list(plan.shares),
+            local_batch=plan.pass_size,
+            accumulation=plan.num_passes,
+            epoch_steps=None if self._sampler is None else len(self._sampler),
+        )
+
+    # ---- progress ----
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples of the data before the current position, over all ranks and epochs.
+
+        Those of the sampler that was made by `sampler`, so those that ``drop_last`` has dropped are
+        included; without a sampler, what was given to `count`.
+        """
+        return self._num_counted if self._sampler is None else self._sampler.samples_seen
+
+    @property
+    def is_counting(self) -> bool:
+        """Whether `samples_seen` is known: from a sampler, or from `count`."""
+        return self._sampler is not None or self._num_counted > 0
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch; 0 without a sampler."""
+        return 0 if self._sampler is None else self._sampler.dataset_length
+
+    def samples_in(self, duration: float, unit: str) -> float:
+        """A duration in samples. Raises UsageError: epochs, but the batch has no sampler."""
+        if unit == "samples" or duration == 0:
+            return duration
+        if self._sampler is None:
+            raise UsageError(
+                f"{duration} epochs are an unknown number of samples: this GlobalBatch has no "
+                "sampler. Make it by batch.sampler(dataset) first, or give unit='samples' and call "
+                "batch.count() after each step."
+            )
+        return duration * self.epoch_samples
+
+    def count(self, num_samples: int | None = None) -> None:
+        """Count the samples of a step over all ranks, where another sampler makes the batches.
+
+        Without a number, those of a full global batch. Raises UsageError: `sampler` was called.
+        """
+        if self._sampler is not None:
+            raise UsageError(
+                "batch.count() was called, but batch.sampler() has made a sampler, which counts "
+                "the samples. Leave batch.count() out."
+            )
+        self._num_counted += self.global_batch if num_samples is None else num_samples
+
+    def state_dict(self) -> dict[str, int]:
+        """What `count` has counted; the sampler has a state of its own. The same on all ranks."""
+        return {"samples_seen": self._num_counted}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Resume from `state_dict`, also of another number of ranks."""
+        self._num_counted = int(state["samples_seen"])
+
+    # ---- data ----
+
+    def sampler(
+        self,
+        dataset: SizedDataset[Any] | int,
+        seed: int = 0,
+        shuffle: bool = True,
+        *,
+        drop_last: bool = False,
+        pad_last: bool = False,
+    ) -> GlobalSampler:
+        """The `GlobalSampler` of the training data, or of their number. *Collective.*
+
+        The batch follows its progress, also when it resumes. Save the sampler with the model.
+
+        Raises UsageError: called twice, or as `GlobalSampler`.
+        """
+        if self._sampler is not None:
+            raise UsageError(
+                "This GlobalBatch has a sampler already, whose progress it follows. Make another "
+                "GlobalBatch for other training data; for evaluation use GlobalSampler."
+            )
+        length = dataset if isinstance(dataset, int) else len(dataset)
+        make: Callable[..., GlobalSampler] = GlobalSampler
+        if self.growth is not None:
+            make = partial(GrowingSampler, growth=self.growth)
+        self._sampler = make(
+            length,
+            self.comm,
+            self.initial,
+            seed,
+            shuffle,
+            drop_last=drop_last,
+            pad_last=pad_last,
+        )
+        self._sampler.batch = self
+        return self._sampler
+
+    def micro_batches(
+        self, samples: Any, optimizer: Optimizer | None = None
+    ) -> Iterator[MicroBatch]:
+        """This rank's samples of a step, pass by pass. The last pass exchanges gradients.
+
+        Multiply the mean loss of each pass by its ``share``: the sum of the passes is then the
+        mean over this rank's samples, and the optimizer's mean over ranks is weighted by their
+        numbers, so that all samples of the global batch count equally. With ``reduction="sum"``
+        shares are 1.
+
+        All ranks make the same number of passes, except where passes of one sample meet uneven
+        shares, of which the smaller ones then make one pass less. A rank without samples makes
+        none; gradients are exchanged when the loop over the passes has ended, on all ranks.
+
+        Args:
+            samples: a tensor ``(samples, ...)``, or tuples, lists and dicts of them.
+            optimizer: the multi-node optimizer. A plain one exchanges nothing; None is for one
+                process and for evaluation.
+
+        Raises UsageError: the tensors have different numbers of samples; no optimizer was given to
+        train with, and there is a multi-node optimizer of these ranks; ranks make different numbers
+        of passes (on all ranks), and the model has batch normalization over all ranks.
+        """
+        if optimizer is None and self.comm.num_steps is not None and self.comm.size > 1:
+            self._raise_if_training()
+        if self.growth is not None:
+            self._note_settings()
+        num_own = samples_to_cut(samples, "the batch")
+        ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
+        is_sum = ours is not None and ours.reducer.buffers.reduction == "sum"
+        if ours is not None and not is_sum:
+            ours.set_weight(num_own)
+        num_passes = min(self._num_passes_of(num_own, ours), num_own)
+        for index, part in enumerate(split(samples, num_passes) if num_own else []):
+            begin, end = shard_bounds(num_own, num_passes, index, force_equal_length=False)
+            share = 1.0 if is_sum else (end - begin) / num_own
+            is_last = index == num_passes - 1
+            with nullcontext() if is_last or ours is None else ours.no_sync():
+                yield MicroBatch(part, share)
+        if ours is not None and not num_own:
+            ours.reducer.exchange_now()  # not in step(), so that gradients can be clipped before
+
+    def _num_passes_of(self, num_own: int, optimizer: MultiNodeOptimizer | None) -> int:
+        """The passes of the batch in hand, of which this rank has ``num_own`` samples."""
+        if self._sampler is None:
+            received = self.global_batch if num_own == self.share else 0
+        else:
+            received = self._sampler.received_batch
+            if self._sampler.pad_last and received:
+                received = max(received, self.comm.size)
+        plan = self._plan(received) if received else None
+        if plan is None or num_own > plan.shares[0]:
+            return self._num_passes(num_own)
+        if optimizer is not None and plan.num_passes > plan.shares[-1]:
+            self._raise_if_forward_communicates(optimizer, plan)
+        return plan.num_passes
+
+    def _raise_if_forward_communicates(self, optimizer: MultiNodeOptimizer, plan: _Plan) -> None:
+        """Raise on all ranks if some would wait for others in a pass that these do not make."""
+        most, least = plan.shares[0], plan.shares[-1]
+        for model in optimizer._models:
+            for name, layer in model.named_modules():
+                if not (layer.training and _is_over_ranks(layer, self.comm.size)):
+                    continue
+                raise UsageError(
+                    f"{self.comm.rank_label}: the batch of {sum(plan.shares)} samples makes "
+                    f"{counted(plan.num_passes, 'pass')} on the ranks with "
+                    f"{counted(most, 'sample')} and "
+                    f"{min(plan.num_passes, least)} on those with {least}, and '{name}', a "
+                    f"{type(layer).__name__} over all ranks, needs as many on all. Give "
+                    "local_batch=2 or more, or batches that the number of ranks divides: a "
+                    "multiple of it as global_batch, and drop_last=True. For a last batch with "
+                    "fewer samples than ranks pad_last=True will do, too."
+                )
+
+    def _raise_if_training(self) -> None:
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"{self.comm.rank_label}: micro_batches(samples) was called without the optimizer, "
+                "so each pass would exchange its gradients, and ranks would have equal weights. "
+                "Call micro_batches(samples, optimizer); for evaluation, under torch.no_grad()."
+            )
+
+    @classmethod
+    def fitting(
+        cls,
+        global_batch: int,
+        try_pass: Callable[[int], object],
+        *,
+        comm: Communicator,
+        growth: BatchGrowth | None = None,
+    ) -> GlobalBatch:
+        """The batch with as few passes as fit into the memory of all ranks. *Collective.*
+
+        ``try_pass(n)`` makes a forward and backward pass of n samples and raises
+        `torch.OutOfMemoryError` (or MemoryError) if they do not fit. It is called with the whole
+        share first, then with the share of twice as many passes, on all ranks, so it may
+        communicate only where no rank can fail. Call it before the optimizer is wrapped, and clear
+        the gradients afterwards.
+
+        Raises UsageError: one sample does not fit; what ``try_pass`` raises otherwise.
+        """
+        share = -(-global_batch // comm.size)
+        accumulation = 1
+        while True:
+            num = -(-share // accumulation)
+            failed = _fails(try_pass, num)
+            ranks = [rank for rank, each in enumerate(comm.allgather_obj(failed)) if each]
+            if not ranks:
+                return cls(global_batch, local_batch=num, comm=comm, growth=growth)
+            if num == 1:
+                raise UsageError(
+                    f"{comm.rank_label}: a pass of one sample does not fit into the memory of "
+                    f"{listed('rank', ranks)}. Use a smaller model, activation "
+                    "checkpointing or a lower precision."
+                )
+            accumulation *= 2
+
+
+def _is_over_ranks(layer: nn.Module, size: int) -> bool:
+    """Whether a layer in training communicates among all ranks of the batch."""
+    if size == 1:
+        return False
+    if isinstance(layer, (MultiNodeBatchNorm1d, MultiNodeBatchNorm2d, MultiNodeBatchNorm3d)):
+        return layer.comm is not None and layer.comm.size == size
+    return isinstance(layer, nn.SyncBatchNorm)
+
+
+def _fails(try_pass: Callable[[int], object], num: int) -> bool:
+    """Whether a pass does not fit into memory; what it has taken is free afterwards."""
+    try:
+        try_pass(num)
+    except (torch.OutOfMemoryError, MemoryError):
+        pass  # the traceback, which keeps the tensors, is freed first
+    else:
+        return False
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return True

@@ -1,0 +1,149 @@
+"""LAMB: Adam whose rate is adapted to each layer, for large batches.
+
+You et al., *Large Batch Optimization for Deep Learning: Training BERT in 76 minutes*, 2019,
+arXiv 1904.00962, section 3.2 and algorithm 2, for the weights w of a layer and their gradient g at
+step t:
+
+    m <- beta1 m + (1 - beta1) g          v <- beta2 v + (1 - beta2) g^2
+    r = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
+    w <- w - rate * phi(|w|) / |r + weight_decay w| * (r + weight_decay w)
+
+phi is the identity, or clamps the norm to ``norm_bounds``. Differences: where either norm is 0, the
+ratio is 1; biases and the parameters of normalization, which have one dimension or none, have a
+ratio of 1 and no weight decay, as in section 4 of the paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmn.errors import UsageError
+from torchmn.train.large_batch.trust_ratio import (
+    GroupPart,
+    Scratch,
+    TrustRatioOptimizer,
+    norm,
+    norms,
+    raise_if_negative,
+    ratios,
+)
+
+
+class LAMB(TrustRatioOptimizer):
+    """Adam with layer-wise adaptive rates (You et al. 2019, arXiv 1904.00962).
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the global rate; it grows with the square root of the batch (`SquareRootScaling`).
+        betas: of the means of the gradient and of its square.
+        eps: added to the root.
+        weight_decay: lambda, decoupled from the gradient.
+        norm_bounds: the least and the greatest norm of weights that counts; None for no bounds.
+        exclude_vectors: leave out the ratio and weight decay for parameters of at most one
+            dimension: biases and normalization. An option of groups, too.
+        foreach: one call for all tensors; by default on GPUs, where it is faster.
+
+    Raises UsageError: an argument, or an option of a group, is out of range.
+
+    >>> layer = torch.nn.Linear(3, 2)
+    >>> optimizer = LAMB(layer.parameters(), lr=0.01, weight_decay=0.01)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        *,
+        norm_bounds: tuple[float, float] | None = None,
+        exclude_vectors: bool = True,
+        foreach: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "norm_bounds": norm_bounds,
+            "exclude_vectors": exclude_vectors,
+            "foreach": foreach,
+        }
+        self._raise_if_out_of_range(defaults)
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
+        """Raise UsageError: an option is out of range. ``name``: of the group, for the message."""
+        betas, bounds = options["betas"], options["norm_bounds"]
+        if not all(0 <= beta < 1 for beta in betas):
+            raise UsageError(f"{name}betas={betas} must be 0 or more and less than 1.")
+        raise_if_negative(options, ("lr", "eps", "weight_decay"), name)
+        if bounds is not None and not 0 <= bounds[0] < bounds[1]:
+            raise UsageError(f"{name}norm_bounds={bounds} must be two increasing numbers from 0.")
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter, whose steps are counted."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["mean"] = torch.zeros_like(parameter)
+            state["square"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        return state
+
+    def _update_each(self, group: dict[str, Any], part: GroupPart) -> None:
+        """Update tensor after tensor, with two buffers for all of them."""
+        rate, (beta1, beta2), eps = float(group["lr"]), group["betas"], group["eps"]
+        decay, scratch = part.weight_decay, Scratch(part.params)
+        for w, g, state in zip(part.params, part.grads, part.states, strict=True):
+            m, v = state["mean"], state["square"]
+            first, second = _corrections(group["betas"], state["step"])
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            root, direction = scratch.like(w)
+            # With both sides divided by the correction of m, which saves a pass over the values.
+            torch.sqrt(v, out=root).mul_(second / first).add_(eps / first)
+            if decay:
+                torch.mul(w, decay, out=direction).addcdiv_(m, root)
+            else:
+                torch.div(m, root, out=direction)
+            ratio = 1.0
+            if part.is_adapted:
+                own, other = norm(w).item(), norm(direction).item()
+                if group["norm_bounds"] is not None:
+                    least, most = group["norm_bounds"]
+                    own = min(max(own, least), most)
+                ratio = own / other if own > 0 and other > 0 else 1.0
+            w.add_(direction, alpha=-rate * ratio)
+
+    def _update_together(self, group: dict[str, Any], part: GroupPart) -> None:
+        params, grads, states = part.params, part.grads, part.states
+        rate, (beta1, beta2) = float(group["lr"]), group["betas"]
+        means, squares = [state["mean"] for state in states], [state["square"] for state in states]
+        corrections = [_corrections(group["betas"], state["step"]) for state in states]
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        roots = list(torch._foreach_sqrt(squares))
+        torch._foreach_mul_(roots, [second / first for first, second in corrections])
+        torch._foreach_add_(roots, [group["eps"] / first for first, _ in corrections])
+        directions = list(torch._foreach_div(means, roots))
+        if part.weight_decay:
+            torch._foreach_add_(directions, params, alpha=part.weight_decay)
+        if part.is_adapted:
+            own = norms(params)
+            if group["norm_bounds"] is not None:
+                own = own.clamp(*group["norm_bounds"])
+            torch._foreach_mul_(directions, ratios(own, norms(directions)))
+        torch._foreach_add_(params, directions, alpha=-rate)
+
+
+def _corrections(betas: tuple[float, float], step: int) -> tuple[float, float]:
+    """What m and the root of v are multiplied by."""
+    return 1 / (1 - betas[0] ** step), 1 / (1 - betas[1] ** step) ** 0.5

@@ -1,0 +1,115 @@
+"""LARS: SGD whose rate is adapted to each layer, for large batches.
+
+You, Gitman and Ginsburg, *Large Batch Training of Convolutional Networks*, 2017, arXiv 1708.03888,
+section 4, equation 6 and algorithm 1, for the weights w of a layer and their gradient g:
+
+    local rate   l = trust * |w| / (|g| + weight_decay * |w|)
+                 v <- momentum * v + rate * l * (g + weight_decay * w)
+                 w <- w - v
+
+Differences: where w or the denominator is 0, l is 1, or such a layer would never move; biases and
+the parameters of normalization, which have one dimension or none, have l = 1 and no weight decay,
+as in the authors' later work (arXiv 1904.00962, section 4). The rate is inside of v, as in the
+paper: after it has changed, the momentum keeps the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchmn.errors import UsageError
+from torchmn.train.large_batch.trust_ratio import (
+    GroupPart,
+    TrustRatioOptimizer,
+    norm,
+    norms,
+    raise_if_negative,
+    ratios,
+)
+
+
+class LARS(TrustRatioOptimizer):
+    """SGD with momentum and layer-wise adaptive rates (You et al. 2017, arXiv 1708.03888).
+
+    Args:
+        params: parameters, or groups of them.
+        lr: the global rate; for large batches well above that of SGD, with a warm-up.
+        momentum: m.
+        weight_decay: beta.
+        trust: eta, how far a layer moves in relation to the norm of its weights.
+        exclude_vectors: leave out the local rate and weight decay for parameters of at most one
+            dimension: biases and normalization. An option of groups, too.
+        foreach: one call for all tensors; by default on GPUs, where it is faster.
+
+    Raises UsageError: an argument, or an option of a group, is out of range.
+
+    >>> layer = torch.nn.Linear(3, 2)
+    >>> optimizer = LARS(layer.parameters(), lr=1.0, weight_decay=1e-4)
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        *,
+        exclude_vectors: bool = True,
+        foreach: bool | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "trust": trust,
+            "exclude_vectors": exclude_vectors,
+            "foreach": foreach,
+        }
+        self._raise_if_out_of_range(defaults)
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
+        """Raise UsageError: an option is out of range. ``name``: of the group, for the message."""
+        if not 0 <= options["momentum"] < 1:
+            raise UsageError(
+                f"{name}momentum={options['momentum']} must be 0 or more and less than 1."
+            )
+        raise_if_negative(options, ("lr", "weight_decay", "trust"), name)
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["velocity"] = torch.zeros_like(parameter)
+        return state
+
+    def _update_each(self, group: dict[str, Any], part: GroupPart) -> None:
+        decay = part.weight_decay
+        for w, g, state in zip(part.params, part.grads, part.states, strict=True):
+            v, scale = state["velocity"], float(group["lr"])
+            if part.is_adapted:
+                own = norm(w).item()
+                denominator = norm(g).item() + decay * own
+                if own > 0 and denominator > 0:
+                    scale *= group["trust"] * own / denominator
+            v.mul_(group["momentum"]).add_(g, alpha=scale)
+            if decay:
+                v.add_(w, alpha=scale * decay)
+            w.sub_(v)
+
+    def _update_together(self, group: dict[str, Any], part: GroupPart) -> None:
+        params, grads, decay = part.params, part.grads, part.weight_decay
+        velocities = [state["velocity"] for state in part.states]
+        updates = list(torch._foreach_add(grads, params, alpha=decay))
+        if part.is_adapted:
+            own = norms(params)
+            torch._foreach_mul_(updates, ratios(own, norms(grads) + decay * own, group["trust"]))
+        torch._foreach_mul_(updates, float(group["lr"]))
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, updates)
+        torch._foreach_sub_(params, velocities)

@@ -1,0 +1,473 @@
+"""Learning rates as functions of the samples seen, in epochs or samples.
+
+    rate of a group = its first rate x factor of each schedule
+
+The samples are those of `GlobalBatch`, so a rate does not depend on the number of ranks, on the
+accumulation, on how often ``step()`` is called or on how the batch has grown, and a resumed run has
+the rates of one that never stopped, to the bit. Schedules are combined by wrapping: the first
+argument is the optimizer or another schedule of this module, and any of them may be stepped.
+
+    schedule = LinearScaling(optimizer, batch, base_batch=256)
+    schedule = GradualWarmup(schedule, batch, 5)
+    schedule = MultiStep(schedule, batch, [30, 60, 80])
+
+is the recipe of Goyal et al., *Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour*, 2017,
+arXiv 1706.02677, sections 2.1, 2.2 and 5.1.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from torchmn.data.batch_settings import BatchSettings
+from torchmn.errors import UnknownNameError, UsageError
+from torchmn.train.large_batch.batch_growth import Unit, check_milestones
+from torchmn.train.large_batch.global_batch import GlobalBatch
+
+
+class BatchSchedule(LRScheduler):
+    """What the schedules here have in common. Subclasses implement `factor`. Local.
+
+    Call ``step()`` after ``optimizer.step()``, at each step or at each epoch. `state_dict` holds
+    the rates, and loading it sets them; the samples seen are part of the sampler's state (or of
+    `GlobalBatch.state_dict`), to be saved as well.
+
+    What else sets rates, by hand or as a scheduler of torch that is stepped beside this one or in a
+    `torch.optim.lr_scheduler.ChainedScheduler`, is overwritten by the next ``step()``, which warns
+    once. One after the other in a `torch.optim.lr_scheduler.SequentialLR` is right.
+
+    Args:
+        optimizer: an optimizer, multi-node or not, or the schedule that this one multiplies.
+        batch: the samples seen, and how many an epoch has.
+
+    Raises UsageError: an argument is out of range, or the optimizer has a schedule already.
+
+    Example:
+        >>> class Halving(torchmn.train.large_batch.BatchSchedule):
+        ...     def factor(self, samples):
+        ...         return 0.5 ** (samples // 1000)
+        >>> batch = torchmn.train.large_batch.GlobalBatch(64, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = Halving(sgd, batch)
+        >>> [schedule.factor(samples) for samples in (0, 1000, 2000)]
+        [1.0, 0.5, 0.25]
+    """
+
+    def __init__(self, optimizer: Optimizer | BatchSchedule, batch: GlobalBatch) -> None:
+        self.batch = batch
+        self._outer: BatchSchedule | None = None
+        self._inner: BatchSchedule | None = None
+        if isinstance(optimizer, BatchSchedule):
+            self._inner = optimizer
+            optimizer._outer = self
+            optimizer = optimizer.optimizer
+        trained: Any = getattr(optimizer, "inner", optimizer)
+        older = vars(trained).get("_batch_schedule", lambda: None)()
+        if older is not None and older is not self._inner:
+            raise UsageError(
+                f"The optimizer has a schedule already, {type(older).__name__}. Give it to "
+                f"{type(self).__name__} in place of the optimizer, to multiply both factors."
+            )
+        trained._batch_schedule = ref(self)
+        self._is_made = False
+        self._rates_set: list[tuple[dict[str, Any], float | None]] = []
+        """Parameter groups and the rates that were set last; None: a tensor on a GPU."""
+        self._has_warned = False
+        super().__init__(optimizer)
+        self._is_made = True
+
+    def factor(self, samples: int) -> float:
+        """By what the rate is multiplied after ``samples`` samples over all ranks."""
+        raise NotImplementedError
+
+    def step(self, epoch: int | None = None) -> None:
+        """Set the rates of the next step.
+
+        Raises UsageError: the batch has neither a sampler nor a count, so that no time passes.
+        """
+        if self._outer is not None:
+            self._outer.step(epoch)
+            return
+        if self._is_made and not self.batch.is_counting:
+            raise UsageError(
+                f"{type(self).__name__}.step(): the GlobalBatch counts no samples, so the rate "
+                "would never change. Make the sampler by batch.sampler(dataset), or call "
+                "batch.count() after each step."
+            )
+        if epoch is None and self._step_count > 0:  # else SequentialLR begins with it
+            self._warn_if_changed()
+        super().step()
+        self._note_rates()
+
+    def _initial_step(self) -> None:
+        if self._outer is not None:
+            self._outer._initial_step()
+            return
+        super()._initial_step()
+
+    def _update_lr(self, epoch: int | None = None) -> None:
+        if self._outer is not None:
+            self._outer._update_lr(epoch)
+            return
+        super()._update_lr(epoch)
+
+    def _note_rates(self) -> None:
+        self._rates_set = [(group, _rate_here(group)) for group in self.optimizer.param_groups]
+
+    def _warn_if_changed(self) -> None:
+        """Warn once if a rate is not the one that was set last, which is then lost.
+
+        An optimizer that has loaded a state has other groups, whose rates are those of the state.
+        """
+        if self._has_warned:
+            return
+        for index, (group, (known, last)) in enumerate(
+            zip(self.optimizer.param_groups, self._rates_set, strict=False)
+        ):
+            now = _rate_here(group)
+            if group is not known or now is None or last is None:
+                continue
+            if math.isclose(now, last, rel_tol=1e-6):
+                continue
+            self._has_warned = True
+            name = type(self).__name__
+            warnings.warn(
+                f"{self.batch.comm.rank_label}: {name} has set the rate of parameter group {index} "
+                f"to {last:g}, and now it is {now:g}. {name} computes rates from the "
+                "samples seen, so what others set, by hand or by a scheduler of torch beside it "
+                "(StepLR, ReduceLROnPlateau, ChainedScheduler), is overwritten. For one after the "
+                "other use torch's SequentialLR; to multiply factors, a schedule of "
+                "torchmn.train.large_batch such as MultiStep around this one.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rates now, by group."""
+        factor = self._product(self.batch.samples_seen)
+        return [rate * factor for rate in self.base_lrs]
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """The rates that were set last, by group."""
+        return super().get_last_lr() if self._outer is None else self._outer.get_last_lr()
+
+    def _product(self, samples: int) -> float:
+        """The factors of this schedule and of those that it wraps."""
+        inner = 1.0 if self._inner is None else self._inner._product(samples)
+        return inner * self.factor(samples)
+
+    def batch_settings(self) -> BatchSettings | None:
+        """What a checkpoint records of the batch; see `torchmn.checkpoint.HasBatchSettings`."""
+        return self.batch.batch_settings()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rates by group, first and now."""
+        return {"base_lrs": list(self.base_lrs), "rates": list(self.get_last_lr())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume: the rates are at once those of the state."""
+        self.base_lrs, self._last_lr = list(state["base_lrs"]), list(state["rates"])
+        if self._outer is not None:
+            self._outer.load_state_dict(state)
+            return
+        for group, first, now in zip(
+            self.optimizer.param_groups, state["base_lrs"], state["rates"], strict=True
+        ):
+            group["initial_lr"] = first
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(now)
+            else:
+                group["lr"] = now
+        self._note_rates()
+
+
+def _rate_here(group: dict[str, Any]) -> float | None:
+    """The rate of a group; None if it is on a GPU, for which reading would wait."""
+    rate = group["lr"]
+    return None if isinstance(rate, Tensor) and rate.device.type != "cpu" else float(rate)
+
+
+class LinearScaling(BatchSchedule):
+    """The rate grows as the batch does: times ``batch / base_batch``.
+
+    Goyal et al. 2017, section 2.1, and Krizhevsky, arXiv 1404.5997, section 5. The batch is that of
+    the beginning: `BatchGrowth` takes the place of a decay and leaves the rate alone.
+
+    Args:
+        optimizer: its rate is the one that was found with ``base_batch``; or a schedule.
+        batch: the global batch that is used now.
+        base_batch: the global batch for which the rate was found.
+
+    Example:
+        >>> batch = torchmn.train.large_batch.GlobalBatch(1024, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> LinearScaling(sgd, batch, base_batch=256).get_last_lr()
+        [0.4]
+    """
+
+    def __init__(
+        self, optimizer: Optimizer | BatchSchedule, batch: GlobalBatch, *, base_batch: int
+    ) -> None:
+        if not 1 <= base_batch < float("inf"):
+            raise UsageError(f"base_batch={base_batch} must be a finite number, at least 1.")
+        self.base_batch = base_batch
+        super().__init__(optimizer, batch)
+
+    def factor(self, samples: int) -> float:
+        """The same for all samples."""
+        return self.batch.initial / self.base_batch
+
+
+class SquareRootScaling(LinearScaling):
+    """The rate grows as the square root of the batch: what adaptive optimizers (LAMB, Adam) need.
+
+    Krizhevsky, arXiv 1404.5997, section 5; You et al., arXiv 1904.00962, section 4. It keeps the
+    variance of the update; see `LinearScaling` for the arguments.
+
+    Example:
+        >>> batch = torchmn.train.large_batch.GlobalBatch(1024, comm=comm)
+        >>> adam = torch.optim.Adam(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> SquareRootScaling(adam, batch, base_batch=256).get_last_lr()
+        [0.2]
+    """
+
+    def factor(self, samples: int) -> float:
+        """The same for all samples."""
+        return math.sqrt(super().factor(samples))
+
+
+class GradualWarmup(BatchSchedule):
+    """The rate grows in a straight line over the first ``duration``.
+
+    Goyal et al. 2017, section 2.2: after each step, from the rate before `LinearScaling` to the
+    scaled one.
+
+    Args:
+        optimizer: an optimizer, or a schedule.
+        batch: the samples seen.
+        duration: in ``unit``.
+        unit: ``epochs`` or ``samples``.
+        start: the first factor. By default it undoes the scaling that this schedule wraps; without
+            scaling it is 0.1.
+
+    Example:
+        >>> batch = torchmn.train.large_batch.GlobalBatch(1024, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> scaled = LinearScaling(sgd, batch, base_batch=256)
+        >>> warmup = GradualWarmup(scaled, batch, 4096, unit="samples")
+        >>> [warmup.factor(samples) for samples in (0, 2048, 4096)]  # of the scaled rate
+        [0.25, 0.625, 1.0]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | BatchSchedule,
+        batch: GlobalBatch,
+        duration: float,
+        *,
+        unit: Unit = "epochs",
+        start: float | None = None,
+    ) -> None:
+        self._duration = _in_samples(batch, duration, unit)
+        if start is None:
+            scaling = 1.0
+            inner = optimizer if isinstance(optimizer, BatchSchedule) else None
+            while inner is not None:
+                scaling *= inner.factor(0) if isinstance(inner, LinearScaling) else 1.0
+                inner = inner._inner
+            start = 0.1 if scaling == 1 else min(1.0, 1 / scaling)
+        elif not 0 <= start <= 1:
+            raise UsageError(f"start={start} must be between 0 and 1.")
+        self.start = start
+        super().__init__(optimizer, batch)
+
+    def factor(self, samples: int) -> float:
+        """From ``start`` to 1."""
+        if samples >= self._duration:
+            return 1.0
+        return self.start + (1 - self.start) * samples / self._duration
+
+
+class MultiStep(BatchSchedule):
+    """The rate is multiplied by ``gamma`` at each milestone.
+
+    Args:
+        optimizer: an optimizer, or a schedule.
+        batch: the samples seen.
+        milestones: increasing, in ``unit``.
+        gamma: by what the rate is multiplied, more than 0.
+        unit: ``epochs`` or ``samples``.
+
+    Example:
+        >>> batch = torchmn.train.large_batch.GlobalBatch(64, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = MultiStep(sgd, batch, [1000, 2000], gamma=0.5, unit="samples")
+        >>> [schedule.factor(samples) for samples in (0, 1000, 2000)]
+        [1.0, 0.5, 0.25]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | BatchSchedule,
+        batch: GlobalBatch,
+        milestones: Sequence[float],
+        gamma: float = 0.1,
+        *,
+        unit: Unit = "epochs",
+    ) -> None:
+        check_milestones(milestones, unit)
+        _raise_if_not_positive("gamma", gamma)
+        self._milestones = [batch.samples_in(each, unit) for each in milestones]
+        self.gamma = gamma
+        super().__init__(optimizer, batch)
+
+    def factor(self, samples: int) -> float:
+        """``gamma`` to the power of the milestones that were passed."""
+        return float(self.gamma ** bisect_right(self._milestones, samples))
+
+
+class Polynomial(BatchSchedule):
+    """The rate falls to ``final`` as a power of the time that is left.
+
+    With ``power=2`` what You et al. use with LARS (arXiv 1708.03888, section 6).
+
+    Args:
+        optimizer: an optimizer, or a schedule.
+        batch: the samples seen.
+        end: when the last factor is reached, in ``unit``.
+        power: 1 is a straight line; more than 0.
+        unit: ``epochs`` or ``samples``.
+        begin: until when the factor is 1, in ``unit``: the end of a warm-up.
+        final: the last factor.
+
+    Example:
+        >>> batch = torchmn.train.large_batch.GlobalBatch(64, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = Polynomial(sgd, batch, 1000, unit="samples")
+        >>> [schedule.factor(samples) for samples in (0, 500, 1000)]
+        [1.0, 0.25, 0.0]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | BatchSchedule,
+        batch: GlobalBatch,
+        end: float,
+        power: float = 2.0,
+        *,
+        unit: Unit = "epochs",
+        begin: float = 0.0,
+        final: float = 0.0,
+    ) -> None:
+        if not 0 <= begin < end:
+            raise UsageError(f"begin={begin} must be 0 or more and before end={end}.")
+        _raise_if_not_positive("power", power)
+        if not 0 <= final <= 1:
+            raise UsageError(f"final={final} must be between 0 and 1, a part of the first rate.")
+        self._begin, self._end = _in_samples(batch, begin, unit), _in_samples(batch, end, unit)
+        self.power, self.final = power, final
+        super().__init__(optimizer, batch)
+
+    def factor(self, samples: int) -> float:
+        """From 1 to ``final``."""
+        past = (samples - self._begin) / (self._end - self._begin)
+        return self.final + (1 - self.final) * self._left(min(1.0, max(0.0, past)))
+
+    def _left(self, past: float) -> float:
+        """What is left of the rate after this part of the time."""
+        return float((1 - past) ** self.power)
+
+
+class Cosine(Polynomial):
+    """The rate falls to ``final`` as half a period of a cosine.
+
+    Loshchilov and Hutter, *SGDR*, arXiv 1608.03983, equation 5, without restarts.
+
+    Args:
+        optimizer: an optimizer, or a schedule.
+        batch: the samples seen.
+        end: when the last factor is reached, in ``unit``.
+        unit: ``epochs`` or ``samples``.
+        begin: until when the factor is 1, in ``unit``: the end of a warm-up.
+        final: the last factor.
+
+    Example:
+        >>> batch = torchmn.train.large_batch.GlobalBatch(64, comm=comm)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = Cosine(sgd, batch, 1000, unit="samples")
+        >>> [round(schedule.factor(samples), 3) for samples in (0, 500, 1000)]
+        [1.0, 0.5, 0.0]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | BatchSchedule,
+        batch: GlobalBatch,
+        end: float,
+        *,
+        unit: Unit = "epochs",
+        begin: float = 0.0,
+        final: float = 0.0,
+    ) -> None:
+        super().__init__(optimizer, batch, end, unit=unit, begin=begin, final=final)
+
+    def _left(self, past: float) -> float:
+        return (1 + math.cos(math.pi * past)) / 2
+
+
+class DecayAfterGrowth(BatchSchedule):
+    """The rate falls by what the batch was to grow beyond its largest size.
+
+    Smith et al., arXiv 1711.00489, section 5.1: with ``BatchGrowth(..., max_batch=...)`` the noise
+    is annealed as planned even when the batch no longer grows.
+
+    Raises UsageError: the batch has no `BatchGrowth`.
+
+    Example:
+        >>> growth = torchmn.train.large_batch.BatchGrowth([1000, 2000], 2, unit="samples", max_batch=128)
+        >>> batch = torchmn.train.large_batch.GlobalBatch(64, comm=comm, growth=growth)
+        >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+        >>> schedule = DecayAfterGrowth(sgd, batch)
+        >>> [schedule.factor(samples) for samples in (0, 1000, 2000)]
+        [1.0, 1.0, 0.5]
+    """
+
+    def __init__(self, optimizer: Optimizer | BatchSchedule, batch: GlobalBatch) -> None:
+        if batch.growth is None:
+            raise UsageError(
+                "DecayAfterGrowth needs a GlobalBatch with growth=BatchGrowth(...); without growth "
+                "use MultiStep."
+            )
+        super().__init__(optimizer, batch)
+
+    def factor(self, samples: int) -> float:
+        """The size of the batch over the size without ``max_batch``."""
+        growth, batch = self.batch.growth, self.batch
+        if growth is None or growth.max_batch is None:
+            return 1.0
+        wanted = growth.wanted_at(batch.initial, samples, batch.epoch_samples)
+        return min(1.0, max(batch.initial, growth.max_batch) / wanted)
+
+
+def _raise_if_not_positive(name: str, value: float) -> None:
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{name}={value} must be a finite number greater than 0.")
+
+
+def _in_samples(batch: GlobalBatch, duration: float, unit: Unit) -> float:
+    """Raises UsageError: negative, or not known in samples."""
+    if unit not in ("epochs", "samples"):
+        raise UnknownNameError("unit", unit, ("epochs", "samples"))
+    if not 0 <= duration < float("inf"):
+        raise UsageError(f"{duration} {unit} must be a finite number, 0 or more.")
+    return batch.samples_in(duration, unit)

@@ -1,0 +1,161 @@
+"""What LARS and LAMB share: which parameters are adapted, norms, and their ratio."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchmn.comm.local_tensors import is_distributed, is_divided
+from torchmn.errors import UnsupportedError, UsageError
+
+
+class GroupPart(NamedTuple):
+    """The parameters of a group that have gradients and are all adapted, or all not."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[dict[str, Any]]
+    weight_decay: float
+    is_adapted: bool
+
+
+class TrustRatioOptimizer(Optimizer):
+    """An optimizer whose rate is adapted to the norm of each parameter. Subclasses update."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Raises UsageError: an option is out of range. The group is then not added."""
+        if isinstance(param_group, dict):
+            name = f"Parameter group {len(self.param_groups)}: "
+            self._raise_if_out_of_range({**self.defaults, **param_group}, name)
+        super().add_param_group(param_group)
+
+    @staticmethod
+    @abstractmethod
+    def _raise_if_out_of_range(options: dict[str, Any], name: str = "") -> None:
+        """Raise UsageError: an option is out of range. ``name``: of the group, for the message."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters. Local.
+
+        Raises UnsupportedError: a gradient is sparse, or a parameter is sharded, a part of a
+        parallel layer, or not real.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for part in self._parts(group):
+                is_foreach = group["foreach"]
+                if is_foreach is None:  # on a CPU tensor after tensor stays in the cache
+                    is_foreach = all(parameter.is_cuda for parameter in part.params)
+                update = self._update_together if is_foreach else self._update_each
+                update(group, part)
+        return loss
+
+    @abstractmethod
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter in this step, made in its first."""
+
+    @abstractmethod
+    def _update_each(self, group: dict[str, Any], part: GroupPart) -> None:
+        """Update tensor after tensor."""
+
+    @abstractmethod
+    def _update_together(self, group: dict[str, Any], part: GroupPart) -> None:
+        """Update by one call for all tensors."""
+
+    def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
+        """The adapted parameters, then those that are left out."""
+        for is_adapted in (True, False):
+            params = [
+                parameter
+                for parameter in group["params"]
+                if parameter.grad is not None
+                and (parameter.dim() > 1 or not group["exclude_vectors"]) == is_adapted
+            ]
+            if not params:
+                continue
+            for parameter in params:
+                _raise_if_unsupported(parameter)
+            yield GroupPart(
+                params=params,
+                grads=[parameter.grad for parameter in params],
+                states=[self._state_of(parameter) for parameter in params],
+                weight_decay=group["weight_decay"] if is_adapted else 0.0,
+                is_adapted=is_adapted,
+            )
+
+
+def raise_if_negative(options: dict[str, Any], names: Sequence[str], group: str) -> None:
+    """Raise UsageError: an option is negative or NaN."""
+    for name in names:
+        if not options[name] >= 0:
+            raise UsageError(f"{group}{name}={options[name]} must be 0 or more.")
+
+
+def norm(tensor: Tensor) -> Tensor:
+    """The Euclidean norm; float16 cannot hold that of a large layer."""
+    found: Tensor = torch.linalg.vector_norm(tensor, dtype=_dtype_of_norm(tensor))
+    return found
+
+
+def norms(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norms by one call, shape ``(tensors,)``, on the device of the tensors."""
+    return torch.stack(list(torch._foreach_norm(tensors, 2, _dtype_of_norm(tensors[0]))))
+
+
+def _dtype_of_norm(tensor: Tensor) -> torch.dtype | None:
+    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
+
+
+def ratios(numerator: Tensor, denominator: Tensor, factor: float = 1.0) -> list[Any]:
+    """Their quotients times ``factor``, 1 where either is 0: what tensors are multiplied by.
+
+    Numbers on a CPU; on a GPU tensors, without waiting for it.
+    """
+    is_defined = (numerator > 0) & (denominator > 0)
+    quotient = torch.where(is_defined, factor * numerator / denominator, 1.0)
+    return list(quotient.unbind()) if quotient.is_cuda else quotient.tolist()
+
+
+class Scratch:
+    """Two buffers in turn of the shape of each parameter: new memory for each would be slow."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._buffers: list[Tensor] = []
+        first = params[0]
+        if all(p.dtype == first.dtype and p.device == first.device for p in params):
+            most = max(p.numel() for p in params)
+            self._buffers = [first.new_empty(most) for _ in range(2)]
+
+    def like(self, parameter: Tensor) -> list[Tensor]:
+        """Both buffers, in the order of the parameter's values in memory."""
+        if not self._buffers or not parameter.is_contiguous():
+            return [torch.empty_like(parameter) for _ in range(2)]
+        return [each[: parameter.numel()].view_as(parameter) for each in self._buffers]
+
+
+def _raise_if_unsupported(parameter: Tensor) -> None:
+    if is_divided(parameter) or is_distributed(parameter):
+        kind = "a part of a parallel layer" if is_divided(parameter) else "sharded (a DTensor)"
+        raise UnsupportedError(
+            "LARS and LAMB adapt the rate to the norm of whole layers, and this parameter, shape "
+            f"{list(parameter.shape)}, is {kind}. Train it whole, or use another optimizer."
+        )
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        raise UnsupportedError(
+            f"The gradient of a parameter of shape {list(parameter.shape)} is sparse. LARS and "
+            "LAMB need dense ones: make the Embedding with sparse=False."
+        )
+    if parameter.is_complex():
+        raise UnsupportedError(
+            f"A parameter of shape {list(parameter.shape)} is complex; LARS and LAMB are for real "
+            "ones."
+        )

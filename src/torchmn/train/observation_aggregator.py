@@ -1,0 +1,133 @@
+"""Aggregating the observations of all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pytorch_pfn_extras.training import extension
+from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
+    TriggerLike,
+    get_trigger,
+)
+
+from torchmn.errors import CommunicationError
+from torchmn.train.evaluation import WeightedSums, means_of
+
+if TYPE_CHECKING:
+    from torchmn.comm import Communicator
+
+Aggregator = Callable[[list[list[Any]]], Any]
+
+
+def mean_of_all(observations: list[list[Any]]) -> float | None:
+    """The mean of all values of all ranks, a `Ratio` weighted by its count; None without values."""
+    sums = WeightedSums()
+    for of_rank in observations:
+        for value in of_rank:
+            sums.add("value", value)
+    return means_of(sums.sums()).get("value")
+
+
+class ObservationAggregator(extension.Extension):
+    """Adds one value for all ranks to the observation. *Collective* when its trigger fires.
+
+    Args:
+        comm: the ranks that participate.
+        original_key: what each rank observes, not necessarily in every iteration.
+        aggregated_key: the name of the result; ``original_key`` by default.
+        comm_trigger: when to communicate. Values are kept until then.
+        aggregator: called on rank 0 with a list for each rank of the values since the last call;
+            returns the result, or None for no result. The mean of all values by default.
+
+    Raises CommunicationError on the other ranks: the aggregator raised.
+
+    Example:
+        >>> aggregator = torchmn.ObservationAggregator(comm, "main/loss", "main/mean_loss")
+    """
+
+    trigger = (1, "iteration")
+    priority = extension.PRIORITY_EDITOR
+
+    def __init__(
+        self,
+        comm: Communicator,
+        original_key: str,
+        aggregated_key: str | None = None,
+        *,
+        comm_trigger: TriggerLike = (1, "iteration"),
+        aggregator: Aggregator | None = None,
+    ) -> None:
+        self.comm = comm
+        self.original_key = original_key
+        self.aggregated_key = original_key if aggregated_key is None else aggregated_key
+        self.comm_trigger = get_trigger(comm_trigger)
+        self.aggregator = mean_of_all if aggregator is None else aggregator
+        self._history: list[Any] = []
+
+    def __call__(self, manager: Any) -> None:
+        """Keep the observed value; communicate if the trigger fires."""
+        if self.original_key in manager.observation:
+            value = manager.observation[self.original_key]
+            self._history.append(_as_number(value))
+        if not self.comm_trigger(manager):
+            return
+        history, self._history = self._history, []
+        gathered = self.comm.gather_obj(history)
+        result = self._aggregated(gathered)
+        if result is not None:
+            manager.observation[self.aggregated_key] = result
+
+    def _aggregated(self, gathered: list[list[Any]] | None) -> Any:
+        if gathered is None:
+            problem, result = self.comm.bcast_obj(None)
+            if problem is not None:
+                raise CommunicationError(
+                    f"{self.comm.rank_label}: the aggregator of '{self.original_key}' raised "
+                    f"{problem} on rank 0."
+                )
+            return result
+        try:
+            result = _as_number(self.aggregator(gathered))
+        except Exception as error:
+            self.comm.bcast_obj((f"{type(error).__name__}: {error}", None))
+            raise
+        self.comm.bcast_obj((None, result))
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values of this rank that were not communicated yet."""
+        return {"history": list(self._history), "trigger": self.comm_trigger.state_dict()}
+
+    def load_state_dict(self, to_load: dict[str, Any]) -> None:
+        """Restore a saved state."""
+        self._history = list(to_load["history"])
+        self.comm_trigger.load_state_dict(to_load["trigger"])
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local.
+
+        Each value is kept once: rank i modulo the number of ranks keeps those of old rank i.
+        """
+        mine = [state["history"] for state in states[comm.rank :: comm.size]]
+        return {**states[0], "history": [value for history in mine for value in history]}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ObservationAggregator:
+        """Share the communicator: managers of pytorch-pfn-extras copy their stop trigger."""
+        twin = copy.copy(self)
+        twin.comm_trigger = copy.deepcopy(self.comm_trigger, memo)
+        twin._history = list(self._history)
+        return twin
+
+
+def _as_number(value: Any) -> Any:
+    """Scalars as numbers, pairs as pairs of numbers, which can be sent without pickle."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return (float(value[0]), float(value[1]))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    shape = getattr(value, "shape", None)
+    return float(value) if shape is not None and len(shape) == 0 else value

@@ -1,0 +1,297 @@
+"""The training loop: pytorch-pfn-extras' manager, driven by an updater, on one or many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pytorch_pfn_extras.training.manager import ExtensionsManager
+from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
+    TriggerLike,
+    get_trigger,
+)
+from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
+
+from torchmn.data.batch_settings import BatchSettings, batch_settings_of
+from torchmn.errors import DataError, RankMismatchError, UsageError
+from torchmn.exchange.resharding import reshard_object, warnings_of
+from torchmn.train.epoch_triggers import follow_epochs
+from torchmn.train.updater import Updater
+
+if TYPE_CHECKING:
+    from pytorch_pfn_extras.training.extension import ExtensionLike
+    from torch import Tensor
+
+    from torchmn.comm import Communicator
+
+
+class Trainer(ExtensionsManager):
+    """Runs an updater until a trigger stops it, and extensions after each iteration.
+
+    It is an ``ExtensionsManager`` whose epochs are those of the updater's iterator: ``epoch``,
+    ``epoch_detail`` and all triggers are correct for epochs of different lengths. With ``comm``,
+    rank 0 alone writes files; add extensions that print on rank 0 only, and collective ones (a
+    multi-node evaluator, `LogReport`) on all ranks.
+
+    Args:
+        updater: does an iteration, such as `StandardUpdater`.
+        stop_trigger: ``(n, "epoch")``, ``(n, "iteration")`` or a trigger; None trains forever.
+        out: the folder for files, created by rank 0; None: extensions write no files.
+        comm: the ranks that train together; None for one process.
+        extensions: as given to `extend`.
+
+    Example:
+        >>> model = torchmn.train.Classifier(torch.nn.Linear(3, 2))
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader([(torch.ones(3), 1)] * 8, batch_size=4)
+        >>> updater = torchmn.StandardUpdater(loader, sgd, model)
+        >>> trainer = torchmn.Trainer(updater, (2, "epoch"), out=None)
+        >>> trainer.run()
+        >>> trainer.epoch, trainer.iteration
+        (2, 4)
+    """
+
+    def __init__(
+        self,
+        updater: Updater,
+        stop_trigger: TriggerLike = None,
+        out: str | Path | None = "result",
+        *,
+        comm: Communicator | None = None,
+        extensions: Sequence[ExtensionLike] = (),
+    ) -> None:
+        self._updater = updater
+        self._comm = comm
+        is_writer = out is not None and (comm is None or comm.rank == 0)
+        writer = SimpleWriter(out_dir=str(out)) if is_writer else _NoWriter(str(out))
+        self._has_run = False
+        self._elapsed_before_s = 0.0
+        self._elapsed_at_end_s: float | None = None
+        super().__init__(
+            updater.model,
+            updater.optimizer,
+            1,
+            iters_per_epoch=1,
+            extensions=extensions,
+            out_dir=str(out),
+            writer=writer,
+            state_objects={"updater": updater},
+        )
+        # After super().__init__, which copies its stop trigger, and with it a communicator.
+        self._stop_trigger = follow_epochs(get_trigger(stop_trigger))
+        self._internal_stop_trigger = get_trigger(None)
+
+    # ---- progress ----
+
+    @property
+    def updater(self) -> Updater:  # type: ignore[override]
+        """The updater, which does an iteration."""
+        return self._updater
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done, as the updater counts them."""
+        self.start_extensions()
+        return self._updater.iteration
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        """Ignored: the updater counts iterations."""
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+        return self._updater.epoch
+
+    @property
+    def epoch_detail(self) -> float:
+        """Epochs done, with the fraction of the current one."""
+        return self._updater.epoch_detail
+
+    @property
+    def elapsed_time(self) -> float:
+        """Seconds of training, including those before a resumed snapshot.
+
+        It is counted from the first iteration to the end of the last one.
+        """
+        if self._elapsed_at_end_s is not None:
+            return self._elapsed_at_end_s
+        return self._elapsed_before_s + super().elapsed_time
+
+    # ---- training ----
+
+    def needs_model_state(self, iteration: int | None = None) -> bool:
+        """Always: extensions that save a trainer need not say that they use its models."""
+        return True
+
+    def start_extensions(self) -> None:
+        """Initialize the extensions, whose triggers follow the updater's epochs from now on."""
+        if not self._start_extensions_called:
+            for entry in self._extensions.values():
+                entry.trigger = follow_epochs(entry.trigger)
+                follow_epochs(entry.extension)
+        super().start_extensions()
+
+    def run(self) -> None:
+        """Train until the stop trigger fires. *Collective.*
+
+        Extensions and updater are finalized in any case.
+
+        Raises:
+            UsageError: it has run before.
+            RankMismatchError: ranks start at different iterations or have unequal epochs.
+        """
+        if self._has_run:
+            raise UsageError("This trainer has run already. Make a new one to train again.")
+        self._has_run = True
+        try:
+            self.start_extensions()
+            self._raise_if_ranks_disagree()
+            while not self.stop_trigger:
+                with self.run_iteration():
+                    self._updater.update()
+            if self._start_time is not None:
+                self._elapsed_at_end_s = self.elapsed_time
+        finally:
+            if self._start_extensions_called:
+                self.finalize()
+            self._updater.finalize()
+
+    def resume(self, snapshot: str | Path) -> None:
+        """Resume from a snapshot that rank 0 reads and broadcasts. *Collective.*
+
+        Call it after `extend`. All ranks load rank 0's state; with a `GlobalSampler`, samples are
+        neither lost nor repeated.
+
+        Raises DataError on all ranks: the file is missing or damaged.
+        """
+        state, problem = None, None
+        if self._comm is None or self._comm.rank == 0:
+            try:
+                state = _plain(torch.load(snapshot, map_location="cpu", weights_only=True))
+            except Exception as error:  # of zip, pickle or the file system
+                problem = f"The snapshot {snapshot} cannot be read: {type(error).__name__}: {error}"
+        if self._comm is not None:
+            state, problem = self._comm.bcast_obj((state, problem))
+        if problem is not None:
+            raise DataError(problem)
+        self.load_state_dict(state)  # type: ignore[arg-type]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Models, optimizers, updater, extensions and the time spent."""
+        elapsed_s = self.elapsed_time if self._start_time is not None else self._elapsed_before_s
+        return {
+            **super().state_dict(),
+            "elapsed_time_s": elapsed_s,
+            "stop_trigger": self._stop_trigger.state_dict(),
+        }
+
+    def replicated_tensors(self) -> list[Tensor]:
+        """The tensors that the optimizers keep identical on all ranks. Local."""
+        return [
+            tensor
+            for optimizer in self._optimizers.values()
+            if hasattr(optimizer, "replicated_tensors")
+            for tensor in optimizer.replicated_tensors()
+        ]
+
+    def load_state_dict(self, to_load: dict[str, Any]) -> None:
+        """Restore a saved state. Local. Raises UsageError: an extension is not in it."""
+        missing = [name for name in self._extensions if name not in to_load["extensions"]]
+        if missing:
+            raise UsageError(
+                f"The state was saved without the extensions {', '.join(missing)}; it has "
+                f"{', '.join(to_load['extensions'])}. Extend the trainer as when it was saved."
+            )
+        super().load_state_dict(to_load)
+        self._elapsed_before_s = float(to_load.get("elapsed_time_s", 0.0))
+        self._stop_trigger.load_state_dict(to_load.get("stop_trigger", {}))
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        """The state that this rank loads, from those of all old ranks, in rank order. Local.
+
+        Optimizers, the updater, extensions and triggers reshard their states if they can; the
+        others get old rank 0's.
+        """
+
+        def resharded(group: str, targets: Mapping[str, object]) -> dict[str, Any]:
+            return {
+                name: reshard_object(
+                    target, [s[group][name] for s in states if name in s[group]], comm
+                )
+                for name, target in targets.items()
+                if any(name in s[group] for s in states)
+            }
+
+        held = {name: entry.extension for name, entry in self._extensions.items()}
+        extensions: dict[str, Any] = {}
+        for name, extension in held.items():
+            entries = [s["extensions"][name] for s in states if name in s["extensions"]]
+            if entries:
+                parts = [entry["extension"] for entry in entries]
+                extensions[name] = {
+                    **entries[0],
+                    "extension": reshard_object(extension, parts, comm),
+                }
+        stops = [state["stop_trigger"] for state in states]
+        return {
+            **states[0],
+            "optimizers": resharded("optimizers", self._optimizers),
+            "state_objects": resharded("state_objects", self._state_objects),
+            "extensions": extensions,
+            "stop_trigger": reshard_object(self._stop_trigger, stops, comm),
+        }
+
+    def resume_warnings(self) -> list[str]:
+        """Warnings for loading a state of another number of ranks."""
+        parts = [*self._optimizers.values(), *self._state_objects.values()]
+        return [note for part in parts for note in warnings_of(part)]
+
+    def batch_settings(self) -> BatchSettings | None:
+        """What a checkpoint records of the batch: the updater's, or that of another object."""
+        known = (batch_settings_of(part) for part in self._state_objects.values())
+        return next((settings for settings in known if settings is not None), None)
+
+    def _raise_if_ranks_disagree(self) -> None:
+        if self._comm is None:
+            return
+        length = self._updater.iterations_per_epoch
+        mine = {
+            "iteration": str(self.iteration),
+            "epoch": f"{self.epoch_detail:.6g}",
+            "iterations per epoch": "unknown" if length is None else f"{float(length):.6g}",
+        }
+        gathered = self._comm.allgather_obj(mine)
+        for what in mine:
+            values = [theirs[what] for theirs in gathered]
+            if len(set(values)) > 1:
+                raise RankMismatchError(
+                    f"{self._comm.rank_label}: the ranks' {what} differ: "
+                    + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+                    + ". Their triggers would not fire together. Use GlobalSampler, or "
+                    "scatter_dataset with force_equal_length=True, and resume all ranks "
+                    "from the same state."
+                )
+
+
+class _NoWriter(Writer):
+    """The writer of all ranks but rank 0: it writes nothing."""
+
+    def initialize(self, out_dir: str) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def _plain(state: Any) -> Any:
+    """Convert subclasses of dict to dict, which can be sent without pickle."""
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(_plain(value) for value in state)
+    return state

@@ -1,5 +1,0 @@
-"""Transports: gloo, NCCL, MPI, TCP and shared memory behind one interface."""
-
-from torchmn.transports.base import TimeLimit, Transport
-
-__all__ = ["TimeLimit", "Transport"]

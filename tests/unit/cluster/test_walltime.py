@@ -1,0 +1,71 @@
+"""When the scheduler ends the job."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from torchmn.errors import TopologyError
+from torchmn.cluster.walltime import job_end, parse_duration
+
+
+def test_no_source() -> None:
+    assert job_end({}) is None
+
+
+@pytest.mark.parametrize("name", ["TORCHMN_JOB_END", "SLURM_JOB_END_TIME"])
+def test_a_variable(name: str) -> None:
+    assert job_end({name: "1700000000"}) == 1.7e9
+    with pytest.raises(TopologyError, match=f"{name} must be a time"):
+        job_end({name: "tomorrow"})
+
+
+def test_squeue(tmp_path: Path) -> None:
+    """A stand-in for Slurm's command, which answers as ``%L`` does by the manual."""
+    squeue = tmp_path / "squeue"
+    squeue.write_text('#!/bin/sh\n[ "$5" = 12 ] && echo 1:30:00\n')
+    squeue.chmod(0o755)
+    end = job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "12"})
+    assert end is not None
+    assert 5395 < end - time.time() <= 5400
+    with pytest.warns(RuntimeWarning, match="export TORCHMN_JOB_END"):
+        assert job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "SLURM_JOB_ID": "13"}) is None
+
+
+@pytest.mark.parametrize(
+    ("inside", "text", "seconds"),
+    [
+        (
+            {"PBS_JOBID": "12"},
+            "    Resource_List.walltime = 00:10:00\n    stime = Sun Nov 22 15:00:00 2026\n",
+            600,
+        ),
+        ({"JOB_ID": "12"}, "hard resource_list:         h_rt=300,s_rt=50\n", 300),
+    ],
+)
+def test_qstat_says(tmp_path: Path, inside: dict[str, str], text: str, seconds: float) -> None:
+    """A stand-in with the lines of the real ones."""
+    qstat = tmp_path / "qstat"
+    qstat.write_text(f"#!/bin/sh\ncat {tmp_path}/answer\n")
+    qstat.chmod(0o755)
+    start = time.mktime(time.strptime("Sun Nov 22 15:00:00 2026"))
+    (tmp_path / "config").touch()
+    os.utime(tmp_path / "config", (start, start))
+    env = {"PATH": f"{tmp_path}:/bin:/usr/bin", "SGE_JOB_SPOOL_DIR": str(tmp_path), **inside}
+    if "PBS_JOBID" in inside:
+        del env["SGE_JOB_SPOOL_DIR"]
+    (tmp_path / "answer").write_text(text)
+    assert job_end(env) == start + seconds
+    (tmp_path / "answer").write_text("    job_state = R\n")
+    assert job_end(env) is None  # no limit
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("59", 59), ("1:00", 60), ("2:00:01", 7201), ("3-00:00:00", 259200), ("INVALID", None)],
+)
+def test_durations(text: str, seconds: float | None) -> None:
+    assert parse_duration(text) == seconds

@@ -1,0 +1,343 @@
+"""Sources under StandardUpdater, DataLoader and ordinary loops, on one rank and on several."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.limits import limit
+from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
+from torchmn.comm import Communicator
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.cntk.readers import (
+    INFINITELY_REPEAT,
+    MinibatchDataset,
+    MinibatchIterator,
+    MinibatchSource,
+    MinibatchSourceFromData,
+    StreamInformation,
+    UserDeserializer,
+)
+from torchmn.testing import run_ranks
+from torchmn.train import StandardUpdater, Trainer
+
+from ...contracts.suites.source_contracts import Numbers
+
+COUNT = 21
+
+
+def source(**options: Any) -> MinibatchSourceFromData:
+    rows = np.arange(COUNT, dtype=np.float32).reshape(COUNT, 1)
+    return MinibatchSourceFromData({"x": rows, "y": 3 * rows}, randomize=True, **options)
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((self.weight * x.double() - y.double()) ** 2).mean()
+
+
+def trained(comm: Communicator, num_epochs: int = 2, **options: Any) -> tuple[float, list[int]]:
+    model = Line()
+    optimizer = create_multi_node_optimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), comm, model, weight="samples"
+    )
+    iterator = MinibatchIterator(source(), 4, comm=comm)
+    updater = StandardUpdater(iterator, optimizer, model)
+    ends = []
+    while updater.epoch < num_epochs:
+        updater.update()
+        if updater.is_new_epoch:
+            ends.append(updater.iteration)
+    return model.weight.item(), ends
+
+
+def test_an_updater_trains_the_same_on_any_number_of_ranks() -> None:
+    (weight, ends), *_ = run_ranks(trained, 1)
+    assert ends == [6, 11]  # 21 samples in minibatches of 4, over the end of the sweep
+    for size in (2, 3, 8):  # 8: some ranks have nothing in every step
+        for other, other_ends in run_ranks(trained, size):
+            assert other == pytest.approx(weight, rel=1e-12)
+            assert other_ends == ends
+
+
+def test_a_trainer_counts_epochs(tmp_path: Any) -> None:
+    model = Line()
+    updater = StandardUpdater(
+        MinibatchIterator(source(), 4), torch.optim.SGD(model.parameters(), lr=1e-3), model
+    )
+    assert updater.iterations_per_epoch == pytest.approx(COUNT / 4)
+    Trainer(updater, (3, "epoch"), out=tmp_path).run()
+    assert updater.iteration == 16
+    assert updater.epoch_detail == pytest.approx(64 / COUNT)
+
+
+def test_epoch_details_and_the_end() -> None:
+    iterator = MinibatchIterator(source(max_sweeps=1), 4)
+    details = []
+    for _ in iterator:
+        details.append((iterator.previous_epoch_detail, iterator.epoch_detail))
+    assert details[0] == (0.0, pytest.approx(4 / COUNT))
+    assert details[-1] == (pytest.approx(20 / COUNT), 1.0)
+    assert iterator.is_new_epoch
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_an_iterator_resumes_on_another_number_of_ranks() -> None:
+    def batches(comm: Communicator, state: Any, num: int) -> tuple[list[float], Any]:
+        iterator = MinibatchIterator(source(), 4, comm=comm)
+        if state is not None:
+            iterator.load_state_dict(state)
+        own = [next(iterator)["x"] for _ in range(num)]
+        parts = comm.allgather_obj([t.flatten().tolist() for t in own])
+        merged = [x for step in zip(*parts, strict=True) for part in step for x in part]
+        return merged, iterator.state_dict()
+
+    whole, _ = run_ranks(lambda comm: batches(comm, None, 9), 1)[0]
+    first, state = run_ranks(lambda comm: batches(comm, None, 3), 2)[0]
+    rest, _ = run_ranks(lambda comm: batches(comm, state, 6), 3)[0]
+    assert first + rest == whole
+
+
+def test_a_checkpointer_saves_sources_for_any_number_of_ranks(tmp_path: Path) -> None:
+    def pieces() -> MinibatchSource:
+        return MinibatchSource(Numbers(lengths=lambda n: 3 + n % 5), truncation_length=4)
+
+    def drawn(comm: Communicator, resumes: bool) -> list[Any]:
+        rows, iterator = pieces(), MinibatchIterator(source(), 4, comm=comm)
+        parts = (comm.size, comm.rank)
+        checkpointer = create_multi_node_checkpointer(comm, tmp_path, "sources")
+        state = {"rows": rows, "iterator": iterator}
+        if resumes:
+            assert checkpointer.resume(state) == 3
+        else:
+            for _ in range(3):
+                next(iterator)
+                rows.next_minibatch(16, None, None, *parts)
+            checkpointer.save(3, state)
+        steps = [
+            [
+                *next(iterator)["x"].flatten().tolist(),
+                *rows.next_minibatch(16, {"n": "number"}, None, *parts)["n"]
+                .data.flatten()
+                .tolist(),
+            ]
+            for _ in range(6)
+        ]
+        checkpointer.finish()
+        rows.close()
+        gathered = comm.allgather_obj([[float(n) for n in step] for step in steps])
+        return [sorted(sum(step, [])) for step in zip(*gathered, strict=True)]
+
+    wanted = run_ranks(lambda comm: drawn(comm, False), 2)[0]
+    assert run_ranks(lambda comm: drawn(comm, True), 3)[0] == wanted
+
+
+def test_sequences_need_a_collate_function() -> None:
+    sequences = [np.ones((n, 2), np.float32) for n in (2, 3)]
+    from_data = MinibatchSourceFromData({"s": sequences})
+    with pytest.raises(UnsupportedError, match=r"'s' has sequences of several samples.*padded"):
+        next(MinibatchIterator(from_data, 10))
+    iterator = MinibatchIterator(from_data, 5, collate_fn=lambda m: m["s"].padded())
+    padded, mask = next(iterator)
+    assert padded.shape == (2, 3, 2)
+    assert mask.tolist() == [[True, True, False], [True, True, True]]
+
+
+# ---- DataLoader
+
+
+def passes(loader: DataLoader[Any], num: int) -> list[list[list[float]]]:
+    return [[batch["x"].flatten().tolist() for batch in loader] for _ in range(num)]
+
+
+def expected(num: int) -> list[list[list[float]]]:
+    found = []
+    from_data = source()
+    for _ in range(num):
+        found.append([m["x"].data.flatten().tolist() for m in from_data.minibatches_of_sweep(4)])
+    return found
+
+
+def test_a_pass_is_a_sweep() -> None:
+    wanted = expected(3)
+    assert [len(sweep) for sweep in wanted] == [6, 6, 6]
+    assert wanted[0] != wanted[1]
+    assert passes(DataLoader(MinibatchDataset(source(), 4), batch_size=None), 3) == wanted
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_workers_return_the_same_in_order(num_workers: int, keeps: bool) -> None:
+    dataset = MinibatchDataset(source(), 4)
+    loader = DataLoader(dataset, batch_size=None, num_workers=num_workers, persistent_workers=keeps)
+    assert passes(loader, 3) == expected(3)
+    dataset.set_epoch(1)
+    assert passes(loader, 1) == expected(2)[1:]
+
+
+def test_spawned_workers() -> None:
+    loader = DataLoader(
+        MinibatchDataset(source(), 4),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context="spawn",
+    )
+    assert passes(loader, 1) == expected(1)
+
+
+def test_workers_with_chunks_and_threads_before_the_fork() -> None:
+    numbers = MinibatchSource(Numbers(20), randomization_window_in_chunks=4)
+    numbers.next_minibatch(4)  # its threads are running
+    dataset = MinibatchDataset(numbers, 8)
+    dataset.set_epoch(1)
+    wanted = [batch["number"].tolist() for batch in DataLoader(dataset, batch_size=None)]
+    dataset.set_epoch(1)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    assert [batch["number"].tolist() for batch in loader] == wanted
+    numbers.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_ranks_get_the_parts_of_global_minibatches(num_workers: int) -> None:
+    def batches(comm: Communicator) -> list[list[float]]:
+        dataset = MinibatchDataset(source(), 4, comm=comm)
+        loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+        return [batch["x"].flatten().tolist() for batch in loader]
+
+    for size in (2, 5):
+        parts = [batches(_Rank(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
+        joined = [[x for part in step for x in part] for step in zip(*parts, strict=True)]
+        assert joined == expected(1)[0]
+
+
+class _Rank:
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def test_a_loader_with_workers_is_resumed_by_state_after() -> None:
+    loader = DataLoader(MinibatchDataset(source(), 4), batch_size=None, num_workers=2)
+    wanted = [batch for sweep in passes(loader, 2) for batch in sweep]
+    for done in (0, 2, 6, 8):
+        state = MinibatchDataset(source(), 4).state_after(done)
+        dataset = MinibatchDataset(source(), 4)
+        dataset.load_state_dict(state)
+        resumed = DataLoader(dataset, batch_size=None, num_workers=2)
+        rest = [batch for sweep in passes(resumed, 2) for batch in sweep]
+        assert rest[: len(wanted) - done] == wanted[done:]
+
+
+def test_a_pass_that_is_left_continues_without_workers() -> None:
+    dataset = MinibatchDataset(source(), 4)
+    loader = DataLoader(dataset, batch_size=None)
+    iterator = iter(loader)
+    first = [next(iterator)["x"].flatten().tolist() for _ in range(2)]
+    del iterator
+    assert dataset.state_dict()["num_samples"] == 8
+    assert [first + passes(loader, 1)[0]] == expected(1)
+
+
+def test_an_updater_over_a_loader_resumes_in_mid_epoch() -> None:
+    def updater() -> StandardUpdater:
+        model = Line()
+        loader = DataLoader(MinibatchDataset(source(), 4), batch_size=None, num_workers=1)
+        return StandardUpdater(loader, torch.optim.SGD(model.parameters(), lr=1e-3), model)
+
+    whole = updater()
+    for _ in range(15):
+        whole.update()
+    stopped = updater()
+    for _ in range(8):
+        stopped.update()
+    resumed = updater()
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.model.load_state_dict(stopped.model.state_dict())
+    for _ in range(7):
+        resumed.update()
+    assert torch.equal(resumed.model.weight, whole.model.weight)
+    assert resumed.epoch == whole.epoch == 2
+
+
+def test_a_wrong_epoch_and_a_wrong_stream() -> None:
+    with pytest.raises(UsageError, match="epoch=-1"):
+        MinibatchDataset(source(), 4).set_epoch(-1)
+    with pytest.raises(UnknownNameError, match="Known: x, y"):
+        MinibatchDataset(source(), 4, input_map={"x": "z"})
+
+
+def test_max_samples_ends_the_passes() -> None:
+    dataset = MinibatchDataset(source(max_samples=30), 4)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    assert [sum(map(len, sweep)) for sweep in passes(loader, 3)] == [COUNT, 9, 0]
+    assert INFINITELY_REPEAT == 2**64 - 1
+
+
+def test_workers_begin_where_the_source_is() -> None:
+    moved = source()
+    dataset = MinibatchDataset(moved, 4)
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    first = passes(DataLoader(dataset, batch_size=None), 1)
+    assert first + passes(loader, 2) == expected(3)
+    other = source()
+    dataset = MinibatchDataset(other, 4)
+    other.load_state_dict(MinibatchDataset(source(), 4).state_after(8))
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
+    assert passes(loader, 2) == [expected(2)[1][2:], expected(3)[2]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_max_sweeps_ends_all_later_passes(num_workers: int) -> None:
+    dataset = MinibatchDataset(source(max_sweeps=2), 4)
+    loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    assert [sum(map(len, sweep)) for sweep in passes(loader, 5)] == [COUNT, COUNT, 0, 0, 0]
+    dataset.set_epoch(7)
+    assert passes(loader, 1) == [[]]
+
+
+class Held(UserDeserializer):
+    """A thread is in the middle of reading a chunk while the process forks."""
+
+    def __init__(self) -> None:
+        self.is_reading, self.may_end = threading.Event(), threading.Event()
+
+    def stream_infos(self) -> list[StreamInformation]:
+        return [StreamInformation("x", shape=(1,))]
+
+    def num_chunks(self) -> int:
+        return 6
+
+    def get_chunk(self, chunk_id: int) -> Any:
+        if threading.current_thread().name == "holder":
+            self.is_reading.set()
+            self.may_end.wait(limit(30))
+        return {"x": np.full((4, 1), float(chunk_id))}
+
+
+def test_a_fork_while_a_thread_reads() -> None:
+    held = Held()
+    held_source = MinibatchSource(held, randomize=False)
+    held_source.next_minibatch(4)
+    assert held_source.next_minibatch(4)
+    read = held_source._deserializer.get_chunk
+    holder = threading.Thread(target=lambda: (read(3), read(3)), name="holder", daemon=True)
+    holder.start()
+    assert held.is_reading.wait(limit(10))
+    dataset = MinibatchDataset(held_source, 8)
+    dataset.set_epoch(1)
+    loader = DataLoader(dataset, batch_size=None, num_workers=1, timeout=limit(30))
+    assert sum(len(batch["x"]) for batch in loader) == 24
+    held.may_end.set()
+    holder.join()
+    held_source.close()

@@ -1,0 +1,349 @@
+"""PowerSGD over real communicators, and its parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from torchmn.comm import Communicator
+from torchmn.comm.codecs import PowerSGD, reshard
+from torchmn.comm.codecs.kernels import reference
+from torchmn.comm.codecs.kernels.select import kernels_for
+from torchmn.comm.codecs.power_sgd import orthogonalise_
+from torchmn.errors import UsageError
+from torchmn.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
+
+SHAPES = {
+    "conv": (40, 8, 3, 3),
+    "bias": (40,),
+    "dense": (60, 50),
+    "scalar": (),
+    "empty": (0, 7),
+    "small": (10, 10),
+    "tall": (1500, 2, 1),
+}
+
+
+def gradients(
+    rank: int, step: int, dtype: torch.dtype = torch.float32, shapes: dict | None = None
+) -> list[tuple[str, Tensor]]:
+    """What a rank has in a step: noise, and a part that all have."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    common = torch.Generator().manual_seed(7)
+    return [
+        (
+            name,
+            (
+                torch.randn(shape, generator=generator, dtype=torch.float64)
+                + torch.randn(shape, generator=common, dtype=torch.float64)
+            ).to(dtype),
+        )
+        for name, shape in (shapes or SHAPES).items()
+    ]
+
+
+def residual_of(states: list[dict], name: str, shape: tuple[int, ...]) -> Tensor:
+    total = torch.zeros(shape, dtype=torch.float64)
+    for state in states:
+        for entry in state["residuals"]:
+            if entry["name"] == name:
+                total += entry["values"].view(shape)
+    return total
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sums_up_and_is_the_same_everywhere(size: int, dtype: torch.dtype) -> None:
+    num_steps = 6
+
+    def train(comm: Communicator) -> tuple[list[dict[str, Tensor]], dict]:
+        codec = PowerSGD(rank=2)
+        returned = []
+        for step in range(num_steps):
+            named = gradients(comm.rank, step, dtype)
+            codec.mean_(named, comm)
+            codec.finish(is_valid=True)
+            returned.append(dict(named))
+        return returned, codec.state_dict()
+
+    results = run_ranks(train, size)
+    states = [state for _, state in results]
+    for name, shape in SHAPES.items():
+        for step in range(num_steps):
+            for returned, _ in results:
+                assert torch.equal(returned[step][name], results[0][0][step][name])
+        sent = sum(results[0][0][step][name].double() for step in range(num_steps))
+        true = sum(
+            dict(gradients(rank, step, dtype))[name].double() / size
+            for rank in range(size)
+            for step in range(num_steps)
+        )
+        tolerance = 1e-4 if dtype == torch.float32 else 1e-12
+        assert torch.allclose(
+            sent + residual_of(states, name, shape), true, rtol=0, atol=tolerance
+        ), name
+    held = {entry["name"] for entry in states[0]["residuals"]}
+    assert held == {"conv", "dense"}  # the others would not gain
+
+
+def test_what_is_not_compressed_is_exact() -> None:
+    def mean(comm: Communicator) -> dict[str, Tensor]:
+        named = gradients(comm.rank, 0, torch.float64)
+        PowerSGD(rank=2).mean_(named, comm)
+        return dict(named)
+
+    (got, *_) = run_ranks(mean, 3)
+    for name in ("bias", "scalar", "empty", "small", "tall"):
+        expected = sum(dict(gradients(r, 0, torch.float64))[name] for r in range(3)) / 3
+        torch.testing.assert_close(got[name], expected)
+
+
+def test_a_matrix_of_that_rank_is_exact() -> None:
+    def mean(comm: Communicator) -> Tensor:
+        generator = torch.Generator().manual_seed(comm.rank)
+        left = torch.randn(80, 2, generator=generator, dtype=torch.float64)
+        right = torch.randn(2, 70, generator=generator, dtype=torch.float64)
+        matrix = left @ right
+        expected = torch.stack(comm.allgather(matrix)).mean(0)
+        PowerSGD(rank=8).mean_([("m", matrix)], comm)
+        return matrix - expected
+
+    for off in run_ranks(mean, 3):  # three of rank two make rank six, below eight
+        assert off.abs().max() < 1e-10
+
+
+def test_warm_start_finds_the_largest_singular_vectors() -> None:
+    def descend(comm: Communicator) -> list[float]:
+        generator = torch.Generator().manual_seed(0)
+        u, _ = torch.linalg.qr(torch.randn(60, 60, generator=generator, dtype=torch.float64))
+        scales = 0.7 ** torch.arange(60, dtype=torch.float64)
+        matrix = (u * scales) @ u.T
+        codec, errors = PowerSGD(rank=4), []
+        for _ in range(8):
+            copy = matrix.clone()
+            codec.mean_([("m", copy)], comm)
+            codec.finish(is_valid=True)
+            for block in codec._residuals._blocks.values():
+                block.current.zero_()  # to see the subspace iteration alone
+            errors.append(float((copy - matrix).norm()))
+        best = float(scales[4:].norm())
+        return [error / best for error in errors]
+
+    (errors, _) = run_ranks(descend, 2)
+    assert errors[0] > 1.2
+    assert errors[-1] < 1.01
+
+
+def test_zeros_stay_zeros_and_do_not_stop_it_permanently() -> None:
+    def train(comm: Communicator) -> list[Tensor]:
+        codec, returned = PowerSGD(rank=2), []
+        for scale in (0.0, 0.0, 1.0):
+            matrix = dict(gradients(comm.rank, 0, torch.float64))["dense"] * scale
+            codec.mean_([("dense", matrix)], comm)
+            codec.finish(is_valid=True)
+            returned.append(matrix)
+        return returned
+
+    for first, second, third in run_ranks(train, 2):
+        assert not first.any()
+        assert not second.any()
+        assert third.norm() > 1
+
+
+def test_tiny_gradients_do_not_vanish() -> None:
+    def train(comm: Communicator) -> float:
+        codec = PowerSGD(rank=2)
+        for _ in range(3):
+            matrix = dict(gradients(comm.rank, 0))["dense"] * 1e-25
+            codec.mean_([("dense", matrix)], comm)
+            codec.finish(is_valid=True)
+        return float(matrix.double().norm())
+
+    assert all(norm > 1e-25 for norm in run_ranks(train, 2))
+
+
+@pytest.mark.parametrize("name", ["dense", "bias"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_all_and_leaves_no_trace(name: str, bad: float) -> None:
+    def train(comm: Communicator) -> tuple[bool, list[str], list[str], bool]:
+        codec, untouched = PowerSGD(rank=2), PowerSGD(rank=2)
+        for each in (codec, untouched):
+            each.mean_(gradients(comm.rank, 0), comm)
+            each.finish(is_valid=True)
+        named = gradients(comm.rank, 1)
+        if comm.rank == 1:
+            dict(named)[name].view(-1)[3] = bad
+        codec.mean_(named, comm)
+        arrived = not torch.isfinite(dict(named)[name]).all()
+        own, everywhere = (codec.nonfinite.names(when) for when in ("encoding", "decoding"))
+        codec.finish(is_valid=False)
+        after, expected = gradients(comm.rank, 2), gradients(comm.rank, 2)
+        codec.mean_(after, comm)
+        untouched.mean_(expected, comm)
+        same = all(torch.equal(a, b) for (_, a), (_, b) in zip(after, expected, strict=True))
+        return arrived, own, everywhere, same
+
+    for rank, (arrived, own, everywhere, same) in enumerate(run_ranks(train, 3)):
+        assert arrived
+        assert own == ([name] if rank == 1 else [])
+        assert everywhere == [name]
+        assert same
+
+
+def test_state_resumes_bit_equal_and_survives_another_number_of_workers() -> None:
+    def first(comm: Communicator) -> tuple[dict, dict[str, Tensor]]:
+        codec = PowerSGD(rank=2)
+        for step in range(3):
+            codec.mean_(gradients(comm.rank, step), comm)
+            codec.finish(is_valid=True)
+        state = codec.state_dict()
+        named = gradients(comm.rank, 3)
+        codec.mean_(named, comm)
+        return state, dict(named)
+
+    results = run_ranks(first, 3)
+
+    def resume(comm: Communicator) -> dict[str, Tensor]:
+        codec = PowerSGD(rank=2)
+        codec.load_state_dict(results[comm.rank][0])
+        assert residual_of([codec.state_dict()], "dense", SHAPES["dense"]).any()
+        named = gradients(comm.rank, 3)
+        codec.mean_(named, comm)
+        return dict(named)
+
+    for (_, expected), got in zip(results, run_ranks(resume, 3), strict=True):
+        assert all(torch.equal(got[name], expected[name]) for name in SHAPES)
+
+    state = reshard([state for state, _ in results], 2)
+    before = {
+        name: residual_of([s for s, _ in results], name, SHAPES[name]) for name in ("dense", "conv")
+    }
+
+    def resume_on_two(comm: Communicator) -> tuple[dict[str, Tensor], dict]:
+        codec = PowerSGD(rank=2)
+        codec.load_state_dict(state)
+        named = gradients(comm.rank, 3)
+        codec.mean_(named, comm)
+        codec.finish(is_valid=True)
+        return dict(named), codec.state_dict()
+
+    resumed = run_ranks(resume_on_two, 2)
+    for name, residual in before.items():
+        true = sum(dict(gradients(rank, 3))[name].double() / 2 for rank in range(2)) + residual
+        sent = resumed[0][0][name].double() + residual_of(
+            [s for _, s in resumed], name, SHAPES[name]
+        )
+        torch.testing.assert_close(sent, true, rtol=0, atol=1e-4)
+
+
+def test_strides_and_sixteen_bits() -> None:
+    def mean(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
+        conv = dict(gradients(comm.rank, 0))["conv"]
+        dense = dict(gradients(comm.rank, 0))["dense"]
+        pairs = []
+        for a, b in (
+            (conv, conv.to(memory_format=torch.channels_last)),
+            (dense, dense.T.contiguous().T),
+            (dense, dense.to(torch.bfloat16)),
+        ):
+            x, y = a.clone(), b.clone(memory_format=torch.preserve_format)
+            PowerSGD(rank=2).mean_([("w", x)], comm)
+            PowerSGD(rank=2).mean_([("w", y)], comm)
+            assert y.stride() == b.stride()
+            pairs.append((x, y))
+        return pairs
+
+    for (a, b), (c, d), (e, f) in run_ranks(mean, 2):
+        assert torch.allclose(a, b, atol=1e-5)
+        assert torch.allclose(c, d, atol=1e-5)
+        assert (e - f.float()).norm() < 0.02 * e.norm()
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 5))
+@settings(max_examples=40, deadline=None)
+def test_orthogonalise(n: int, r: int, num_dependent: int) -> None:
+    generator = torch.Generator().manual_seed(n * r)
+    matrix = torch.randn(n, r, generator=generator)
+    for k in range(min(num_dependent, r - 1)):
+        matrix[:, k + 1] = matrix[:, 0] * (k + 2)
+    columns = matrix.clone()
+    orthogonalise_(matrix)
+    gram = matrix.T @ matrix
+    is_there = gram.diagonal() > 0.5
+    assert torch.allclose(gram, torch.diag(is_there.float()), atol=1e-4)
+    assert int(is_there.sum()) == int(torch.linalg.matrix_rank(columns.double(), rtol=1e-5))
+    torch.testing.assert_close(matrix @ (matrix.T @ columns), columns, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (7, 33, 1), (20, 501, 4)])
+def test_outer_sum_gives_the_bits_of_the_reference(dtype: torch.dtype, shape: tuple) -> None:
+    pytest.importorskip("numba", reason="numba is not installed")
+    n, m, r = shape
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(k, r, generator=generator, dtype=dtype) for k in (n, m))
+    ours, theirs = torch.empty(2, n, m, dtype=dtype)
+    kernels_for("cpu").outer_sum(p, q, ours)
+    reference.outer_sum(p, q, theirs)
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, p @ q.T)
+    ours, theirs = torch.ones(2, n, m, dtype=dtype)
+    kernels_for("cpu").subtract_outer_(ours, p, q)
+    reference.subtract_outer_(theirs, p, q)
+    assert torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, 1 - p @ q.T)
+
+
+def test_invalid_arguments_and_new_instance() -> None:
+    with pytest.raises(UsageError, match="rank=0 must be at least 1"):
+        PowerSGD(rank=0)
+    codec = PowerSGD(rank=3, seed=2)
+    codec.finish(is_valid=True)
+    assert repr(codec.new_instance()) == "PowerSGD(rank=3)"
+    assert codec.new_instance().state_dict()["step"] == 0
+
+
+def test_what_is_lost_is_counted_in_means() -> None:
+    """Whatever multiple of its mean each sum is: steps of unequal weights."""
+    scales = (0.75, 0.01, 30.0)
+
+    def train(comm: Communicator) -> tuple[Tensor, dict]:
+        codec, sent = PowerSGD(rank=2), torch.zeros(SHAPES["dense"], dtype=torch.float64)
+        for step, scale in enumerate(scales):
+            codec.begin(scale)
+            named = [(n, t * scale / comm.size) for n, t in gradients(comm.rank, step, sent.dtype)]
+            codec.sum_(named, comm)
+            codec.finish(is_valid=True)
+            sent += dict(named)["dense"] / scale
+            again = PowerSGD(rank=2)
+            again.load_state_dict(codec.state_dict())
+            codec = again
+        return sent, codec.state_dict()
+
+    results = run_ranks(train, 2)
+    remaining = residual_of([state for _, state in results], "dense", SHAPES["dense"]) / scales[-1]
+    true = sum(
+        dict(gradients(rank, step, torch.float64))["dense"] / 2
+        for rank in range(2)
+        for step in range(3)
+    )
+    torch.testing.assert_close(results[0][0] + remaining, true, rtol=0, atol=1e-11)
+
+
+def test_inside_autocast_it_has_the_precision_of_its_tensors() -> None:
+    def train(comm: Communicator) -> list[Tensor]:
+        sent = []
+        for is_enabled in (False, True):
+            named = gradients(comm.rank, 0)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_enabled):
+                PowerSGD(rank=2).mean_(named, comm)
+            sent.append(dict(named)["dense"])
+        return sent
+
+    for outside, inside in run_ranks(train, 2):
+        assert torch.equal(outside, inside)

@@ -1,0 +1,470 @@
+"""What the collectives refuse, on all ranks."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.limits import limit
+from torchmn.comm import Communicator
+from torchmn.errors import (
+    CommunicationError,
+    RankMismatchError,
+    TimeLimitError,
+    TorchmnError,
+    UnknownNameError,
+    UsageError,
+)
+from torchmn.testing import run_ranks
+
+
+def errors_of(call: Callable[[Communicator], object], world_size: int = 3) -> list:
+    """What every rank raises; all must be able to continue together."""
+
+    def rank_main(comm):
+        try:
+            call(comm)
+        except (TorchmnError, TypeError) as error:
+            caught = error
+        else:
+            caught = None
+        comm.barrier()
+        return caught
+
+    return run_ranks(rank_main, world_size, timeout_s=5)
+
+
+def model_of(*shapes: tuple[str, list[int]], dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Module()
+    for name, shape in shapes:
+        model.register_parameter(name, nn.Parameter(torch.ones(shape, dtype=dtype)))
+    return model
+
+
+def with_gradients(*names: str) -> nn.Module:
+    model = model_of(("a", [2]), ("b", [3]))
+    for name in names:
+        model.get_parameter(name).grad = torch.ones_like(model.get_parameter(name))
+    return model
+
+
+ONE, FOUR = torch.ones(1), torch.ones(4)
+DIFFERENT: dict[str, tuple[Callable, str]] = {
+    "allreduce of other shapes": (
+        lambda comm, odd: comm.allreduce(torch.ones(3) if odd else FOUR),
+        "ranks 0, 2: allreduce(op=sum, tensor=float32[4]); "
+        "rank 1: allreduce(op=sum, tensor=float32[3])",
+    ),
+    "allreduce of the same number of elements": (
+        lambda comm, odd: comm.allreduce(torch.ones(2, 2) if odd else FOUR),
+        "tensor=float32[2, 2]",
+    ),
+    "allreduce of other dtypes": (
+        lambda comm, odd: comm.allreduce(FOUR.double() if odd else FOUR),
+        "tensor=float64[4]",
+    ),
+    "allreduce with other ops": (
+        lambda comm, odd: comm.allreduce(FOUR, "max" if odd else "sum"),
+        "rank 1: allreduce(op=max",
+    ),
+    "allreduce with other factors": (
+        lambda comm, odd: comm.allreduce(FOUR, prescale_factor=0.5 if odd else 1.0),
+        "prescale_factor=0.5",
+    ),
+    "allreduce of many bytes": (
+        lambda comm, odd: comm.allreduce(torch.ones(100_000 + odd)),
+        "tensor=float32[100001]",
+    ),
+    "reduce_scatter with other ops": (
+        lambda comm, odd: comm.reduce_scatter([ONE] * comm.size, "max" if odd else "sum"),
+        "rank 1: reduce_scatter(op=max)",
+    ),
+    "reduce_scatter of other dtypes": (
+        lambda comm, odd: comm.reduce_scatter([ONE.double() if odd else ONE] * comm.size),
+        "part 0 of reduce_scatter(op=sum): ranks 0, 2: float32[1]; rank 1: float64[1]",
+    ),
+    "reduce_scatter of other shapes": (
+        lambda comm, odd: comm.reduce_scatter([ONE, ONE, FOUR if odd else ONE]),
+        "part 2 of reduce_scatter(op=sum): ranks 0, 2: float32[1]; rank 1: float32[4]",
+    ),
+    "bcast from other roots": (
+        lambda comm, odd: comm.bcast(ONE, root=1 if odd else 0),
+        "ranks 0, 2: bcast(root=0); rank 1: bcast(root=1)",
+    ),
+    "bcast_obj from other roots": (
+        lambda comm, odd: comm.bcast_obj("x", root=2 if odd else 0),
+        "rank 1: bcast_obj(root=2)",
+    ),
+    "gather to other roots": (
+        lambda comm, odd: comm.gather(FOUR, root=1 if odd else 0),
+        "rank 1: gather(root=1)",
+    ),
+    "gather_obj to other roots": (
+        lambda comm, odd: comm.gather_obj(4, root=1 if odd else 0),
+        "rank 1: gather_obj(root=1)",
+    ),
+    "scatter from other roots": (
+        lambda comm, odd: comm.scatter([ONE] * comm.size, root=1 if odd else 0),
+        "rank 1: scatter(root=1)",
+    ),
+    "scatter_obj from other roots": (
+        lambda comm, odd: comm.scatter_obj([1] * comm.size, root=1 if odd else 0),
+        "rank 1: scatter_obj(root=1)",
+    ),
+    "other collectives": (
+        lambda comm, odd: comm.alltoall([ONE] * comm.size) if odd else comm.allgather_obj(1),
+        "ranks 0, 2: allgather_obj(); rank 1: alltoall()",
+    ),
+    "a barrier and a tensor": (
+        lambda comm, odd: comm.bcast(ONE) if odd else comm.barrier(),
+        "ranks 0, 2: barrier(); rank 1: bcast(root=0)",
+    ),
+    "subgroups of other ranks": (
+        lambda comm, odd: comm.subgroup([0, 1] if odd else [0, 2]),
+        "rank 1: subgroup(ranks=[0, 1])",
+    ),
+    "a split and a sum": (
+        lambda comm, odd: comm.split(0, 0) if odd else comm.allreduce(ONE),
+        "rank 1: split()",
+    ),
+    "models with other shapes": (
+        lambda comm, odd: comm.bcast_data(model_of(("a", [2]), ("b", [4 if odd else 3]))),
+        "part 1 of bcast_data(): ranks 0, 2: 'b' float32[3]; rank 1: 'b' float32[4]",
+    ),
+    "models with other dtypes": (
+        lambda comm, odd: comm.bcast_data(
+            model_of(("a", [2]), dtype=torch.float64 if odd else torch.float32)
+        ),
+        "rank 1: 'a' float64[2]",
+    ),
+    "models in another order": (
+        lambda comm, odd: comm.bcast_data(
+            model_of(("b", [2]), ("a", [2])) if odd else model_of(("a", [2]), ("b", [2]))
+        ),
+        "part 0 of bcast_data(): ranks 0, 2: 'a' float32[2]; rank 1: 'b' float32[2]",
+    ),
+    "models with more parameters": (
+        lambda comm, odd: comm.bcast_data(
+            model_of(("a", [2]), ("b", [2])) if odd else model_of(("a", [2]))
+        ),
+        "part 1 of bcast_data(): ranks 0, 2: missing; rank 1: 'b' float32[2]",
+    ),
+    "gradients of other parameters": (
+        lambda comm, odd: comm.multi_node_mean_grad(with_gradients("b" if odd else "a")),
+        "part 0 of multi_node_mean_grad(): ranks 0, 2: 'a' float32[2]; rank 1: 'b' float32[3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_different_calls_raise_with_both_versions_on_all_ranks(case: str) -> None:
+    call, text = DIFFERENT[case]
+    for rank, error in enumerate(errors_of(lambda comm: call(comm, comm.rank == 1))):
+        assert isinstance(error, RankMismatchError)
+        assert str(error).startswith(f"rank {rank} of 3 on localhost")
+        assert text in str(error)
+        assert "All ranks must make the same calls with the same arguments" in str(error)
+
+
+def test_differences_are_found_before_anything_is_written() -> None:
+    def rank_main(comm):
+        model = model_of(("a", [2]), ("b", [2]))
+        with torch.no_grad():
+            model.a.fill_(comm.rank)
+        model = model if comm.rank else model_of(("a", [2]), ("b", [3]))
+        with pytest.raises(RankMismatchError):
+            comm.bcast_data(model)
+        assert comm.rank == 0 or (model.a == comm.rank).all()
+
+    run_ranks(rank_main, 2)
+
+
+WRONG: dict[str, tuple[Callable, type[Exception], str]] = {
+    "unknown op": (
+        lambda comm: comm.allreduce(ONE, "summ"),
+        UnknownNameError,
+        "sum, mean, product, max, min",
+    ),
+    "unknown op of reduce_scatter": (
+        lambda comm: comm.reduce_scatter([ONE] * comm.size, "summ"),
+        UnknownNameError,
+        "Unknown reduction 'summ'",
+    ),
+    "a mean of integers": (
+        lambda comm: comm.allreduce(ONE.long(), "mean"),
+        UsageError,
+        "A mean of torch.int64 is not supported. Use op='sum' or .float().",
+    ),
+    "scaled integers": (
+        lambda comm: comm.allreduce(ONE.long(), postscale_factor=0.5),
+        UsageError,
+        "torch.int64 cannot be multiplied",
+    ),
+    "a factor that is no number": (
+        lambda comm: comm.allreduce(ONE, prescale_factor=float("nan")),
+        UsageError,
+        "prescale_factor=nan must be a finite number.",
+    ),
+    "the largest of complex numbers": (
+        lambda comm: comm.allreduce(ONE.to(torch.complex64), "max"),
+        UsageError,
+        "op='max' of torch.complex64 does not exist",
+    ),
+    "a root that is no rank": (
+        lambda comm: comm.bcast(ONE, root=comm.size),
+        UsageError,
+        "root=3 must be a rank from 0 to 2",
+    ),
+    "a negative root": (
+        lambda comm: comm.gather_obj(1, root=-1),
+        UsageError,
+        "root=-1 must be a rank from 0 to 2",
+    ),
+    "nothing to gather": (
+        lambda comm: comm.allgather(None),
+        UsageError,
+        "allgather needs a tensor, got None. For objects use the _obj methods.",
+    ),
+    "a number to sum": (
+        lambda comm: comm.allreduce(1.5),
+        UsageError,
+        "allreduce needs a tensor, got a float",
+    ),
+    "a nested tensor": (
+        lambda comm: comm.allreduce(nested()),
+        UsageError,
+        "allreduce needs a dense tensor, got a nested one",
+    ),
+    "a jagged tensor": (
+        lambda comm: comm.allgather(jagged()),
+        UsageError,
+        "allgather needs a dense tensor, got a nested one",
+    ),
+    "a sparse tensor": (
+        lambda comm: comm.alltoall([torch.eye(2).to_sparse()] * comm.size),
+        UsageError,
+        "got one of layout torch.sparse_coo. Use x.to_dense().",
+    ),
+    "a color that is no integer": (
+        lambda comm: comm.split("red", 0),
+        TypeError,
+        "'str' object cannot be interpreted as an integer",
+    ),
+    "a subgroup without ranks": (
+        lambda comm: comm.subgroup([]),
+        UsageError,
+        "ranks=[]. Give at least one rank, each once, from 0 to 2.",
+    ),
+    "a subgroup with an unknown rank": (
+        lambda comm: comm.subgroup([0, 3]),
+        UsageError,
+        "ranks=[0, 3]",
+    ),
+    "a subgroup with one rank twice": (
+        lambda comm: comm.subgroup([0, 1, 0]),
+        UsageError,
+        "ranks=[0, 1, 0]",
+    ),
+    "a model with a sparse buffer": (
+        lambda comm: comm.bcast_data(with_sparse_buffer()),
+        UsageError,
+        "bcast_data of 'odd' needs a dense tensor",
+    ),
+}
+
+
+def nested(**options) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that its interface may change
+        return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], **options)
+
+
+@functools.cache
+def jagged() -> torch.Tensor:
+    """The first one of a process takes seconds, in which the others would wait."""
+    return nested(layout=torch.jagged)
+
+
+def with_sparse_buffer() -> nn.Module:
+    model = nn.Module()
+    model.register_buffer("odd", torch.eye(2).to_sparse())
+    return model
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_invalid_argument_on_one_rank_raises_on_all(case: str) -> None:
+    call, kind, text = WRONG[case]
+    jagged()
+    first, second, third = errors_of(
+        lambda comm: call(comm) if comm.rank == 1 else comm.allreduce(FOUR)
+    )
+    assert isinstance(second, kind)
+    assert text in str(second)
+    for error in (first, third):
+        assert isinstance(error, RankMismatchError)
+        assert "is in allreduce(op=sum, tensor=float32[4]), but rank 1 rejected it: " in str(error)
+        assert text in str(error)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_invalid_argument_on_all_ranks(case: str) -> None:
+    call, kind, text = WRONG[case]
+    jagged()
+    for error in errors_of(call):
+        assert isinstance(error, kind)
+        assert text in str(error)
+
+
+def test_only_the_root_must_have_a_tensor_to_broadcast() -> None:
+    first, second, third = errors_of(lambda comm: comm.bcast(None, root=1))
+    assert isinstance(second, UsageError)
+    assert "bcast needs a tensor, got None" in str(second)
+    for error in (first, third):
+        assert "is in bcast(root=1), but rank 1 rejected it: bcast needs a tensor" in str(error)
+
+    def rank_main(comm):
+        return comm.bcast(ONE if comm.rank == 1 else None, root=1)
+
+    assert run_ranks(rank_main, 3) == [ONE] * 3
+
+
+def test_an_invalid_argument_is_named_if_the_other_ranks_do_not_arrive() -> None:
+    ended = threading.Event()
+
+    def rank_main(comm):
+        if comm.rank == 1:
+            assert ended.wait(timeout=limit(20))
+            return
+        try:
+            with pytest.raises(TimeLimitError, match="rejected its own call: Unknown reduction"):
+                comm.allreduce(ONE, "summ")
+        finally:
+            ended.set()
+
+    run_ranks(rank_main, 2, timeout_s=0.5)
+
+
+LENGTHS = {
+    "alltoall": lambda comm, wrong: comm.alltoall([torch.ones(1)] * (5 if wrong else comm.size)),
+    "scatter": lambda comm, wrong: comm.scatter(
+        [torch.ones(1)] * 2 if comm.rank == 1 else None, root=1
+    ),
+    "scatter of nothing": lambda comm, wrong: comm.scatter(None, root=1),
+    "reduce_scatter": lambda comm, wrong: comm.reduce_scatter(
+        torch.ones(2 if wrong else comm.size, 4)
+    ),
+    "reduce_scatter of nothing": lambda comm, wrong: comm.reduce_scatter(
+        [] if wrong else torch.ones(comm.size, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", LENGTHS)
+def test_a_wrong_number_of_parts_raises_on_all_ranks(way: str) -> None:
+    first, second, third = errors_of(lambda comm: LENGTHS[way](comm, comm.rank == 1))
+    assert isinstance(second, UsageError)
+    assert "needs 3 parts, got" in str(second)
+    for error in (first, third):
+        assert isinstance(error, RankMismatchError)
+        assert "rank 1 rejected it" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda c: c.send(ONE, c.rank), "other than this one"),
+        (lambda c: c.recv(7), "source=7 must be a rank from 0 to 1 other than this one"),
+        (lambda c: c.send(ONE, 1 - c.rank, tag=-1), r"tag=-1 must be an integer from 0"),
+        (lambda c: c.recv(1 - c.rank, tag=-2), r"tag=-2 .* or ANY_TAG"),
+        (lambda c: c.send(None, 1 - c.rank), "send needs a tensor, got None"),
+    ],
+)
+def test_bad_arguments_of_messages(call: Callable, text: str) -> None:
+    """They concern two ranks, so no other rank raises."""
+
+    def rank_main(comm):
+        with pytest.raises(UsageError, match=text):
+            call(comm)
+
+    run_ranks(rank_main, 2)
+
+
+def test_results_share_no_memory_with_arguments() -> None:
+    """Neither memory nor a graph: on other ranks there is none."""
+
+    def rank_main(comm):
+        x = torch.full((2,), float(comm.rank), requires_grad=True) * 1
+        results = [
+            comm.allgather(x)[comm.rank],
+            comm.gather(x, comm.rank)[comm.rank] if comm.size == 1 else comm.allreduce(x, "max"),
+            comm.alltoall([x] * comm.size)[comm.rank],
+            comm.scatter([x] * comm.size if comm.rank == 0 else None),
+            comm.reduce_scatter([x] * comm.size),
+        ]
+        gathered = comm.gather(x, 0)
+        results += [gathered[0]] if gathered else []
+        for result in results:
+            assert not result.requires_grad
+            assert result.data_ptr() != x.data_ptr()
+        assert not comm.bcast(x, 0).requires_grad
+
+    run_ranks(rank_main, 1)
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reduce_scatter_of_16_bits_rounds_once(dtype: torch.dtype) -> None:
+    def rank_main(comm):
+        value = 1.0 if comm.rank == 0 else torch.finfo(dtype).eps / 2
+        return comm.reduce_scatter(torch.full((comm.size, 1), value, dtype=dtype))
+
+    for result in run_ranks(rank_main, 3):
+        assert result.dtype == dtype
+        assert float(result) == 1.0 + torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float32, torch.float16])
+@pytest.mark.parametrize("codec", [None, "float16"])
+def test_mean_grad_of_every_dtype_and_memory_format(dtype: torch.dtype, codec: str | None) -> None:
+    def rank_main(comm):
+        shape = (2, 3, 2, 2)
+        weight = nn.Parameter(torch.ones(shape, dtype=dtype))
+        value = complex(1, 2) if dtype.is_complex else 1.0
+        weight.grad = torch.full(shape, value * (comm.rank + 1), dtype=dtype)
+        weight.grad = weight.grad.contiguous(memory_format=torch.channels_last)
+        comm.multi_node_mean_grad(nn.ParameterList([weight]))
+        assert weight.grad.is_contiguous(memory_format=torch.channels_last)
+        assert torch.allclose(weight.grad, torch.full(shape, value * 2, dtype=dtype), rtol=2e-3)
+
+    run_ranks(rank_main, 3, allreduce_grad_dtype=codec)
+
+
+def test_use_after_finalize_raises() -> None:
+    def rank_main(comm):
+        comm.barrier()
+        comm.finalize()
+        comm.finalize()
+        for call in (comm.barrier, lambda: comm.allgather_obj(1), lambda: comm.split(0, 0)):
+            with pytest.raises(CommunicationError, match="was finalized. Create a new one"):
+                call()
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_split_is_finalized_by_itself() -> None:
+    def rank_main(comm):
+        part = comm.split(comm.rank // 2, comm.rank)
+        assert [r % 2 for r in part.allgather_obj(comm.rank)] == list(range(part.size))
+        nested = part.split(0, -part.rank)
+        assert nested.allgather_obj(comm.rank) == list(reversed(part.allgather_obj(comm.rank)))
+        nested.finalize()
+        part.finalize()
+        assert comm.allgather_obj(comm.rank) == list(range(comm.size))
+
+    run_ranks(rank_main, 4, name="hierarchical")

@@ -1,0 +1,166 @@
+"""From a name to a communicator, or an error on every rank."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tests.limits import limit
+from torchmn import create_communicator
+from torchmn.comm.create import gpus_in_use
+from torchmn.errors import (
+    RankMismatchError,
+    TopologyError,
+    UnknownNameError,
+    UnsupportedError,
+    UsageError,
+)
+from torchmn.testing import run_ranks
+from torchmn.testing.ranks import run_threads
+from torchmn.cluster import Topology
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+
+
+def alone() -> TorchDistributedTransport:
+    return TorchDistributedTransport(HashStore(), 0, 1, timeout_s=5)
+
+
+def test_only_rank_0_prints_where_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks are threads here, which share the stream: rank 1 drops what is printed."""
+    store = HashStore()
+    before = sys.stdout
+
+    def rank_main(rank: int) -> None:
+        transport = TorchDistributedTransport(store, rank, 2, timeout_s=5)
+        comm = create_communicator(
+            "naive", transport=transport, topology=Topology(("localhost",) * 2), quiet=True
+        )
+        comm.barrier()
+        print("dropped")
+        print("shown", file=sys.stderr)
+        comm.barrier()
+        comm.finalize()
+
+    run_threads(rank_main, 2)
+    assert sys.stdout is before
+    create_communicator("naive", transport=alone(), quiet=True).finalize()
+    print("rank 0")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("rank 0\n", "shown\nshown\n")
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        create_communicator("ring")
+    for name in ("'ring'", "auto", "naive", "flat", "hierarchical", "two_dimensional", "pure_nccl"):
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["timeout_s", "first_timeout_s"])
+def test_an_invalid_time_limit_is_rejected(name: str, seconds: float) -> None:
+    with pytest.raises(UsageError, match=f"^{name}=.* must be a finite number of seconds, or 0"):
+        create_communicator(transport=alone(), **{name: seconds})  # type: ignore[arg-type]
+
+
+def test_the_first_exchange_has_a_longer_limit_and_zero_is_none() -> None:
+    comm = create_communicator("naive", transport=alone(), timeout_s=7)
+    assert (comm.timeout_s, comm.world.limit_s) == (7, 35)
+    comm.finalize()
+    comm = create_communicator("naive", transport=alone(), timeout_s=0, first_timeout_s=3)
+    assert comm.timeout_s > 24 * 3600
+    assert comm.world.limit_s == 3
+    comm.finalize()
+
+
+def test_an_unknown_gradient_dtype_lists_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match="'int8'. Known: float32, float16, bfloat16"):
+        create_communicator(transport=alone(), allreduce_grad_dtype=torch.int8)
+
+
+def test_a_topology_of_another_size_is_rejected() -> None:
+    with pytest.raises(TopologyError, match="given topology has 2 ranks, the world has 1"):
+        create_communicator(transport=alone(), topology=Topology(("a", "b")))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_gradient_dtypes_by_name_and_as_dtypes(dtype: object) -> None:
+    comm = create_communicator("naive", transport=alone(), allreduce_grad_dtype=dtype)
+    assert comm.codec.name == "bfloat16"
+    comm.finalize()
+
+
+def test_ranks_with_different_arguments_raise() -> None:
+    store = HashStore()
+    texts: dict[int, str] = {}
+
+    def rank_main(rank: int) -> None:
+        transport = TorchDistributedTransport(store, rank, 2, timeout_s=5)
+        try:
+            create_communicator("naive" if rank else "flat", transport=transport, timeout_s=5)
+        except RankMismatchError as error:
+            texts[rank] = str(error)
+        transport.close()
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 2
+    for text in texts.values():
+        assert "different name: rank 0: 'flat'; rank 1: 'naive'" in text
+
+
+def test_a_rank_knows_its_place() -> None:
+    def rank_main(comm):
+        assert comm.host == ("a", "b", "a")[comm.rank]
+        assert comm.device == torch.device("cpu")
+        return comm.rank, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size
+
+    places = run_ranks(rank_main, 3, topology=Topology(("a", "b", "a")))
+    assert places == [(0, 0, 2, 0, 2), (1, 0, 1, 1, 2), (2, 1, 2, 0, 2)]
+
+
+def test_a_script_without_a_main_guard_raises_in_its_workers(tmp_path: Path) -> None:
+    script = tmp_path / "a script.py"
+    script.write_text(
+        "import multiprocessing, torchmn\n"
+        "comm = torchmn.create_communicator('naive')\n"
+        "if __name__ == '__main__':\n"
+        "    worker = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    worker.start()\n"
+        "    worker.join()\n"
+        "    print('worker ended with', worker.exitcode)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=limit(50), check=True
+    )
+    assert "worker ended with 1" in done.stdout
+    assert "UsageError: create_communicator() was called while a process" in done.stderr
+    assert "if __name__ == '__main__':" in done.stderr
+
+
+class TestGpusOfRanks:
+    def test_the_ranks_of_a_node_take_its_gpus_in_turn(self) -> None:
+        topology = Topology.blocks([3, 1])
+        assert gpus_in_use(topology, [["a", "b"]] * 3 + [["c", "d"]]) == ["a", "b", "a", "c"]
+
+    def test_each_rank_may_see_only_its_own(self) -> None:
+        assert gpus_in_use(Topology.blocks([2]), [["a"], ["b"]]) == ["a", "b"]
+
+    def test_no_gpu_anywhere(self) -> None:
+        assert gpus_in_use(Topology.blocks([2]), [[], []]) == []
+
+    def test_some_have_one_and_some_have_none(self) -> None:
+        topology = Topology(("left", "right"))
+        with pytest.raises(
+            UnsupportedError, match="rank 1 on right finds no GPU and rank 0 on left"
+        ):
+            gpus_in_use(topology, [["a"], []])

@@ -1,0 +1,216 @@
+"""One collective at a time, in the order in which they were submitted."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from tests.contracts.suites.communicator_contracts import (
+    CONTRACTS,
+    network,
+    sgd,
+    step,
+    training_data,
+)
+from tests.limits import limit
+from torchmn import create_multi_node_optimizer
+from torchmn.comm.engine import Engine, _tensors_in
+from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
+from torchmn.testing import run_ranks
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=[True, False], ids=["threaded", "one thread"])
+def engine(request):
+    made = Engine(CPU, is_threaded=request.param)
+    yield made
+    made.close()
+
+
+def test_jobs_run_in_the_order_of_calls(engine: Engine) -> None:
+    done: list[int] = []
+    works = [engine.submit(lambda i=i: done.append(i) or i) for i in range(3)]
+    assert engine.call(lambda: done.append(3) or 3) == 3
+    works.append(engine.submit(lambda: done.append(4) or 4))
+    assert [work.wait() for work in reversed(works)] == [4, 2, 1, 0]
+    assert done == [0, 1, 2, 3, 4]
+    assert all(work.done for work in works)
+    assert works[0].wait() == 0  # once more
+
+
+def test_a_call_runs_on_the_calling_thread_when_nothing_is_in_flight(engine: Engine) -> None:
+    assert engine.call(threading.get_ident) == threading.get_ident()
+    expected = engine.submit(threading.get_ident).wait() == threading.get_ident()
+    assert expected is not engine.is_threaded
+    assert engine.call(threading.get_ident) == threading.get_ident()
+
+
+def test_submit_returns_before_the_job_is_done() -> None:
+    engine = Engine(CPU)
+    may_end = threading.Event()
+    work = engine.submit(lambda: may_end.wait(timeout=limit(10)))
+    assert not work.done
+    may_end.set()
+    assert work.wait() is True
+    engine.close()
+
+
+def test_without_a_thread_the_waiting_thread_runs_the_jobs() -> None:
+    engine = Engine(CPU, is_threaded=False)
+    num_threads = threading.active_count()
+    work = engine.submit(lambda: 5)
+    assert not work.done
+    assert threading.active_count() == num_threads
+    assert work.wait() == 5
+    engine.close()
+
+
+def test_a_job_runs_in_the_inference_mode_of_its_call(engine: Engine) -> None:
+    ordinary = engine.submit(lambda: torch.ones(1))
+    with torch.inference_mode():
+        value = torch.ones(1)
+        changed = engine.submit(lambda: value.add_(1))
+        assert not ordinary.wait().is_inference()
+        assert changed.wait().item() == 2
+        assert engine.call(lambda: value.add_(1)).item() == 3
+    assert not engine.submit(lambda: torch.ones(1)).wait().is_inference()
+
+
+def test_an_error_is_raised_by_wait_and_the_engine_continues(engine: Engine) -> None:
+    def fail() -> None:
+        raise RankMismatchError("not this")
+
+    work = engine.submit(fail)
+    after = engine.submit(lambda: 1)
+    with pytest.raises(RankMismatchError, match="not this"):
+        work.wait()
+    assert after.wait() == 1
+    with pytest.raises(RankMismatchError, match="not this"):
+        engine.call(fail)
+    assert engine.call(lambda: 2) == 2
+
+
+@pytest.mark.parametrize("kind", [TimeLimitError, PeerLostError])
+@pytest.mark.parametrize("way", ["call", "submit"])
+def test_after_a_failed_exchange_further_calls_raise(engine: Engine, kind, way) -> None:
+    def fail() -> None:
+        raise kind("rank 3 is gone")
+
+    later = []
+    if way == "call":
+        with pytest.raises(kind):
+            engine.call(fail)
+    else:
+        work, queued = engine.submit(fail), engine.submit(lambda: later.append(1))
+        for each in (work, queued):
+            with pytest.raises(kind, match="rank 3 is gone"):
+                each.wait()
+    for ask in (engine.call, engine.submit):
+        with pytest.raises(CommunicationError, match="after an exchange failed: rank 3"):
+            ask(lambda: later.append(1))
+    assert later == []
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, CommunicationError])
+@pytest.mark.parametrize("has_peers", [True, False])
+def test_an_error_of_this_rank_alone(kind: type[BaseException], has_peers: bool) -> None:
+    """Others may wait in the middle of the exchange, if there are others: Ctrl-C in a notebook."""
+
+    def fail() -> None:
+        raise kind("here only")
+
+    engine = Engine(CPU, has_peers=has_peers)
+    with pytest.raises(kind, match="here only"):
+        engine.call(fail)
+    if has_peers:
+        with pytest.raises(CommunicationError, match="after an exchange failed: here only"):
+            engine.call(lambda: 1)
+    else:
+        assert engine.call(lambda: 1) == 1
+    engine.close()
+
+
+def test_close_completes_the_queue_and_rejects_more() -> None:
+    engine = Engine(CPU)
+    done: list[int] = []
+    for i in range(5):
+        engine.submit(lambda i=i: done.append(i))
+    engine.close()
+    engine.close()
+    assert done == [0, 1, 2, 3, 4]
+    for ask in (engine.call, engine.submit):
+        with pytest.raises(CommunicationError, match="was finalized. Create a new one"):
+            ask(lambda: None)
+
+
+def test_may_spin_only_while_no_thread_computes() -> None:
+    engine = Engine(CPU)
+    assert engine.call(engine.is_eager) is True  # on the thread that would compute
+    seen: list[bool] = []
+    began, may_end = threading.Event(), threading.Event()
+
+    def job() -> None:
+        seen.append(engine.is_eager())
+        began.set()
+        may_end.wait(timeout=limit(10))
+        while not engine.is_eager():  # until a caller waits
+            pass
+
+    work = engine.submit(job)
+    assert began.wait(timeout=limit(10))
+    may_end.set()
+    work.wait()
+    assert seen == [False]
+    engine.close()
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
+@pytest.mark.parametrize("name", ["hierarchical", "two_dimensional"])
+def test_the_blocking_fallback_gives_the_same_parameters(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for an MPI that allows no calls from a second thread."""
+    inputs, targets = training_data(num_steps=4)
+
+    def rank_main(comm):
+        comm.bucket_bytes = 100
+        model = network(0)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        for x, y in zip(inputs, targets, strict=True):
+            step(model, optimizer, x[comm.rank :: comm.size], y[comm.rank :: comm.size])
+        optimizer.flush()
+        return comm.engine.is_threaded, comm.engine._thread, model.state_dict()
+
+    threaded = run_ranks(rank_main, 3, name=name)
+    monkeypatch.setattr(TorchDistributedTransport, "is_threaded", False, raising=False)
+    blocking = run_ranks(rank_main, 3, name=name)
+    for (is_threaded, thread, expected), (is_still, no_thread, got) in zip(
+        threaded, blocking, strict=True
+    ):
+        assert is_threaded
+        assert thread is not None
+        assert not is_still
+        assert no_thread is None
+        for key, tensor in expected.items():
+            assert torch.equal(got[key], tensor)
+
+
+def test_the_blocking_fallback_keeps_the_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TorchDistributedTransport, "is_threaded", False, raising=False)
+
+    def rank_main(comm):
+        for contract in CONTRACTS:
+            contract(comm)
+
+    run_ranks(rank_main, 3, name="hierarchical")
+
+
+def test_tensors_of_a_result_are_found_wherever_they_are() -> None:
+    a, b, c = torch.zeros(3, 1)
+    assert list(_tensors_in({"x": [a, (b, "text", None)], "y": 3})) == [a, b]
+    assert list(_tensors_in(c)) == [c]
+    assert list(_tensors_in("text")) == []

@@ -1,0 +1,127 @@
+"""Every call has a time limit, and the error names collective, rank and host."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
+from tests.limits import limit
+from torchmn import create_multi_node_optimizer
+from torchmn.nn import functions
+from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError, TimeLimitError
+from torchmn.nn import MultiNodeBatchNorm1d, ParallelLinear
+from torchmn.testing import run_ranks
+from torchmn.cluster import Topology
+
+CALLS: dict[str, Callable[[Communicator], object]] = {
+    "barrier": lambda comm: comm.barrier(),
+    "all_reduce": lambda comm: comm.allreduce(torch.ones(3)),
+    "allgather": lambda comm: comm.allgather_obj("x"),
+    "bcast": lambda comm: comm.bcast_obj("x", root=1),
+    "send": lambda comm: comm.recv(1),
+    "all_reduce of a sum": lambda comm: comm.sum_(torch.ones(3)),
+}
+
+
+def one_stays_away(call: Callable[[Communicator], object], **options) -> None:
+    """Rank 1 does not arrive. It waits until rank 0 has raised: else a connection would close."""
+    knows = threading.Event()
+
+    def rank_main(comm):
+        if comm.rank == 1:
+            assert knows.wait(timeout=limit(20))
+            return
+        try:
+            call(comm)
+        finally:
+            knows.set()
+
+    run_ranks(rank_main, 2, timeout_s=0.5, **options)
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_the_error_names_collective_rank_and_host(what: str) -> None:
+    def call(comm):
+        started = time.monotonic()
+        with pytest.raises(TimeLimitError) as caught:
+            CALLS[what](comm)
+        assert time.monotonic() - started < limit(10)
+        text = str(caught.value)
+        assert text.startswith("rank 0 of 2 on here (")
+        assert "within 0.5 s" in text
+        assert "raise timeout_s=" in text
+        assert f"#{comm.flight_recorder.last.number} of group 'world'" in text
+        assert comm.flight_recorder.last.state == "late"
+        for other in CALLS.values():
+            with pytest.raises(CommunicationError, match="after an exchange failed: rank"):
+                other(comm)
+
+    one_stays_away(call, topology=Topology(("here", "there")))
+
+
+@pytest.mark.parametrize("name", ["naive", "flat", "single_node", "hierarchical"])
+def test_a_step_of_training(name: str) -> None:
+    (x,), (y,) = training_data(num_steps=1)
+
+    away = threading.Event()
+
+    def rank_main(comm):
+        comm.bucket_bytes = 100
+        model = network(0)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        if comm.rank == 1:
+            assert away.wait(timeout=limit(20))
+            return
+        try:
+            with pytest.raises(TimeLimitError, match=r"rank 0 of 2 on .*bucket 0, step 0"):
+                step(model, optimizer, x, y)
+            with pytest.raises(CommunicationError, match="did not complete"):
+                step(model, optimizer, x, y)
+        finally:
+            away.set()
+
+    run_ranks(rank_main, 2, name=name, timeout_s=0.5)
+
+
+def test_creation_has_a_limit() -> None:
+    from torch._C._distributed_c10d import HashStore
+
+    from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+
+    with pytest.raises(
+        TimeLimitError, match=r"joining a world of 2 did not complete within 0\.5 s"
+    ):
+        TorchDistributedTransport(HashStore(), 0, 2, timeout_s=0.5)
+
+
+@pytest.mark.parametrize("what", ["batch norm", "parallel layer", "functions"])
+def test_without_an_exchange_of_gradients_the_first_step_ends_as_well(what: str) -> None:
+    """What communicates within the model counts steps by itself."""
+
+    def rank_main(comm: Communicator) -> list[float]:
+        comm.first_timeout_s = comm.world.first_timeout_s = 100
+        layer: torch.nn.Module = torch.nn.Linear(3, 4)
+        if what == "batch norm":
+            layer = MultiNodeBatchNorm1d(3, comm)
+        elif what == "parallel layer":
+            layer = ParallelLinear(3, 4, comm)
+        limits = []
+        for _ in range(3):
+            y = layer(torch.ones(4, 3, requires_grad=True))
+            used = comm
+            if what == "functions":
+                y = functions.allreduce(comm, functions.allreduce(comm, y))
+            else:
+                used = layer._ranks.layers(layer, "").comm
+            limits.append(used.world.limit_s)
+            y.sum().backward()
+        return limits
+
+    for limits in run_ranks(rank_main, 2, timeout_s=7):
+        assert limits == [100, 7, 7]

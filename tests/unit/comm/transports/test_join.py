@@ -1,0 +1,120 @@
+"""The rendezvous of ranks, from their launcher's variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
+from torchmn.errors import TopologyError
+from torchmn.cluster import read_launcher_env
+from torchmn.comm.transports import join
+
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "2",
+}
+RANK = """
+import json, sys, torch, torchmn
+comm = torchmn.create_communicator("naive", timeout_s=30)
+print(json.dumps([comm.rank, comm.size, float(comm.allreduce(torch.ones(1)))]))
+"""
+
+
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "127.0.1.1"])
+def test_a_loopback_address_is_rejected_on_several_hosts(address: str) -> None:
+    place = read_launcher_env(TORCHRUN)
+    assert place is not None
+    with pytest.raises(TopologyError, match=f"MASTER_ADDR={address} is a loopback address"):
+        join._raise_if_address_is_local(place, address)
+
+
+def test_a_loopback_address_is_accepted_on_one_host() -> None:
+    place = read_launcher_env({**TORCHRUN, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1"})
+    assert place is not None
+    join._raise_if_address_is_local(place, "127.0.0.1")
+
+
+def start_ranks(tmp_path: Path, size: int, env: dict[str, str]) -> list[subprocess.Popen[str]]:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    base = {name: text for name, text in os.environ.items() if not name.startswith("MASTER_")}
+    base |= {"PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**base, **env, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def slurm_step(step: str, size: int) -> dict[str, str]:
+    """What srun sets for a step on one node, by its manual."""
+    return {
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_ID": step,
+        "SLURM_NTASKS": str(size),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": str(size),
+        "SLURM_STEP_NODELIST": "n1",
+    }
+
+
+@pytest.mark.processes
+def test_two_steps_of_one_job_find_their_own_ranks_without_a_port(tmp_path: Path) -> None:
+    """srun's variables without srun: the rendezvous needs nothing else of it."""
+    worlds = [start_ranks(tmp_path, 2, slurm_step(step, 2)) for step in ("0", "1")]
+    for processes in worlds:
+        found = []
+        for process in processes:
+            out, err = process.communicate(timeout=limit(50))
+            assert process.returncode == 0, err
+            found.append(json.loads(out))
+        assert found == [[0, 2, 2.0], [1, 2, 2.0]]
+
+
+@pytest.mark.processes
+def test_a_port_in_use(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import torchmn\n"
+        "torchmn.run_main(lambda: torchmn.create_communicator('naive', timeout_s=10))\n"
+    )
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        env = {
+            **os.environ,
+            "PYTHONPATH": PYTHON_PATH,
+            "RANK": "0",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=limit(50),
+        )
+    assert done.returncode != 0
+    assert f"Rank 0 could not listen on 127.0.0.1:{port}" in done.stderr
+    assert "choose another MASTER_PORT" in done.stderr
+    assert "Traceback" not in done.stderr

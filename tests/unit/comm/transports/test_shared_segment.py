@@ -1,0 +1,126 @@
+"""Shared memory without a name: access, errors of a full folder, clean-up."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchmn.errors import SharedMemoryError, UnsupportedError
+from torchmn.comm.transports.shared_segment import ErrorContext, SharedMemorySegment, memory_error_from
+
+TEST = ErrorContext("a test", "Ask for less.")
+
+
+@pytest.fixture
+def memory_folder() -> Iterator[str]:
+    """A folder in memory; the test fails if something is left in it."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="torchmn-test-") as folder:
+        yield folder
+        assert list(Path(folder).iterdir()) == []
+
+
+def filled(payload: bytes, directory: str = "/dev/shm") -> SharedMemorySegment:
+    memory = SharedMemorySegment.create(len(payload), TEST, directory)
+    memory.append(payload)
+    return memory
+
+
+def test_attached_memory_is_the_same() -> None:
+    memory = filled(b"abc")
+    other = SharedMemorySegment.attach(memory.address())
+    memory.map_shared()[0:1] = b"x"
+    assert other.map_private()[:] == b"xbc"
+
+
+def test_private_changes_stay_private() -> None:
+    memory = filled(b"abc")
+    memory.map_private()[0:1] = b"x"
+    assert memory.map_private()[:] == b"abc"
+
+
+@pytest.mark.parametrize("change", [{"number": 9999}, {"pid": 2**22 + 1}, {"inode": 1}])
+def test_an_address_of_another_file(change: dict[str, int]) -> None:
+    memory = filled(b"abc")
+    address = dataclasses.replace(memory.address(), **change)
+    with pytest.raises(SharedMemoryError, match=r"cannot be opened at /proc/\d+/fd/\d+"):
+        SharedMemorySegment.attach(address)
+
+
+def test_append_after_append(memory_folder: str) -> None:
+    memory = filled(b"abc", memory_folder)
+    memory.append(b"def")
+    assert memory.map_private()[:] == b"abcdef"
+    assert os.listdir(memory_folder) == []
+
+
+def test_too_large_for_the_folder() -> None:
+    with pytest.raises(
+        SharedMemoryError, match=r"/dev/shm has .* MiB free and .* needs 1099511627776\.0"
+    ):
+        SharedMemorySegment.create(2**60, TEST)
+
+
+def test_missing_folder() -> None:
+    with pytest.raises(SharedMemoryError, match="no folder /nowhere"):
+        SharedMemorySegment.create(1, TEST, "/nowhere")
+
+
+def test_file_system_without_nameless_files() -> None:
+    with pytest.raises(UnsupportedError, match="/proc cannot hold files without a name"):
+        SharedMemorySegment.create(1, TEST, "/proc")
+    assert isinstance(
+        memory_error_from(OSError(errno.EOPNOTSUPP, ""), 1, "/dev", TEST), UnsupportedError
+    )
+
+
+def test_other_operating_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    with pytest.raises(UnsupportedError, match="needs Linux"):
+        SharedMemorySegment.create(1, TEST)
+
+
+@pytest.mark.root
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_a_full_folder_is_an_error_and_no_crash(tmp_path: Path) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(reason="this machine does not allow mounts")
+    try:
+        memory = SharedMemorySegment.create(1000, TEST, str(tmp_path))
+        with pytest.raises(OSError, match="No space left"):
+            memory.reserve(0, 2 * 2**20)
+        with pytest.raises(OSError, match="No space left"):
+            memory.append(bytes(2 * 2**20))
+        with pytest.raises(SharedMemoryError, match=r"has 1\.0 MiB free|has 0\.\d MiB free"):
+            SharedMemorySegment.create(2 * 2**20, TEST, str(tmp_path))
+    finally:
+        del memory
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+KILLED = """
+import os, signal, sys
+from torchmn.comm.transports.shared_segment import SharedMemorySegment, ErrorContext
+memory = SharedMemorySegment.create(64, ErrorContext("a test", ""), sys.argv[1])
+memory.append(bytes(64))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.processes
+def test_nothing_is_left_after_kill(memory_folder: str) -> None:
+    died = subprocess.run([sys.executable, "-c", KILLED, memory_folder], check=False)
+    assert died.returncode == -signal.SIGKILL
+    assert os.listdir(memory_folder) == []

@@ -1,0 +1,86 @@
+"""Messages by way of host memory, and waiting for a stream with a limit."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tests.limits import limit
+from torchmn.errors import TimeLimitError, UnsupportedError
+from torchmn.testing.ranks import run_threads
+from torchmn.comm.transports.base import TimeLimit
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.comm.transports.staging import Staging, await_stream
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16, torch.bool])
+def test_what_is_sent_arrives_in_the_tensors_of_the_caller(dtype: torch.dtype) -> None:
+    store = HashStore()
+
+    def rank_main(rank: int) -> list[torch.Tensor]:
+        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(20))
+        staging, until, peer = Staging(), TimeLimit(limit(20)), 1 - rank
+        for numel in (5, 1, 3000):  # the buffer grows, and is used again
+            own = [torch.arange(n).add(rank).to(dtype) for n in (numel, 0, 3)]
+            arrived = [torch.zeros_like(x) for x in own]
+            staging.exchange(
+                [(peer, x) for x in own],
+                [(peer, x) for x in arrived],
+                until,
+                lambda out, into: transport.exchange(out, into, until, 5),
+            )
+        transport.close()
+        return arrived
+
+    for rank, arrived in enumerate(run_threads(rank_main, 2)):
+        expected = [torch.arange(n).add(1 - rank).to(dtype) for n in (3000, 0, 3)]
+        assert all(map(torch.equal, arrived, expected))
+
+
+class Stream:
+    """A stream of a GPU that passes an event some time after it was recorded."""
+
+    def __init__(self, seconds: float) -> None:
+        self.passes_s = time.monotonic() + seconds
+
+    def record(self, stream: object) -> None:
+        assert stream is self
+
+    def query(self) -> bool:
+        return time.monotonic() >= self.passes_s
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_it_returns_when_the_stream_is_there(monkeypatch, seconds: float) -> None:
+    stream = Stream(seconds)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    await_stream(torch.device("cuda", 0), TimeLimit(20))
+    assert time.monotonic() >= stream.passes_s
+
+
+def test_a_stream_that_never_gets_there_is_an_error(monkeypatch) -> None:
+    stream = Stream(1000)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    with pytest.raises(TimeLimitError, match="cuda:3 of this rank did not finish its own work"):
+        await_stream(torch.device("cuda", 3), TimeLimit(0.1, lambda: False))
+
+
+def test_without_a_gpu_there_is_nothing_to_wait_for() -> None:
+    await_stream(torch.device("cpu"), TimeLimit(0.0))
+
+
+def test_a_rank_without_a_gpu_refuses_tensors_of_one() -> None:
+    transport = TorchDistributedTransport(HashStore(), 0, 1, timeout_s=limit(20))
+    tensor = SimpleNamespace(is_cuda=True, device="cuda:0", numel=lambda: 1)
+    with pytest.raises(UnsupportedError, match="this rank was given no GPU to exchange from"):
+        transport._is_staged(tensor)
+    transport.use_gpu(torch.device("cuda", 0), may_use_nccl=False)
+    assert transport._is_staged(tensor)
+    assert not transport.supports_nccl
+    transport.close()

@@ -1,0 +1,381 @@
+"""Large messages over TCP connections."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import warnings
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from tests.contracts.suites.communicator_contracts import seeded
+from tests.limits import limit
+from torchmn.comm import create_communicator
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+from torchmn.testing.ranks import run_threads
+from torchmn.cluster import Topology
+from torchmn.comm.transports import tcp, tcp_stream
+from torchmn.comm.transports.base import TimeLimit, Transport
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.comm.transports.tcp import TcpTransport
+
+LARGE = 70_001  # elements
+
+
+def run(function, size, timeout_s=20.0):
+    """Call ``function(transport)`` on every rank, threads; results in rank order."""
+    store = HashStore()
+
+    def rank_main(rank):
+        inner = TorchDistributedTransport(store, rank, size, timeout_s=limit(timeout_s))
+        with contextlib.closing(
+            TcpTransport.connect(inner, TimeLimit(limit(timeout_s)))
+        ) as transport:
+            return function(transport)
+
+    return run_threads(rank_main, size)
+
+
+def part(rank, dtype=torch.float64, numel=LARGE):
+    return seeded(rank, numel).to(dtype)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_sums_are_right_and_the_same_bits_everywhere(size, dtype) -> None:
+    def rank_main(transport):
+        assert transport.name == "tcp"
+        buffer = part(transport.rank, dtype, size * LARGE)
+        transport.all_reduce_(buffer, "sum", TimeLimit(20))
+        return buffer
+
+    results = run(rank_main, size)
+    total = sum(part(rank, dtype, size * LARGE).double() for rank in range(size))
+    for result in results:
+        assert torch.equal(result, results[0])
+        torch.testing.assert_close(result.double(), total, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_sums_by_pieces_are_those_by_two_steps(monkeypatch, size, dtype) -> None:
+    monkeypatch.setattr(tcp, "_PIECE_BYTES", 10_001)
+    monkeypatch.setattr(tcp_stream, "_WAKE_BYTES", 5_000)
+    monkeypatch.setattr(tcp, "_LARGE_BYTES", 10_000)
+
+    def rank_main(transport):
+        by_pieces = part(transport.rank, dtype, size * LARGE + 1)
+        by_steps = by_pieces.clone()
+        transport.striped_all_reduce_(by_pieces, "sum", TimeLimit(20))
+        Transport.striped_all_reduce_(transport, by_steps, "sum", TimeLimit(20))
+        return torch.equal(by_pieces, by_steps)
+
+    assert run(rank_main, size) == [True] * size
+
+
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_other_reductions(op) -> None:
+    def rank_main(transport):
+        buffer = part(transport.rank, numel=2 * LARGE)
+        transport.all_reduce_(buffer, op, TimeLimit(20))
+        return buffer
+
+    expected = getattr(torch, f"{op}imum")(*(part(r, numel=2 * LARGE) for r in range(2)))
+    for result in run(rank_main, 2):
+        assert torch.equal(result, expected)
+
+
+def test_small_and_large_messages_to_all_in_one_exchange() -> None:
+    def rank_main(transport):
+        me, others = transport.rank, [r for r in range(3) if r != transport.rank]
+        sizes = (LARGE, 5, 0, 2 * LARGE)
+        got = {(r, n): torch.zeros(n, dtype=torch.float64) for r in others for n in sizes}
+        transport.exchange(
+            [(r, part(10 * me + r, numel=n)) for r in others for n in sizes],
+            [(r, got[r, n]) for r in others for n in sizes],
+            TimeLimit(20),
+        )
+        for (r, n), tensor in got.items():
+            assert torch.equal(tensor, part(10 * r + me, numel=n))
+
+    run(rank_main, 3)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_announced_sums_have_the_same_bits(size, dtype) -> None:
+    numels = [size * LARGE, size * LARGE + 1, 5, 2 * size * LARGE]
+
+    def rank_main(transport):
+        limit = TimeLimit(20)
+        plain = [part(transport.rank + i, dtype, n) for i, n in enumerate(numels)]
+        ahead = [buffer.clone() for buffer in plain]
+        for buffer in plain:
+            transport.all_reduce_(buffer, "sum", limit)
+        for buffer in ahead:
+            transport.prefetch_send(buffer)
+        other = torch.ones(size * LARGE)
+        transport.all_reduce_(other, "max", limit)  # may come between them
+        for buffer in ahead:
+            transport.all_reduce_(buffer, "sum", limit)
+        return plain, ahead
+
+    for plain, ahead in run(rank_main, size):
+        assert all(map(torch.equal, plain, ahead))
+
+
+def test_announced_sums_are_made_in_their_order() -> None:
+    def rank_main(transport):
+        first, second = torch.ones(2 * LARGE), torch.ones(2 * LARGE)
+        transport.prefetch_send(first)
+        transport.prefetch_send(second)
+        with pytest.raises(CommunicationError, match="sum 2 is made before sum 1"):
+            transport.all_reduce_(second, "sum", TimeLimit(20))
+
+    run(rank_main, 2)
+
+
+def test_ranks_that_announce_different_sums_raise() -> None:
+    def rank_main(transport):
+        buffer = torch.ones(2 * LARGE)
+        if transport.rank == 1:
+            transport.prefetch_send(torch.zeros(2 * LARGE))
+            transport._announced.popleft()
+        transport.prefetch_send(buffer)
+        if transport.rank == 0:
+            with contextlib.suppress(PeerLostError):
+                transport.all_reduce_(buffer, "sum", TimeLimit(20))
+        else:
+            with pytest.raises(PeerLostError, match="with tag 2 where .* different collective"):
+                transport.all_reduce_(buffer, "sum", TimeLimit(20))
+
+    run(rank_main, 2)
+
+
+def test_a_split_group_has_connections_of_its_own() -> None:
+    def rank_main(transport):
+        if transport.rank == 1:
+            return
+        group = transport.split([0, 2], "part", TimeLimit(20))
+        buffer = torch.ones(2 * LARGE)
+        group.all_reduce_(buffer, "sum", TimeLimit(20))
+        assert (buffer == 2).all()
+        group.close()
+
+    run(rank_main, 3)
+
+
+def test_a_late_rank_is_named_when_the_time_limit_passes() -> None:
+    is_over = threading.Event()
+
+    def rank_main(transport):
+        if transport.rank == 1:
+            assert is_over.wait(timeout=limit(20))
+            return
+        try:
+            with pytest.raises(TimeLimitError, match=r"ranks \[1\].*within 0\.3 s"):
+                transport.exchange([], [(1, torch.zeros(LARGE))], TimeLimit(0.3))
+        finally:
+            is_over.set()
+
+    run(rank_main, 2)
+
+
+def test_a_closed_connection_is_detected_immediately() -> None:
+    def rank_main(transport):
+        if transport.rank == 0:
+            with pytest.raises(PeerLostError, match="rank 1 of the group closed"):
+                transport.exchange([], [(1, torch.zeros(LARGE))], TimeLimit(20))
+
+    run(rank_main, 2)
+
+
+def test_a_message_of_another_collective_is_rejected() -> None:
+    def rank_main(transport):
+        if transport.rank == 1:
+            # The other rank aborts and closes, perhaps before all was sent.
+            with contextlib.suppress(PeerLostError):
+                transport.exchange([(0, torch.zeros(2 * LARGE))], [], TimeLimit(20), tag=7)
+        else:
+            with pytest.raises(PeerLostError, match="tag 7 .* different collective"):
+                transport.exchange([], [(1, torch.zeros(2 * LARGE))], TimeLimit(20), tag=8)
+
+    run(rank_main, 2)
+
+
+def test_where_ranks_cannot_connect_all_continue_without(monkeypatch) -> None:
+    monkeypatch.setattr(tcp, "_CONNECT_S", 0.3)
+    monkeypatch.setattr(tcp, "own_addresses", lambda preferred: [])
+
+    def rank_main(transport):
+        assert transport.name == "torch.distributed"
+        assert transport.fallback_reason == "ranks 0, 1, 2 could not be connected in 0.3 s"
+        buffer = torch.ones(LARGE)
+        transport.all_reduce_(buffer, "sum", TimeLimit(20))
+        assert (buffer == 3).all()
+
+    run(rank_main, 3)
+
+
+class DisturbedTransport(TorchDistributedTransport):
+    """A transport during whose setup clients without the secret connect to rank 0's listener."""
+
+    def all_gather_stripes_(self, buffer, time_limit) -> None:
+        super().all_gather_stripes_(buffer, time_limit)
+        if buffer.numel() != self.size * tcp._ROW_BYTES or self.rank == 0:
+            return
+        row = buffer[: tcp._ROW_BYTES].numpy().tobytes()
+        token, rest = row[: tcp._TOKEN_BYTES], row[tcp._TOKEN_BYTES :]
+        port, _ = struct.unpack_from("<HB", rest)
+        for number in range(100):
+            client = socket.create_connection(
+                (socket.inet_ntoa(rest[3:7]), port), timeout=limit(10)
+            )
+            self.clients.append(client)
+            if number % 3 == 1:
+                client.sendall(os.urandom(100))
+            elif number % 3 == 2:  # the token was sent over an open network, the secret was not
+                client.sendall(token + struct.pack("<I", 1))
+
+
+def test_unauthenticated_clients_are_rejected_and_do_not_block_ranks(monkeypatch) -> None:
+    monkeypatch.setenv("TORCHMN_SECRET", "of this job")
+    store, clients = HashStore(), []
+
+    def rank_main(rank):
+        inner = DisturbedTransport(store, rank, 2, timeout_s=limit(20), own_address="127.0.0.1")
+        inner.clients = clients
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
+            assert transport.name == "tcp"
+            buffer = part(rank, numel=2 * LARGE)
+            transport.all_reduce_(buffer, "sum", TimeLimit(20))
+            return buffer
+
+    results = run_threads(rank_main, 2)
+    assert torch.equal(results[0], part(0, numel=2 * LARGE) + part(1, numel=2 * LARGE))
+    for client in clients:
+        client.close()
+
+
+def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
+    """They know the token, which travels by the inner transport, and not the secret of the job."""
+    monkeypatch.setattr(tcp, "_CONNECT_S", 0.3)
+    known = threading.local()
+    monkeypatch.setattr(tcp, "_secret", lambda token: f"{known.secret} {token.hex()}")
+    store = HashStore()
+
+    def rank_main(rank):
+        known.secret = f"of job {rank}"
+        inner = TorchDistributedTransport(store, rank, 2, timeout_s=limit(20))
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
+            return transport.name, transport.fallback_reason
+
+    for name, missing in run_threads(rank_main, 2):
+        assert name == "torch.distributed"
+        assert missing == "ranks 0, 1 could not be connected in 0.3 s"
+
+
+def test_groups_of_too_many_ranks_may_have_connections(monkeypatch) -> None:
+    monkeypatch.setattr(tcp, "MAX_PEERS", 1)
+
+    def rank_main(transport):
+        assert (transport.name, transport.fallback_reason) == (
+            "torch.distributed",
+            "3 ranks are more than 2",
+        )
+        transport.prefetch_send(torch.ones(3 * LARGE))
+        whole = torch.ones(3 * LARGE)
+        transport.all_reduce_(whole, "sum", TimeLimit(20))
+        assert (whole == 3).all()
+        if transport.rank == 2:
+            return
+        leaders = transport.split([0, 1], "leaders", TimeLimit(20))
+        assert (leaders.name, leaders.fallback_reason) == ("tcp", "")
+        buffer = torch.ones(2 * LARGE)
+        leaders.all_reduce_(buffer, "sum", TimeLimit(20))
+        assert (buffer == 2).all()
+        leaders.close()
+
+    run(rank_main, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks_per_node", "is_warned"),
+    [("flat", [2, 1], True), ("hierarchical", [2, 1], False)],
+)
+def test_the_fallback_to_gloo_is_a_reason_on_all_ranks(
+    monkeypatch, name, ranks_per_node, is_warned
+) -> None:
+    monkeypatch.setattr(tcp, "MAX_PEERS", 1)
+
+    def rank_main(transport):
+        topology = Topology.blocks(ranks_per_node)
+        comm = create_communicator(
+            name, transport=transport, topology=topology, timeout_s=limit(20)
+        )
+        reason = comm.reason
+        comm.finalize()
+        return reason
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reasons = run(rank_main, 3)
+    texts = [str(w.message) for w in caught if "TCP connections" in str(w.message)]
+    assert len(texts) == is_warned  # of rank 0 alone
+    for reason in reasons:
+        assert ("no TCP connections between hosts: 3 ranks are more than 2" in reason) is is_warned
+    for text in texts:
+        assert text.startswith("rank 0 of 3")
+        assert "large messages use gloo, which is slower" in text
+
+
+def test_a_library_that_sends_in_calls_only_is_called_while_a_rank_waits() -> None:
+    """What is left in its buffers may be what the other rank waits for before it sends."""
+    released = threading.Event()
+
+    class Lazy(TorchDistributedTransport):
+        progress_period_s = 0.01
+
+        def progress(self) -> None:
+            released.set()
+
+    store = HashStore()
+
+    def rank_main(rank):
+        inner = Lazy(store, rank, 2, timeout_s=limit(20))
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
+            if rank == 1:
+                assert released.wait(limit(10))
+            buffer = torch.ones(LARGE)
+            transport.all_reduce_(buffer, "sum", TimeLimit(10))
+            return float(buffer.sum()) / LARGE
+
+    assert run_threads(rank_main, 2) == [2.0, 2.0]
+
+
+def test_listens_at_the_address_that_gloo_was_given(monkeypatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    hosts = []
+
+    def listen(address, **options):
+        hosts.append(address[0])
+        return create_server(address, **options)
+
+    create_server = socket.create_server
+    monkeypatch.setattr(tcp.socket, "create_server", listen)
+    store = HashStore()
+
+    def rank_main(rank):
+        inner = TorchDistributedTransport(
+            store, rank, 2, timeout_s=limit(20), own_address="127.0.0.1"
+        )
+        with contextlib.closing(TcpTransport.connect(inner, TimeLimit(20))) as transport:
+            return transport.name
+
+    assert run_threads(rank_main, 2) == ["tcp"] * 2
+    assert set(hosts) == {"127.0.0.1"}

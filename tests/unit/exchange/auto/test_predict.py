@@ -1,0 +1,183 @@
+"""Predictions from measured numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchmn.exchange.auto.predict import (
+    Cluster,
+    CodecFacts,
+    Plan,
+    ReadyGradient,
+    StepFacts,
+    predict_step,
+    predict_step_s,
+    ranked,
+    shortlist,
+)
+from torchmn.comm.link_speed import LinkSpeed
+from torchmn.errors import UnknownNameError
+from torchmn.cluster.units import MiB
+
+LINK = LinkSpeed(latency_s=0.0, bandwidth_bytes_per_s=1e6)
+FLOAT32 = CodecFacts(name="float32")
+INT8 = CodecFacts(name="int8", bits=8.0, encode_s=1e-6)
+
+
+def facts(*ready: float, nbytes: int = 1_000_000, compute_s: float = 10.0) -> StepFacts:
+    return StepFacts(
+        compute_s=compute_s,
+        backward_s=6.0,
+        gradients=tuple(
+            ReadyGradient(ready_s=r, numel=nbytes // 4, nbytes=nbytes, is_small=False)
+            for r in ready
+        ),
+    )
+
+
+def plan(schedule: str = "every_step", codec: str = "float32", bucket_bytes: int = 1) -> Plan:
+    return Plan(schedule=schedule, codec=codec, bucket_bytes=bucket_bytes)
+
+
+@pytest.mark.parametrize(
+    ("ready", "expected_s"),
+    [
+        ((1.0, 2.0, 3.0), 10.0),  # gone at 4, before backward ends
+        ((4.0, 5.0, 6.0), 11.0),  # the last one leaves when backward has ended
+        ((6.0, 6.0, 6.0), 13.0),  # one after the other
+    ],
+)
+def test_what_backward_does_not_hide_is_added(ready: tuple, expected_s: float) -> None:
+    # two ranks: each byte is sent once
+    assert predict_step_s(plan(), facts(*ready), FLOAT32, LINK, 2) == pytest.approx(expected_s)
+
+
+def test_three_ranks_send_a_third_more() -> None:
+    got = predict_step_s(plan(), facts(6.0), FLOAT32, LINK, 3)
+    assert got == pytest.approx(10 + 4 / 3)
+
+
+def test_a_large_bucket_waits_for_its_last_gradient() -> None:
+    step = facts(1.0, 2.0, 6.0)
+    assert predict_step_s(plan(bucket_bytes=1), step, FLOAT32, LINK, 2) == pytest.approx(11.0)
+    assert predict_step_s(plan(bucket_bytes=9 * MiB), step, FLOAT32, LINK, 2) == pytest.approx(13.0)
+
+
+def test_a_codec_sends_less_and_computes_more() -> None:
+    got = predict_step_s(plan(codec="int8"), facts(6.0), INT8, LINK, 2)
+    assert got == pytest.approx(10 + 0.25 + 0.25)
+
+
+def test_small_parameters_are_not_encoded() -> None:
+    small = ReadyGradient(ready_s=6.0, numel=250_000, nbytes=1_000_000, is_small=True)
+    step = StepFacts(compute_s=10.0, backward_s=6.0, gradients=(small,))
+    assert predict_step_s(plan(codec="int8"), step, INT8, LINK, 2) == pytest.approx(11.0)
+
+
+def test_each_message_waits_for_the_latency() -> None:
+    slow = LinkSpeed(latency_s=0.5, bandwidth_bytes_per_s=1e6)
+    step = facts(6.0, 6.0)
+    # two ranks swap what they have in one round; a codec needs two
+    assert predict_step_s(plan(bucket_bytes=1), step, FLOAT32, slow, 2) == pytest.approx(13.0)
+    whole = predict_step_s(plan(bucket_bytes=9 * MiB), step, FLOAT32, slow, 2)
+    assert whole == pytest.approx(12.5)
+    assert predict_step_s(plan(bucket_bytes=1), step, FLOAT32, slow, 3) == pytest.approx(
+        10 + 14 / 3
+    )
+
+
+def test_a_step_late_overlaps_with_the_whole_step() -> None:
+    late = plan("double_buffering")
+    assert predict_step_s(late, facts(6.0, 6.0), FLOAT32, LINK, 2) == pytest.approx(10.0)
+    assert predict_step_s(late, facts(*[6.0] * 12), FLOAT32, LINK, 2) == pytest.approx(12.0)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert predict_step_s(plan(), facts(6.0), FLOAT32, LINK, 1) == 10.0
+    assert predict_step_s(plan(), facts(6.0), FLOAT32, None, 4) == 10.0
+
+
+def test_the_fastest_is_first_and_among_equals_the_plainest() -> None:
+    plans = [plan(), plan(codec="int8"), plan("double_buffering")]
+    slow = ranked(plans, facts(*[6.0] * 9), [FLOAT32, INT8], LINK, 2)
+    assert [p for _, p in slow] == [plan("double_buffering"), plan(codec="int8"), plan()]
+    fast = ranked(plans, facts(1.0), [FLOAT32, INT8], LINK, 2)
+    assert fast[0][1] == plan()
+
+
+def test_the_shortlist_holds_the_best_bucket_of_each_kind() -> None:
+    predictions = [
+        (1.0, plan(bucket_bytes=4)),
+        (1.1, plan(bucket_bytes=1)),
+        (1.2, plan(codec="int8")),
+        (1.4, plan("double_buffering")),
+        (1.6, plan("double_buffering", "int8")),
+    ]
+    best = [plan(bucket_bytes=4), plan(codec="int8"), plan("double_buffering")]
+    assert shortlist(predictions, within=1.5, max_plans=9) == best
+    assert shortlist(predictions, within=1.5, max_plans=2) == best[:2]
+
+
+def cluster(**options: object) -> Cluster:
+    return Cluster(**{"num_hosts": 2, "link": LINK, **options})  # type: ignore[arg-type]
+
+
+def test_ranks_that_share_a_core_take_turns() -> None:
+    alone = predict_step(plan(), facts(1.0), FLOAT32, cluster(num_hosts=1, cores_per_rank=0.5))
+    assert alone.seconds == pytest.approx(20.0)
+    shared = predict_step(plan(), facts(6.0), FLOAT32, cluster(cores_per_rank=0.5))
+    assert shared.seconds == pytest.approx(21.0)  # the link is no slower
+
+
+def test_sending_takes_time_of_the_core_that_computes() -> None:
+    costs = 2e-6  # two seconds for a bucket, which takes one
+    early = facts(1.0)
+    one = predict_step(plan(), early, FLOAT32, cluster(send_s_per_byte=costs))
+    assert one.seconds == pytest.approx(12.0)
+    assert one.coding_s == pytest.approx(2.0)
+    two = predict_step(plan(), early, FLOAT32, cluster(send_s_per_byte=costs, cores_per_rank=2.0))
+    assert two.seconds == pytest.approx(10.0)
+
+
+def test_the_ranks_of_a_host_compete_for_its_adapter() -> None:
+    flat = cluster(ranks_per_host=4, route="flat")
+    together = cluster(ranks_per_host=4, route="two_dimensional")
+    step = facts(6.0)
+    # 2 k (W - k) / W = 4 times the bytes, against 2 (H - 1) / H = 1
+    assert predict_step(plan(), step, FLOAT32, flat).exposed_s == pytest.approx(4.0)
+    assert predict_step(plan(), step, FLOAT32, together).exposed_s == pytest.approx(1.0)
+
+
+def test_sums_within_a_host_come_before_and_after() -> None:
+    within = cluster(num_hosts=1, ranks_per_host=2, node_bytes_per_s=1e6)
+    assert predict_step(plan(), facts(6.0), FLOAT32, within).seconds == pytest.approx(11.0)
+
+
+def test_a_thousand_ranks_send_a_thousand_messages() -> None:
+    link = LinkSpeed(latency_s=1e-3, bandwidth_bytes_per_s=1e12, message_s=1e-3)
+    many = predict_step(plan(), facts(6.0), FLOAT32, cluster(num_hosts=1000, link=link))
+    assert many.exposed_s == pytest.approx(2 * 999e-3, rel=1e-3)
+
+
+def test_blocks_exchange_once() -> None:
+    blocks = Plan(schedule="blocks", codec="float32", bucket_bytes=1, block_steps=8)
+    step = facts(6.0, 6.0)
+    assert predict_step(blocks, step, FLOAT32, cluster()).seconds == pytest.approx(10.25)
+
+
+def test_all_wait_for_the_slowest_and_less_where_they_may_be_late() -> None:
+    step = replace(facts(1.0), deviations=(-0.1, 0.1))
+    waits = [
+        predict_step(replace(plan(schedule), block_steps=4), step, FLOAT32, cluster()).straggler_s
+        for schedule in ("every_step", "double_buffering", "blocks")
+    ]
+    assert waits[0] == pytest.approx(0.5)  # of two draws three in four are the later one
+    assert waits[1] == pytest.approx(0.5 / 2**0.5)
+    assert waits[2] == pytest.approx(0.25)
+
+
+def test_a_schedule_without_a_model_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="parameter_server"):
+        predict_step(plan("parameter_server"), facts(1.0), FLOAT32, cluster())

@@ -1,0 +1,238 @@
+"""Schedule and codec selected by measurement."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import Counter
+
+import pytest
+import torch
+
+from tests.unit.models import batch, equal, loss_of, mlp, near, values
+from torchmn import create_multi_node_optimizer
+from torchmn.exchange.auto import tuner
+from torchmn.exchange.auto.predict import Plan
+from torchmn.comm.codecs import Float16
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.exchange.schedules import DoubleBuffering, EveryStep
+from torchmn.testing import run_ranks
+from torchmn.cluster import Topology
+
+MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
+MAX_TURN_STEPS = 1 + DoubleBuffering.staleness_steps + tuner.NUM_TIMED
+MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MAX_TURNS * MAX_TURN_STEPS
+ALLOWED = {
+    "stale": "double_buffering",
+    "lossy": "every_step",
+}
+
+
+def train(optimizer, model, comm, steps) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, step)).backward()
+        optimizer.step()
+
+
+def wrap(comm, **options):
+    model = mlp()
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return model, create_multi_node_optimizer(inner, comm, model, **options)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [("flat", [2]), ("hierarchical", [2, 1])])
+@pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale",), tuple(ALLOWED)])
+def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, capfd) -> None:
+    topology = Topology.blocks(nodes)
+    options = {f"allow_{kind}": True for kind in allowed}
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", schedule="auto", **options)
+        assert optimizer.tuner.plan is None
+        train(optimizer, model, comm, range(MAX_STEPS))
+        optimizer.flush()
+        chosen = optimizer.tuner
+        assert chosen.plan is not None
+        best = min(chosen.trials, key=lambda trial: trial.step_s)
+        assert chosen.plan in (best.plan, chosen.trials[0].plan)
+        turns = Counter(trial.plan for trial in chosen.trials)
+        assert set(turns.values()) <= ({2} if len(turns) > 1 else {1})
+        tried = {trial.plan.codec for trial in chosen.trials}
+        assert "lossy" in allowed or tried == {"float32"}
+        schedules = {trial.plan.schedule for trial in chosen.trials}
+        assert schedules <= {"every_step", *(ALLOWED[kind] for kind in allowed if kind in ALLOWED)}
+        assert optimizer.reducer.buffers.bucket_bytes == chosen.plan.bucket_bytes
+        return chosen.plan, chosen.reason, values(model)
+
+    results = run_ranks(rank_main, topology.size, name=name, topology=topology)
+    for plan, reason, held in results:
+        assert plan == results[0][0]
+        assert len(reason.splitlines()) == 3
+        assert equal(held, results[0][2])
+    assert capfd.readouterr().err.count("torchmn: auto selected") == 1
+
+
+@pytest.mark.parametrize("name", ["flat", "single_node"])
+def test_by_default_the_script_sees_means_and_new_parameters(name: str) -> None:
+    """Through all trials: clipped, logged and averaged as on one process with the whole batch."""
+
+    def loop(model, optimizer, x_of):
+        average, norms = copy.deepcopy(model), []
+        for step in range(MAX_STEPS + 2):
+            optimizer.zero_grad()
+            loss_of(model, x_of(step)).backward()
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+            optimizer.step()
+            with torch.no_grad():
+                for held, value in zip(average.parameters(), model.parameters(), strict=True):
+                    held.lerp_(value, 0.3)
+                for value in model.parameters():
+                    value.clamp_(-0.1, 0.1)
+        return norms, values(average)
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, schedule="auto")
+        result = loop(model, optimizer, lambda step: batch(comm.rank, step))
+        assert optimizer.tuner.plan is not None
+        return result
+
+    model = mlp()
+    expected_norms, expected = loop(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
+        lambda step: torch.cat([batch(rank, step) for rank in range(2)]),
+    )
+    for norms, average in run_ranks(rank_main, 2, name=name):
+        assert norms == pytest.approx(expected_norms, rel=1e-12)
+        assert near(average, expected)
+
+
+def test_schedules_that_cannot_work_in_the_script_are_excluded() -> None:
+    """A GradScaler, and two backward passes for a step: no trial of what cannot work with them."""
+
+    def rank_main(comm):
+        options = {f"allow_{kind}": True for kind in ALLOWED}
+        model, optimizer = wrap(comm, schedule="auto", codec="auto", **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "More than one backward pass")
+            for step in range(MAX_STEPS + 2):
+                optimizer.zero_grad()
+                for part in range(2):
+                    scaler.scale(loss_of(model, batch(comm.rank, step + 50 * part))).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
+        assert tried == {"every_step"}
+        assert "without double_buffering: " in optimizer.tuner.reason
+        return values(model)
+
+    results = run_ranks(rank_main, 2)
+    assert equal(*results)
+
+
+def test_a_saved_plan_that_is_no_longer_allowed() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, schedule="auto", allow_stale=True)
+        optimizer.tuner._start_over()
+        optimizer.tuner._decide(
+            Plan(schedule="double_buffering", codec="float32", bucket_bytes=1 << 20), "for the test"
+        )
+        train(optimizer, model, comm, range(2))
+        pending = optimizer.state_dict()
+        optimizer.flush()
+        flushed = copy.deepcopy(optimizer.state_dict())
+        _, again = wrap(comm, schedule="auto")
+        with pytest.raises(UsageError, match=r"saved with schedule 'double_buffering'"):
+            again.load_state_dict(pending)
+        again.load_state_dict(flushed)
+        assert again.tuner.plan is None
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_codec_alone_may_be_chosen() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", allow_lossy=True)
+        train(optimizer, model, comm, range(MAX_STEPS))
+        assert {trial.plan.schedule for trial in optimizer.tuner.trials} == {"every_step"}
+
+    run_ranks(rank_main, 2)
+
+
+def test_shared_memory_leaves_nothing_to_choose() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)
+        train(optimizer, model, comm, range(tuner.NUM_WARM_UP + tuner.NUM_TIMED))
+        assert optimizer.tuner.plan.codec == "float32"
+        assert "nothing crosses a network" in optimizer.tuner.reason
+
+    run_ranks(rank_main, 2, name="single_node")
+
+
+def test_a_saved_plan_is_used_again_bit_equal() -> None:
+    def rank_main(comm):
+        options = {"codec": "auto", "schedule": "auto", "allow_lossy": True}
+        model, optimizer = wrap(comm, **options)
+        train(optimizer, model, comm, range(MAX_STEPS))
+        saved = copy.deepcopy(optimizer.state_dict())
+        again, other = wrap(comm, **options)
+        again.load_state_dict(model.state_dict())
+        other.load_state_dict(saved)
+        assert other.tuner.plan == optimizer.tuner.plan
+        for each, network in ((optimizer, model), (other, again)):
+            train(each, network, comm, range(3))
+            each.flush()
+        assert equal(values(model), values(again))
+
+    run_ranks(rank_main, 2)
+
+
+def test_ranks_whose_data_end_early_decide_too() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)
+        with optimizer.join():
+            train(optimizer, model, comm, range(4 + comm.rank * MAX_STEPS))
+        assert optimizer.tuner.plan is not None
+        return values(model)
+
+    results = run_ranks(rank_main, 3)
+    assert all(equal(result, results[0]) for result in results)
+
+
+def test_drift_leads_to_a_new_plan(monkeypatch) -> None:
+    monkeypatch.setattr(tuner, "RETUNE_STEPS", 5)
+    monkeypatch.setattr(tuner, "DRIFT", 1e3)
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, codec="auto", retune=True)
+        train(optimizer, model, comm, range(MAX_STEPS))
+        assert optimizer.tuner.plan is not None
+        optimizer.tuner.planned_s = 1e-9  # as if the network had been so much faster
+        train(optimizer, model, comm, range(5))
+        assert optimizer.tuner.plan is None
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"codec": "auto", "schedule": EveryStep()}, "chooses among names"),
+        ({"codec": Float16(), "schedule": "auto"}, "chooses among names"),
+    ],
+)
+def test_what_is_rejected(options: dict, text: str) -> None:
+    with pytest.raises(UnsupportedError, match=text):
+        run_ranks(lambda comm: wrap(comm, **options), 1)
+
+
+def test_what_takes_the_place_of_the_next_forward_is_named() -> None:
+    with pytest.raises(UnsupportedError, match="Use 'every_step', with a codec"):
+        run_ranks(lambda comm: wrap(comm, schedule="every_step_next_forward"), 1)
+
+
+def test_auto_is_among_the_known_names() -> None:
+    with pytest.raises(UnknownNameError, match="Known: auto, every_step"):
+        run_ranks(lambda comm: wrap(comm, schedule="sometimes"), 1)

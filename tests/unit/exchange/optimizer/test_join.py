@@ -1,0 +1,215 @@
+"""Loops of different lengths: a mean is over the ranks that still have data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.models import batch, equal, local_grads, loss_of, mlp, near, values
+from torchmn import create_multi_node_optimizer
+from torchmn.errors import CommunicationError, UnsupportedError
+from torchmn.exchange.replicas import different_tensors
+from torchmn.testing import run_ranks
+
+INNER = {
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=1e-2),
+    "adam": lambda m: torch.optim.Adam(m.parameters(), 0.01),
+}
+LENGTHS = [[3, 3], [0, 2], [5, 1], [1, 0, 5], [2, 4, 4], [0, 0, 0]]
+SCHEDULES = ["every_step", "double_buffering"]
+
+
+def simulate(make, epochs: list[list[int]], schedule: str) -> list[torch.Tensor]:
+    """One process that forms the mean over the active ranks of each round."""
+    model = mlp()
+    inner = make(model)
+    step = 0
+    for lengths in epochs:
+        pending = None
+        for round_ in range(max(lengths)):
+            parts = [
+                local_grads(model, batch(rank, step + round_))
+                for rank, length in enumerate(lengths)
+                if round_ < length
+            ]
+            mean = [sum(column) / len(parts) for column in zip(*parts, strict=True)]
+            if schedule == "double_buffering":
+                pending, mean = mean, pending
+            apply(inner, model, mean)
+        apply(inner, model, pending)
+        step += 10
+    return values(model)
+
+
+def apply(inner, model, mean) -> None:
+    if mean is not None:
+        for parameter, part in zip(model.parameters(), mean, strict=True):
+            parameter.grad = part
+        inner.step()
+
+
+def state_tensors(optimizer) -> dict:
+    return {
+        f"{i}.{key}": torch.as_tensor(value)
+        for i, (_, entry) in enumerate(sorted(optimizer.inner.state_dict()["state"].items()))
+        for key, value in entry.items()
+        if value is not None
+    }
+
+
+@pytest.mark.parametrize(("name", "inner"), [("flat", "adam"), ("hierarchical", "momentum")])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_equals_one_process(lengths: list[int], inner: str, schedule: str, name: str) -> None:
+    def rank_main(comm):
+        comm.bucket_bytes = 100
+        model = mlp(comm.rank)
+        optimizer = create_multi_node_optimizer(INNER[inner](model), comm, model, schedule=schedule)
+        with optimizer.join():
+            for step in range(lengths[comm.rank]):
+                optimizer.zero_grad()
+                loss_of(model, batch(comm.rank, step)).backward()
+                optimizer.step()
+        assert different_tensors(comm, [model]) == []
+        return values(model), state_tensors(optimizer), optimizer.reducer.step
+
+    results = run_ranks(rank_main, len(lengths), name=name)
+    for after, state, step in results:
+        assert equal(after, results[0][0])
+        assert list(state) == list(results[0][1])
+        assert equal(list(state.values()), list(results[0][1].values()))
+        assert step == max(lengths)
+    assert near(results[0][0], simulate(INNER[inner], [lengths], schedule), 1e-11)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_epoch_after_the_other(schedule: str) -> None:
+    """The rank that ran longest so far is not the one that runs longest now."""
+    epochs = [[6, 1, 2], [1, 3, 2], [0, 2, 4]]
+
+    def rank_main(comm):
+        model = mlp()
+        inner = INNER["momentum"](model)
+        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+        for epoch, lengths in enumerate(epochs):
+            with optimizer.join():
+                for step in range(lengths[comm.rank]):
+                    optimizer.zero_grad()
+                    loss_of(model, batch(comm.rank, 10 * epoch + step)).backward()
+                    optimizer.step()
+        return values(model)
+
+    results = run_ranks(rank_main, 3)
+    for result in results:
+        assert equal(result, results[0])
+    assert near(results[0], simulate(INNER["momentum"], epochs, schedule), 1e-11)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_rank_alone(schedule: str) -> None:
+    def rank_main(comm):
+        model = mlp()
+        inner = INNER["adam"](model)
+        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+        with optimizer.join():
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, batch(0, step)).backward()
+                optimizer.step()
+        return values(model)
+
+    (result,) = run_ranks(rank_main, 1)
+    assert near(result, simulate(INNER["adam"], [[3]], schedule))
+
+
+@pytest.mark.parametrize("codec", [None, "float16"])
+def test_with_samples_as_weights(codec: str | None) -> None:
+    """The ranks that have left weigh nothing; the others by their batches."""
+    sizes = [[8, 2], [3], [5, 1, 4]]
+
+    def rank_main(comm):
+        dtype = torch.float32 if codec else torch.float64
+        model = mlp(dtype=dtype)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model, weight="samples", codec=codec)
+        for _ in range(2):
+            with optimizer.join():
+                for step, size in enumerate(sizes[comm.rank]):
+                    optimizer.zero_grad()
+                    loss_of(model, batch(comm.rank, step, size, dtype)).backward()
+                    optimizer.step()
+        return values(model)
+
+    results = run_ranks(rank_main, 3)
+    model = mlp()
+    inner = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        for step in range(3):
+            here = [(r, s[step]) for r, s in enumerate(sizes) if step < len(s)]
+            together = torch.cat([batch(r, step, size) for r, size in here])
+            apply(inner, model, local_grads(model, together))
+    for result in results:
+        assert equal(result, results[0])
+    assert near([v.double() for v in results[0]], values(model), 2e-3 if codec else 1e-11)
+
+
+def test_accumulation_inside_join() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(INNER["momentum"](model), comm, model)
+        with optimizer.join():
+            for step in range(2 - comm.rank):
+                optimizer.zero_grad()
+                with optimizer.no_sync():
+                    loss_of(model, batch(comm.rank, step)).backward()
+                loss_of(model, batch(comm.rank, step)).backward()
+                optimizer.step()
+        return values(model)
+
+    assert equal(*run_ranks(rank_main, 2))
+
+
+def test_buffers_are_of_the_rank_that_ran_to_the_end() -> None:
+    def rank_main(comm):
+        model = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(3, dtype=torch.float64))
+        optimizer = create_multi_node_optimizer(INNER["adam"](model), comm, model)
+        with optimizer.join():
+            for step in range(1 + comm.rank):
+                optimizer.zero_grad()
+                loss_of(model, batch(comm.rank, step)).backward()
+                optimizer.step()
+        return int(model[1].num_batches_tracked), model[1].running_mean.clone()
+
+    (count_0, mean_0), (count_1, mean_1) = run_ranks(rank_main, 2)
+    assert count_0 == count_1 == 2
+    assert torch.equal(mean_0, mean_1)
+
+
+def test_a_closure_inside_join_is_refused() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(INNER["adam"](model), comm, model)
+        with pytest.raises(UnsupportedError, match=r"inside join\(\)"), optimizer.join():
+            optimizer.step(lambda: 0.0)
+
+    run_ranks(rank_main, 2)
+
+
+def test_an_error_in_one_loop_ends_the_others_in_time() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(INNER["adam"](model), comm, model)
+
+        def loop() -> None:
+            with optimizer.join():
+                for step in range(3):
+                    if comm.rank == 1 and step == 1:
+                        raise KeyError("no such sample")
+                    optimizer.zero_grad()
+                    loss_of(model, batch(comm.rank, step)).backward()
+                    optimizer.step()
+
+        with pytest.raises(KeyError if comm.rank == 1 else CommunicationError):
+            loop()
+
+    run_ranks(rank_main, 2, timeout_s=1)

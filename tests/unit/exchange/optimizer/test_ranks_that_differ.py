@@ -1,0 +1,279 @@
+"""What all ranks must do together: where only some do, all raise and name them."""
+
+from __future__ import annotations
+
+import gc
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
+from torchmn import create_multi_node_optimizer
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.schedules import EveryStep
+from torchmn.testing import run_ranks
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def train(model, optimizer, rank, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+
+
+def mean_of_ranks(model, step, num_ranks=2):
+    found = [local_grads(model, batch(rank, step)) for rank in range(num_ranks)]
+    return [torch.stack(parts).mean(0) for parts in zip(*found, strict=True)]
+
+
+class TestFlags:
+    @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
+    def test_freezing_on_one_rank_is_refused_on_all(self, schedule: str) -> None:
+        def rank_main(comm):
+            model = mlp()
+            optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+            train(model, optimizer, comm.rank, range(2))
+            model[0].requires_grad_(comm.rank != 1)
+            with pytest.raises(RankMismatchError, match="rank 1 changed the dtype, device, shape"):
+                train(model, optimizer, comm.rank, range(2, 5))
+
+        run_ranks(rank_main, 2)
+
+    def test_freezing_on_all_ranks_and_back_is_one_process(self) -> None:
+        def rank_main(comm):
+            model, plain = mlp(), mlp()
+            optimizer, reference = create_multi_node_optimizer(sgd(model), comm, model), sgd(plain)
+            for step in range(6):
+                for each in (model, plain):
+                    each[0].requires_grad_(step not in (2, 3))
+                train(model, optimizer, comm.rank, [step])
+                reference.zero_grad()
+                whole = torch.cat([batch(rank, step) for rank in range(comm.size)])
+                loss_of(plain, whole).backward()
+                reference.step()
+                assert near(values(model), values(plain)), step
+
+        run_ranks(rank_main, 2)
+
+    def test_a_state_loaded_on_one_rank_is_refused_on_all(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            train(model, optimizer, comm.rank, range(2))
+            if comm.rank == 0:
+                optimizer.load_state_dict(optimizer.state_dict())
+            with pytest.raises(RankMismatchError, match="rank 0 loaded an optimizer state"):
+                train(model, optimizer, comm.rank, [2])
+            optimizer.load_state_dict(optimizer.state_dict())
+            train(model, optimizer, comm.rank, [3])
+
+        run_ranks(rank_main, 2)
+
+    def test_one_backward_pass_more_on_one_rank_is_named(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            train(model, optimizer, comm.rank, range(2))
+            optimizer.reducer._num_exchanges += comm.rank
+            with pytest.raises(CommunicationError, match="at different exchanges of gradients"):
+                train(model, optimizer, comm.rank, [2])
+
+        run_ranks(rank_main, 2)
+
+    def test_the_state_of_rank_0_is_that_of_all(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            inner = sgd(model)
+            if comm.rank == 0:
+                momenta = {
+                    index: {"momentum_buffer": torch.full_like(p, 0.5)}
+                    for index, p in enumerate(model.parameters())
+                }
+                groups = inner.state_dict()["param_groups"]
+                inner.load_state_dict({"state": momenta, "param_groups": groups})
+            optimizer = create_multi_node_optimizer(inner, comm, model)
+            held = [optimizer.state[p]["momentum_buffer"].unique() for p in model.parameters()]
+            assert [h.tolist() for h in held] == [[0.5]] * 4
+            train(model, optimizer, comm.rank, range(2))
+            return values(model)
+
+        first, second = run_ranks(rank_main, 2)
+        assert equal(first, second)
+
+
+class TestUnsynced:
+    def test_a_pass_under_no_sync_after_the_exchange_is_exchanged_in_step(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            expected = [
+                a + b for a, b in zip(mean_of_ranks(model, 0), mean_of_ranks(model, 1), strict=True)
+            ]
+            loss_of(model, batch(comm.rank, 0)).backward()
+            with optimizer.no_sync():
+                loss_of(model, batch(comm.rank, 1)).backward()
+            optimizer.step()
+            assert near(grads(model), expected)
+            return values(model)
+
+        with pytest.warns(UserWarning, match="More than one backward"):
+            first, second = run_ranks(rank_main, 2)
+        assert equal(first, second)
+
+    def test_double_buffering_refuses_it(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            optimizer = create_multi_node_optimizer(
+                sgd(model), comm, model, schedule="double_buffering"
+            )
+            train(model, optimizer, comm.rank, range(2))
+            loss_of(model, batch(comm.rank, 0)).backward()
+            with optimizer.no_sync():
+                loss_of(model, batch(comm.rank, 1)).backward()
+            with pytest.raises(UnsupportedError, match="must be the last one"):
+                optimizer.step()
+
+        run_ranks(rank_main, 2)
+
+    def test_what_is_frozen_after_a_pass_under_no_sync_is_exchanged(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            first, both = mean_of_ranks(model, 0), mean_of_ranks(model, 1)
+            with optimizer.no_sync():
+                loss_of(model, batch(comm.rank, 0)).backward()
+            model[0].requires_grad_(False)
+            loss_of(model, batch(comm.rank, 1)).backward()
+            assert near(grads(model)[:2], first[:2])
+            total = [a + b for a, b in zip(first[2:], both[2:], strict=True)]
+            assert near(grads(model)[2:], total)
+
+        run_ranks(rank_main, 2)
+
+
+class TestOneOptimizerPerParameter:
+    def test_a_newer_one_replaces_the_older_which_then_raises(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            older = create_multi_node_optimizer(sgd(model), comm, model)
+            train(model, older, comm.rank, range(2))
+            adam = torch.optim.Adam(model.parameters(), 0.01)
+            newer = create_multi_node_optimizer(adam, comm, model)
+            newer.zero_grad()
+            loss_of(model, batch(comm.rank, 2)).backward()
+            assert near(grads(model), mean_of_ranks(model, 2))
+            newer.step()
+            with pytest.raises(UsageError, match=r"SGD .*gave its parameters to .* Adam"):
+                older.step()
+
+        run_ranks(rank_main, 2, name="hierarchical")
+
+    def test_an_unreferenced_one_does_not_exchange_twice(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            for _ in range(3):  # the cell of a notebook, run again
+                optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+                loss_of(model, batch(comm.rank, 2)).backward()
+                assert near(grads(model), mean_of_ranks(model, 2))
+                optimizer.zero_grad()
+                del optimizer
+                gc.collect()
+
+        run_ranks(rank_main, 2)
+
+    def test_an_exception_while_it_is_made_leaves_no_hooks(self) -> None:
+        class Fails(EveryStep):
+            def attach(self, reducer, inner) -> None:
+                raise RuntimeError("no")
+
+        def rank_main(comm):
+            model = mlp()
+            with pytest.raises(RuntimeError, match="no"):
+                create_multi_node_optimizer(sgd(model), comm, model, schedule=Fails())
+            loss_of(model, batch(comm.rank, 0)).backward()
+            assert equal(grads(model), local_grads(model, batch(comm.rank, 0)))
+            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, 0)).backward()
+            assert near(grads(model), mean_of_ranks(model, 0))
+
+        run_ranks(rank_main, 2)
+
+    def test_a_schedule_object_has_one_optimizer(self) -> None:
+        def rank_main(comm):
+            schedule = EveryStep()
+            model = mlp()
+            create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+            with pytest.raises(UsageError, match=r"EveryStep object belongs to another optimizer"):
+                create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+
+        run_ranks(rank_main, 2)
+
+    def test_wrappers_are_not_wrapped(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            with pytest.raises(UsageError, match=re.escape("optimizer.inner")):
+                create_multi_node_optimizer(optimizer, comm, model)
+            wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+            nn.Module.__init__(wrapped)
+            with pytest.raises(UnsupportedError, match=r"model\.module"):
+                create_multi_node_optimizer(sgd(model), comm, wrapped)
+
+        run_ranks(rank_main, 1)
+
+
+class TestHooksOfTheScript:
+    def test_a_later_hook_sees_its_ranks_gradient_and_may_change_it(self) -> None:
+        def rank_main(comm):
+            model = mlp()
+            create_multi_node_optimizer(sgd(model), comm, model)
+            seen = {}
+
+            def double_(parameter):
+                seen[parameter] = parameter.grad.clone()
+                parameter.grad.mul_(2)
+
+            for parameter in model.parameters():
+                parameter.register_post_accumulate_grad_hook(double_)
+            loss_of(model, batch(comm.rank, 0)).backward()
+            own = local_grads(model, batch(comm.rank, 0))
+            assert equal([seen[p] for p in model.parameters()], own)
+            assert near(grads(model), [2 * mean for mean in mean_of_ranks(model, 0)])
+
+        run_ranks(rank_main, 2)
+
+
+class TestReentrantCheckpoints:
+    def test_a_part_inside_of_the_pass_is_part_of_it(self) -> None:
+        run_ranks(lambda comm: self.passes(comm, num_parts=1), 2)
+
+    def test_where_the_first_gradients_come_from_a_part_it_is_refused_with_the_cure(self) -> None:
+        def rank_main(comm):
+            with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+                self.passes(comm, num_parts=2)
+
+        run_ranks(rank_main, 2)
+
+    @staticmethod
+    def passes(comm, num_parts) -> None:
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        for step in range(3):
+            optimizer.zero_grad()
+            x = batch(comm.rank, step).requires_grad_()
+            hidden = torch.utils.checkpoint.checkpoint(model[:2], x, use_reentrant=True)
+            if num_parts == 2:
+                out = torch.utils.checkpoint.checkpoint(model[2], hidden, use_reentrant=True)
+            else:
+                out = model[2](hidden)
+            out.pow(2).mean().backward()
+            assert near(grads(model), mean_of_ranks(model, step))
+            optimizer.step()

@@ -1,0 +1,286 @@
+"""What makes replicas differ is noticed at the next exchange, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.models import batch, equal, loss_of, mlp, values
+from torchmn import create_multi_node_optimizer
+from torchmn.errors import RankMismatchError
+from torchmn.train.evaluation import sync_buffers_
+from torchmn.exchange.replica_divergence import EVERY, ReplicaWatch
+from torchmn.testing import run_ranks
+
+DIFFER = "the parameters of the ranks differ"
+SCHEDULES = ["every_step", "double_buffering"]
+Change = Callable[[int, nn.Module], object]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def load_on_one_rank(rank: int, model: nn.Module) -> None:
+    if rank == 0:
+        model.load_state_dict(mlp(seed=5).state_dict())
+
+
+def draw_parameters(rank: int, model: nn.Module) -> None:
+    with torch.no_grad():
+        next(model.parameters())[0, 0] = rank
+
+
+def decay_on_one_rank(rank: int, model: nn.Module) -> None:
+    if rank == 1:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.999)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("change", [load_on_one_rank, draw_parameters, decay_on_one_rank])
+def test_parameters_that_a_script_changes_are_warned_of(
+    change: Change, size: int, schedule: str
+) -> None:
+    """In one turn of all parameters; the tests make an error of the warning."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        for step in range(EVERY * (len(values(model)) + 2)):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+            if step == 2:
+                change(comm.rank, model)
+
+    with pytest.raises(UserWarning, match=DIFFER):
+        run_ranks(rank_main, size)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_that_differ_are_warned_of(schedule: str) -> None:
+    """As those with noise from each rank's own generator."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        noise = torch.Generator().manual_seed(comm.rank)
+        for step in range(2 * EVERY):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad += torch.randn(
+                        parameter.shape, generator=noise, dtype=parameter.dtype
+                    )
+            optimizer.step()
+
+    with pytest.raises(UserWarning, match=DIFFER):
+        run_ranks(rank_main, 2)
+
+
+def test_rows_of_an_embedding_that_each_rank_renormalizes() -> None:
+    def rank_main(comm):
+        model = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 1)).double()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        for _ in range(5 * EVERY):
+            optimizer.zero_grad()
+            model(torch.tensor([comm.rank, 2])).square().sum().backward()
+            optimizer.step()
+
+    with pytest.raises(UserWarning, match="max_norm="):
+        run_ranks(rank_main, 2)
+
+
+class Codebook(nn.Module):
+    """As of a VQ-VAE: each row becomes the moving average of the samples nearest to it."""
+
+    def __init__(self, *, persistent: bool = True, replaced: bool = False) -> None:
+        super().__init__()
+        self.replaced = replaced
+        rows = torch.arange(9.0, dtype=torch.float64).view(3, 3) / 10
+        self.register_buffer("rows", rows, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nearest = torch.cdist(x, self.rows).argmin(1)
+        if self.training:
+            counts = torch.bincount(nearest, minlength=3).clamp(min=1).unsqueeze(1)
+            means = torch.zeros_like(self.rows).index_add_(0, nearest, x.detach()) / counts
+            if self.replaced:
+                self.rows = 0.9 * self.rows + 0.1 * means
+            else:
+                self.rows.mul_(0.9).add_(means, alpha=0.1)
+        return x + (self.rows[nearest] - x).detach()
+
+
+class Counter(nn.Module):
+    """Counts its calls, which are as many on all ranks; from the fifth on it has a buffer less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.tensor(0))
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("none", None)
+        self.register_buffer("empty", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 5:
+            self.flag = None
+        return x
+
+
+def train_with(layer: nn.Module, schedule: str, *, syncs: bool = False) -> list[list[torch.Tensor]]:
+    def rank_main(comm):
+        model = nn.Sequential(mlp(), copy.deepcopy(layer).double())
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        for step in range(EVERY * 12):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if syncs:
+                sync_buffers_([model], comm)
+            optimizer.step()
+        optimizer.close()
+        return [*model.buffers()]
+
+    return run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_buffer_that_forward_computes_from_its_samples_is_warned_of(
+    schedule: str, replaced: bool
+) -> None:
+    with pytest.raises(UserWarning, match="differ in the buffer '1.rows' after step"):
+        train_with(Codebook(replaced=replaced), schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(3),
+        nn.Sequential(
+            nn.Unflatten(1, (1, 3)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()
+        ),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)),
+        Codebook(persistent=False),
+        Counter(),
+    ],
+    ids=["batch norm", "instance norm", "spectral norm", "not persistent", "counter"],
+)
+def test_buffers_that_may_be_used(layer: nn.Module, schedule: str) -> None:
+    train_with(layer, schedule)
+
+
+def test_buffers_that_a_script_averages_are_the_same() -> None:
+    first, second = train_with(Codebook(), "every_step", syncs=True)
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_that_one_rank_leaves_out_is_refused_on_all(size: int) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        seen = []
+
+        def train():
+            for step in range(5):
+                seen.append(step)
+                optimizer.zero_grad()
+                loss_of(model, batch(comm.rank, step)).backward()
+                if step != 2 or comm.rank != 1:
+                    optimizer.step()
+
+        with pytest.raises(RankMismatchError, match="different numbers of optimizer steps"):
+            train()
+        assert seen == [0, 1, 2, 3]
+        optimizer.close()
+
+    run_ranks(rank_main, size)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.filterwarnings("ignore:(.|\n)*no multi-node optimizer trains them")
+def test_what_all_ranks_do_is_no_difference(schedule: str) -> None:
+    """Steps left out, states loaded, parameters added or changed; ranks that leave their loops."""
+
+    def rank_main(comm):
+        model = nn.Sequential(mlp(), nn.Conv1d(1, 2, 1).double()).to(torch.float64)
+        model[1].weight.data = torch.ones(2, 1, 1, dtype=torch.float64)
+        model[1].bias.data = torch.zeros(2, dtype=torch.float64)
+        inner = torch.optim.SGD(model[0].parameters(), 0.1, momentum=0.9)
+        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+
+        def train(steps, *, is_stepping=True):
+            for step in steps:
+                optimizer.zero_grad()
+                (loss_of(model[0], batch(comm.rank, step)) + model[1].weight.sum() ** 2).backward()
+                if is_stepping:
+                    optimizer.step()
+
+        train(range(3))
+        if schedule == "every_step":
+            train([3], is_stepping=False)
+        train(range(4, 6))
+        optimizer.load_state_dict(optimizer.state_dict())
+        train([6])
+        optimizer.add_param_group({"params": list(model[1].parameters())})
+        train(range(7, 9))
+        with optimizer.join():
+            train(range(9, 11 + comm.rank))
+        train(range(12, 15))
+        optimizer.flush()
+        comm.bcast_data(model)
+        train([15])
+        optimizer.close()
+        return values(model)
+
+    first, second = run_ranks(rank_main, 2)
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "parameter",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last),
+        torch.randn(4, 6)[:, ::2],
+        torch.randn(5).bfloat16(),
+        torch.randn(5).half(),
+        torch.randn(5, dtype=torch.complex64),
+        torch.tensor(1.5, dtype=torch.float64),
+        torch.randn(70_000),
+    ],
+    ids=lambda tensor: f"{tensor.dtype} {[*tensor.shape]}",
+)
+def test_any_element_of_any_parameter_is_seen_in_turn(parameter: torch.Tensor) -> None:
+    """Each element changed by itself (some of many), within the steps that a whole turn takes."""
+    others = [("first", torch.zeros(3)), ("empty", torch.zeros(0))]
+    num_steps = 2 * -(-parameter.numel() // 65_536)
+
+    def checksums(changed: torch.Tensor) -> list[int]:
+        watch, found = ReplicaWatch(), []
+        watch.watch([*others, ("it", changed)])
+        for step in range(num_steps):
+            watch.note(EVERY * step, 2)
+            checksum = watch.now.checksum
+            assert checksum is not None
+            found.append(int(checksum))
+        return found
+
+    before = checksums(parameter)
+    assert all(0 <= each < 4096 for each in before)
+    for place in range(0, parameter.numel(), max(1, parameter.numel() // 7)):
+        changed = parameter.clone(memory_format=torch.preserve_format)
+        index = [int(each) for each in torch.unravel_index(torch.tensor(place), changed.shape)]
+        changed[tuple(index)] *= 1.5
+        assert checksums(changed) != before

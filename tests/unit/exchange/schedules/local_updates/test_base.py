@@ -1,0 +1,1021 @@
+"""All local-update schedules: ends of blocks, weights, overlap, fragments, state, uneven loops."""
+
+from __future__ import annotations
+
+import io
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.limits import limit
+from tests.unit.models import (
+    OfObject,
+    batch,
+    closure_of,
+    equal,
+    grads,
+    local_grads,
+    loss_of,
+    mlp,
+    near,
+    values,
+)
+from tests.unit.exchange.schedules.local_updates.runs import (
+    adam,
+    average,
+    momentum,
+    set_values,
+    sgd,
+    simulate,
+    train,
+    wrap,
+)
+from torchmn import create_multi_node_optimizer
+from torchmn.errors import NonFiniteGradientError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.replicas import different_tensors
+from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage, Warmup
+from torchmn.testing import run_ranks
+from torchmn.cluster import Topology
+
+SCHEDULES = [PeriodicAverage, BlockMomentum, DiLoCo]
+INNER = {"sgd": sgd, "momentum": momentum, "adam": adam}
+
+
+# ---- when a block ends, and the means ----
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_train_alone_and_then_agree(size: int, inner: str) -> None:
+    def rank_main(comm):
+        comm.bucket_bytes = 100
+        model, optimizer = wrap(comm, PeriodicAverage(12 * comm.size), INNER[inner])
+        seen = []
+        for step in range(7):
+            train(model, optimizer, comm.rank, step)
+            seen.append(values(model))
+        return seen
+
+    expected = simulate(size, [[[4] * 3] * size] * 2, average, INNER[inner])
+    results = run_ranks(rank_main, size)
+    for seen in results:
+        for block, step in enumerate((2, 5)):
+            assert near(seen[step], expected[block])
+            assert equal(seen[step], results[0][step])
+    if size > 1:
+        assert not equal(results[0][3], results[1][3])
+        assert not equal(results[0][6], results[1][6])
+
+
+def test_ranks_with_different_batch_sizes_end_blocks_at_different_steps() -> None:
+    """Weights are samples: rank 0 takes 3 of 4 samples, rank 1 2 of 6; both fill 12."""
+    sizes = {0: 4, 1: 6, 2: 5}
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(36))
+        size = sizes[comm.rank]
+        for step in range(2 * -(-12 // size)):
+            train(model, optimizer, comm.rank, step, size)
+        assert optimizer.schedule.num_samples == 2 * (12 + 12 + 15)
+        return values(model)
+
+    expected = simulate(3, [[[4] * 3, [6] * 2, [5] * 3]] * 2, average)
+    for result in run_ranks(rank_main, 3):
+        assert near(result, expected[-1])
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_anchors_are_bit_identical_after_each_block(make: type, k: int, fragments: int) -> None:
+    def rank_main(comm):
+        schedule = make(24 * comm.size, overlap_steps=k, num_fragments=fragments)
+        model, optimizer = wrap(comm, schedule, momentum)
+        before = None
+        for step in range(19):
+            train(model, optimizer, comm.rank, step)
+            if step % 6 == 5 + k - 6 * (k > 0) and step > 5:
+                anchors = list(schedule.anchors.values())
+                for theirs in comm.allgather_obj(anchors):
+                    assert equal(theirs, anchors)
+                assert before is None or not equal(before, anchors)
+                before = [a.clone() for a in anchors]
+                if k == 0 and fragments == 1:
+                    assert equal(anchors, values(model))
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+        assert equal(list(schedule.anchors.values()), values(model))
+
+    run_ranks(rank_main, 3)
+
+
+@pytest.mark.parametrize("codec", ["float16", "int8", "1bit", "power_sgd"])
+def test_pseudo_gradients_are_compressed(codec: str) -> None:
+    """Near the float32 run, and replicas all the same; parameters large enough to be encoded."""
+
+    def run(comm, codec):
+        model = nn.Linear(64, 40, dtype=torch.float32)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(torch.linspace(-1, 1, p.numel()).view(p.shape))
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule=PeriodicAverage(16 * comm.size), codec=codec
+        )
+        generator = torch.Generator().manual_seed(comm.rank)
+        for _ in range(24):
+            optimizer.zero_grad()
+            x = torch.randn(8, 64, generator=generator)
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+        assert different_tensors(comm, [model]) == []
+        return values(model)[0]
+
+    def rank_main(comm):
+        exact, start = run(comm, None), torch.linspace(-1, 1, 64 * 40).view(40, 64)
+        error = float((run(comm, codec) - exact).norm() / (exact - start).norm())
+        assert 0 < error < {"float16": 1e-3, "int8": 0.05, "1bit": 0.6, "power_sgd": 0.9}[codec]
+        names = {entry.name for entry in comm.flight_recorder.entries()}
+        assert any(name.startswith("scatter_") for name in names)
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_codec_is_used_between_nodes_only() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), codec="float16")
+        for step in range(4):
+            train(model, optimizer, comm.rank, step)
+        assert different_tensors(comm, [model]) == []
+        names = [entry.name for entry in comm.flight_recorder.entries()]
+        return names.count("scatter_float16")
+
+    counts = run_ranks(rank_main, 4, name="hierarchical", topology=Topology.blocks([2, 2]))
+    assert counts == [3, 0, 3, 0]  # the first step was of the warm-up
+
+
+def test_samples_can_be_set() -> None:
+    """Ten and thirty tokens, whatever the size of the batch; for one step, then it counts again."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(20))
+        before = values(model)
+        optimizer.set_weight(30 if comm.rank else 10)
+        train(model, optimizer, comm.rank, 0)
+        parts = [local_grads(mlp(), batch(rank, 0)) for rank in range(2)]
+        expected = [
+            b - 0.1 * (10 * g0 + 30 * g1) / 40 for b, g0, g1 in zip(before, *parts, strict=True)
+        ]
+        assert near(values(model), expected)
+        assert optimizer.schedule.num_samples == 40
+        train(model, optimizer, comm.rank, 1, 10)
+        assert optimizer.schedule.num_samples == 60
+
+    run_ranks(rank_main, 2)
+
+
+def test_missing_sample_counts_raise_an_error_with_the_cure() -> None:
+    def rank_main(comm):
+        model = OfObject()
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule=PeriodicAverage(8)
+        )
+        model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
+        with pytest.raises(UsageError, match=r"counts samples.*set_weight\(number_of_samples\)"):
+            optimizer.step()
+        optimizer.set_weight(4)
+        optimizer.step()
+        assert different_tensors(comm, [model]) == []
+        assert optimizer.schedule.num_samples == 8
+
+    run_ranks(rank_main, 2)
+
+
+# ---- overlap and fragments ----
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 4])
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 7])
+def test_one_rank_alone_is_plain_sgd(k: int, fragments: int) -> None:
+    def rank_main(comm):
+        schedule = PeriodicAverage(12, overlap_steps=k, num_fragments=fragments)
+        model, optimizer = wrap(comm, schedule)
+        plain = mlp()
+        alone = sgd(plain)
+        for step in range(17):
+            train(model, optimizer, 0, step)
+            for parameter, grad in zip(
+                plain.parameters(), local_grads(plain, batch(0, step)), strict=True
+            ):
+                parameter.grad = grad
+            alone.step()
+            assert near(values(model), values(plain), 1e-13), step
+        optimizer.flush()
+        assert near(values(model), values(plain), 1e-13)
+
+    run_ranks(rank_main, 1)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_what_was_learned_meanwhile_belongs_to_the_next_block(k: int) -> None:
+    """Against a simulation, step by step; blocks of 3 steps."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(24, overlap_steps=k))
+        seen = []
+        for step in range(9):
+            train(model, optimizer, comm.rank, step)
+            seen.append(values(model))
+        return seen
+
+    models = [mlp(), mlp()]
+    anchors = values(models[0])
+    pending = None
+    results = run_ranks(rank_main, 2)
+    for step in range(9):
+        for rank, model in enumerate(models):
+            parts = local_grads(model, batch(rank, step))
+            set_values(model, [p - 0.1 * g for p, g in zip(values(model), parts, strict=True)])
+        if pending is not None and step == pending[0]:
+            starts = pending[1]
+            anchors = [sum(column) / 2 for column in zip(*starts, strict=True)]
+            for model, start in zip(models, starts, strict=True):
+                kept = zip(anchors, values(model), start, strict=True)
+                set_values(model, [a + (w - s) for a, w, s in kept])
+            pending = None
+        if step % 3 == 2:
+            pending = (step + k, [values(model) for model in models])
+        for rank, model in enumerate(models):
+            assert near(results[rank][step], values(model)), (rank, step)
+
+
+def test_steps_continue_while_the_exchange_is_pending() -> None:
+    """Rank 1 reaches the exchange only after rank 0 has made two more steps."""
+    late = threading.Event()
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(8, overlap_steps=3))
+        for step in range(7):  # the first exchange also compares where the ranks started
+            if comm.rank == 1 and step == 4:
+                assert late.wait(limit(10))
+            train(model, optimizer, comm.rank, step, 4 if step == 0 else 1)
+        if comm.rank == 0:
+            late.set()
+        optimizer.flush()
+        return values(model)
+
+    assert equal(*run_ranks(rank_main, 2))
+
+
+def test_fragments_end_at_staggered_times() -> None:
+    """Blocks of 4 steps, 4 parameters: one after each step, in the order of the model."""
+
+    def rank_main(comm):
+        schedule = PeriodicAverage(16 * comm.size, num_fragments=4)
+        model, optimizer = wrap(comm, schedule)
+        names = [name for name, _ in model.named_parameters()]
+        for step in range(9):
+            train(model, optimizer, comm.rank, step)
+            same = {n for n in names if n not in different_tensors(comm, [model])}
+            assert same == {names[step % 4]}, step
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_large_batches_end_several_fragments_in_one_step(k: int) -> None:
+    def rank_main(comm):
+        schedule = PeriodicAverage(8 * comm.size, num_fragments=4, overlap_steps=k)
+        model, optimizer = wrap(comm, schedule)
+        for step in range(5):
+            train(model, optimizer, comm.rank, step, 5 + 2 * comm.rank)
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+
+    run_ranks(rank_main, 2)
+
+
+# ---- warm-up ----
+
+
+@pytest.mark.parametrize("weight", ["rank", "samples"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_warmup_is_every_step_and_the_anchor_is_its_end(size: int, weight: str) -> None:
+    after = 20 * size
+
+    def rank_main(comm):
+        model, optimizer = wrap(
+            comm, Warmup(after, PeriodicAverage(8 * size)), momentum, weight=weight
+        )
+        reference = mlp()
+        each = create_multi_node_optimizer(momentum(reference), comm, reference)
+        for step in range(5):
+            assert optimizer.schedule.replica_consistency == "per_step"
+            train(model, optimizer, comm.rank, step)
+            train(reference, each, comm.rank, step)
+            assert equal(values(model), values(reference))
+        assert optimizer.schedule.num_warmup_samples == after
+        assert optimizer.schedule.replica_consistency == "per_block"
+        start = values(model)
+        train(model, optimizer, comm.rank, 5)
+        blocks = optimizer.schedule.schedule
+        assert equal(list(blocks.anchors.values()), start)
+        assert size == 1 or different_tensors(comm, [model]) != []
+        train(model, optimizer, comm.rank, 6)
+        assert different_tensors(comm, [model]) == []
+        assert blocks.num_samples == 8 * size
+
+    run_ranks(rank_main, size)
+
+
+def test_all_switch_at_one_step_though_batches_differ() -> None:
+    def rank_main(comm):
+        schedule = Warmup(30, PeriodicAverage(1000))
+        model, optimizer = wrap(comm, schedule)
+        switched = []
+        for step in range(4):
+            train(model, optimizer, comm.rank, step, 9 if comm.rank else 2)
+            switched.append(schedule.replica_consistency)
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+        return switched
+
+    for switched in run_ranks(rank_main, 2):
+        assert switched == ["per_step", "per_step", "per_block", "per_block"]
+
+
+@pytest.mark.parametrize("lengths", [[1, 6], [6, 1], [2, 3], [0, 5], [2, 2]], ids=str)
+@pytest.mark.parametrize("nodes", [None, [1, 1], [2]], ids=str)
+def test_a_rank_that_leaves_during_the_warmup(lengths: list[int], nodes: list[int] | None) -> None:
+    """It copies the anchor, and the state of the optimizer, at the first exchange."""
+
+    def rank_main(comm):
+        blocks = BlockMomentum(16, intra_node="every_step" if nodes else None)
+        schedule = Warmup(20, blocks)
+        model, optimizer = wrap(comm, schedule, adam)
+        for epoch in range(3):
+            with optimizer.join():
+                for step in range(lengths[comm.rank]):
+                    train(model, optimizer, comm.rank, 10 * epoch + step)
+            assert different_tensors(comm, [model]) == []
+            assert schedule.replica_consistency == (
+                "per_step" if schedule.num_warmup_samples < 20 else "per_block"
+            )
+        assert len(set(comm.allgather_obj(schedule.num_warmup_samples))) == 1
+        assert len(set(comm.allgather_obj(blocks.num_samples))) == 1
+        optimizer.close()
+        return values(model)
+
+    topology = Topology.blocks(nodes or [2])
+    results = run_ranks(rank_main, 2, topology=topology)
+    assert all(v.isfinite().all() for v in results[0])
+
+
+def test_different_anchors_are_found() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(8))
+        with torch.no_grad():
+            model[0].weight.add_(comm.rank)
+        with pytest.raises(RankMismatchError, match="started the block with different parameters"):
+            train(model, optimizer, comm.rank, 0)
+
+    run_ranks(rank_main, 2)
+
+
+# ---- within the node ----
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("nodes", [[2, 1], [2, 2], [1, 1], [3]], ids=str)
+def test_every_step_within_the_node(nodes: list[int], k: int) -> None:
+    """Nodes train as one worker with the mean of its ranks' gradients."""
+    topology = Topology.blocks(nodes)
+    num_ranks = topology.size
+
+    def rank_main(comm):
+        schedule = PeriodicAverage(12 * num_ranks, intra_node="every_step", overlap_steps=k)
+        model, optimizer = wrap(comm, schedule, momentum)
+        history = []
+        for step in range(6):
+            train(model, optimizer, comm.rank, step)
+            same_node = [
+                theirs
+                for rank, theirs in enumerate(comm.allgather_obj(values(model)))
+                if comm.topology.place(rank).inter_rank == comm.inter_rank
+            ]
+            assert all(equal(theirs, values(model)) for theirs in same_node)
+            history.append(values(model))
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+        optimizer.close()
+        return history
+
+    results = run_ranks(rank_main, num_ranks, name="hierarchical", topology=topology)
+    if k:
+        return
+    models = [mlp() for _ in nodes]
+    inners = [momentum(model) for model in models]
+    for step in range(6):
+        for node, (model, inner) in enumerate(zip(models, inners, strict=True)):
+            ranks = topology.nodes[node]
+            parts = [local_grads(model, batch(rank, step)) for rank in ranks]
+            for parameter, column in zip(model.parameters(), zip(*parts, strict=True), strict=True):
+                parameter.grad = sum(column) / len(ranks)
+            inner.step()
+        if step % 3 == 2:
+            mean = [
+                sum(n * part for n, part in zip(nodes, column, strict=True)) / num_ranks
+                for column in zip(*(values(model) for model in models), strict=True)
+            ]
+            for model in models:
+                set_values(model, mean)
+        for node, model in enumerate(models):
+            assert near(results[topology.nodes[node][0]][step], values(model)), step
+
+
+# ---- ranks whose data end at different steps ----
+
+
+@pytest.mark.parametrize("fragments", [1, 3])
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("make", SCHEDULES)
+@pytest.mark.parametrize("lengths", [[4, 4], [0, 3], [7, 1], [2, 9, 5], [0, 0], [3]], ids=str)
+def test_loops_of_different_lengths(make: type, lengths: list[int], k: int, fragments: int) -> None:
+    def rank_main(comm):
+        schedule = make(12 * comm.size, overlap_steps=k, num_fragments=fragments)
+        model, optimizer = wrap(comm, schedule, momentum)
+        for epoch in range(2):
+            with optimizer.join():
+                for step in range(lengths[comm.rank]):
+                    train(model, optimizer, comm.rank, 10 * epoch + step)
+            assert different_tensors(comm, [model]) == []
+        assert schedule.num_samples == 2 * 4 * sum(lengths)
+        return values(model)
+
+    run_ranks(rank_main, len(lengths))
+
+
+def test_what_a_rank_had_learned_before_it_left_is_part_of_the_next_block() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(24))
+        with optimizer.join():
+            for step in range(1 if comm.rank else 8):
+                train(model, optimizer, comm.rank, step)
+        return values(model)
+
+    expected = simulate(2, [[[4] * 3, [4]], [[4] * 3, []], [[4] * 2, []]], average)
+    for result in run_ranks(rank_main, 2):
+        assert near(result, expected[-1])
+
+
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("lengths", [[1, 5, 3, 3], [4, 4, 0, 0], [0, 0, 0, 6]], ids=str)
+def test_uneven_loops_with_every_step_within_the_node(lengths: list[int], k: int) -> None:
+    def rank_main(comm):
+        schedule = DiLoCo(16, intra_node="every_step", overlap_steps=k, num_fragments=2)
+        model, optimizer = wrap(comm, schedule, adam)
+        for epoch in range(3):
+            with optimizer.join():
+                for step in range(lengths[comm.rank]):
+                    train(model, optimizer, comm.rank, 10 * epoch + step)
+            assert different_tensors(comm, [model]) == []
+        assert schedule.num_samples == 3 * 4 * sum(lengths)
+        assert list(optimizer.nonfinite) == []
+        optimizer.close()
+
+    topology = Topology.blocks([2, 2])
+    run_ranks(rank_main, 4, name="hierarchical", topology=topology)
+
+
+def test_loops_within_the_node_are_weighted_by_samples() -> None:
+    """Node 0: rank 0 leaves after 1 of 3 steps, so that the node has 16 samples; node 1 has 12."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(1000, intra_node="every_step"))
+        with optimizer.join():
+            for step in range([1, 3, 3][comm.rank]):
+                train(model, optimizer, comm.rank, step)
+        optimizer.close()
+        return values(model)
+
+    models = [mlp(), mlp()]
+    for step in range(3):
+        here = [0, 1] if step == 0 else [1]
+        for model, ranks in zip(models, (here, [2]), strict=True):
+            parts = [local_grads(model, batch(rank, step)) for rank in ranks]
+            mean = [sum(column) / len(ranks) for column in zip(*parts, strict=True)]
+            set_values(model, [p - 0.1 * g for p, g in zip(values(model), mean, strict=True)])
+    expected = [
+        (16 * a + 12 * b) / 28 for a, b in zip(*(values(model) for model in models), strict=True)
+    ]
+    for result in run_ranks(rank_main, 3, topology=Topology.blocks([2, 1])):
+        assert near(result, expected)
+
+
+# ---- state ----
+
+
+@pytest.mark.parametrize("saved_after", [1, 4, 5, 7])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"overlap_steps": 2},
+        {"overlap_steps": 1, "num_fragments": 3},
+        {"warmup": 36},
+        {"intra_node": "every_step", "warmup": 20},
+        {"intra_node": "every_step", "overlap_steps": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_resuming_is_bit_equal_on_every_rank(make: type, options: dict, saved_after: int) -> None:
+    warmup = options.get("warmup", 0)
+    options = {key: value for key, value in options.items() if key != "warmup"}
+
+    def rank_main(comm):
+        def start():
+            schedule = make(24 * 3, **options)
+            schedule = Warmup(warmup, schedule) if warmup else schedule
+            return wrap(comm, schedule, adam, codec="float16")
+
+        model, optimizer = start()
+        for step in range(saved_after):
+            train(model, optimizer, comm.rank, step, 6)
+        file = io.BytesIO()
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+        again, resumed = start()
+        for step in range(2):  # so that there is something to forget
+            train(again, resumed, comm.rank, 50 + step, 20)
+        file.seek(0)
+        model_state, optimizer_state = torch.load(file, weights_only=True)
+        again.load_state_dict(model_state)
+        resumed.load_state_dict(optimizer_state)
+        for step in range(saved_after, saved_after + 9):
+            train(model, optimizer, comm.rank, step, 6)
+            train(again, resumed, comm.rank, step, 6)
+            assert equal(values(model), values(again)), step
+        optimizer.flush()
+        resumed.flush()
+        assert equal(values(model), values(again))
+        if not warmup:
+            assert optimizer.schedule.num_samples == resumed.schedule.num_samples
+        optimizer.close()
+        resumed.close()
+
+    run_ranks(rank_main, 3, name="hierarchical", topology=Topology.blocks([2, 1]))
+
+
+def test_saving_changes_nothing() -> None:
+    def rank_main(comm):
+        runs = []
+        for saves in (False, True):
+            model, optimizer = wrap(comm, DiLoCo(16, overlap_steps=2), momentum)
+            for step in range(8):
+                train(model, optimizer, comm.rank, step)
+                if saves:
+                    optimizer.state_dict()
+            runs.append(values(model))
+        assert equal(*runs)
+
+    run_ranks(rank_main, 2)
+
+
+def test_incompatible_states_are_rejected() -> None:
+    def rank_main(comm):
+        _, optimizer = wrap(comm, PeriodicAverage(16))
+        _, in_parts = wrap(comm, PeriodicAverage(16, num_fragments=2))
+        model, _ = wrap(comm, PeriodicAverage(16))
+        train(model, create_multi_node_optimizer(sgd(model), comm, model), comm.rank, 0)
+        with pytest.raises(UsageError, match="num_fragments=2, and here it is 1"):
+            optimizer.load_state_dict(in_parts.state_dict())
+        plain = mlp()
+        each = create_multi_node_optimizer(sgd(plain), comm, plain)
+        with pytest.raises(UsageError, match="saved with schedule 'periodic_average'"):
+            each.load_state_dict(optimizer.state_dict())
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_plain_state_starts_from_scratch() -> None:
+    def rank_main(comm):
+        schedule = Warmup(8, BlockMomentum(16))
+        model, optimizer = wrap(comm, schedule)
+        for step in range(4):
+            train(model, optimizer, comm.rank, step)
+        optimizer.flush()
+        optimizer.load_state_dict(sgd(mlp()).state_dict())
+        assert (schedule.replica_consistency, schedule.num_warmup_samples) == ("per_step", 0)
+        assert schedule.schedule.num_samples == 0
+        train(model, optimizer, comm.rank, 5)
+        assert schedule.num_warmup_samples == 8
+        assert different_tensors(comm, [model]) == []
+
+    run_ranks(rank_main, 2)
+
+
+def test_steps_whose_samples_are_no_longer_counted_are_refused() -> None:
+    """Without samples no block would end, and ranks would train alone to the end of the run."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(16))
+        for step in range(2):
+            train(model, optimizer, comm.rank, step)
+            for _ in range(5):  # more steps with one gradient
+                optimizer.step()
+        model.eval()  # as in fine-tuning with the statistics of batch normalization
+        for step in range(2, 6):
+            train(model, optimizer, comm.rank, step)
+        with pytest.raises(UsageError, match=r"no tensor with a batch dimension in 10 steps"):
+            train(model, optimizer, comm.rank, 6)
+        for step in range(20, 40):
+            optimizer.set_weight(4)
+            train(model, optimizer, comm.rank, step)
+
+    run_ranks(rank_main, 2)
+
+
+# ---- what is not finite ----
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+@pytest.mark.parametrize("k", [0, 1])
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_a_block_that_is_not_finite_is_discarded(make: type, k: int, codec: str | None) -> None:
+    """All ranks go back to its beginning, with anchors, momenta and residuals as they were."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(
+            comm, make(8 * comm.size, overlap_steps=k), momentum, codec=codec, on_nonfinite="ignore"
+        )
+        schedule = optimizer.schedule
+        for step in range(4 + k):
+            train(model, optimizer, comm.rank, step)
+        optimizer.flush()
+        before = optimizer.state_dict()["torchmn"]
+        start = values(model)
+        for step in range(2 + k):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if comm.rank == 1 and step == 1:
+                model[2].bias.grad.fill_(float("nan"))
+            optimizer.step()
+        assert equal(values(model), start)
+        after = optimizer.state_dict()["torchmn"]
+        assert equal(list(after["anchors"].values()), start)
+        assert flat(after["outer"]) == flat(before["outer"])
+        assert flat(in_means(after["fragments"])) == flat(in_means(before["fragments"]))
+        (problem,) = optimizer.nonfinite
+        assert problem.by_rank == {1: ["2.bias"]}
+        assert "pseudo-gradients of a block were not finite (rank 1: 2.bias)" in str(problem)
+        for step in range(2 + k):
+            train(model, optimizer, comm.rank, 20 + step)
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+        assert all(v.isfinite().all() for v in values(model))
+        assert not equal(list(schedule.anchors.values()), start)
+
+    run_ranks(rank_main, 3)
+
+
+@pytest.mark.parametrize("make", ["Adam", "AdamW", "NAdam", "Adagrad", "RMSprop", "Adadelta"])
+def test_blocks_after_one_that_was_discarded_are_finite(make: str) -> None:
+    def rank_main(comm):
+        def inner(model):
+            options = {"foreach": False} if make == "Adam" else {}
+            return getattr(torch.optim, make)(model.parameters(), 0.01, **options)
+
+        model, optimizer = wrap(comm, PeriodicAverage(16), inner, on_nonfinite="ignore")
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if comm.rank == 1 and step == 3:
+                model[2].bias.grad[0] = float("nan")
+            optimizer.step()
+            if step == 3:
+                kept = values(model)
+        assert len(optimizer.nonfinite) == 1
+        assert different_tensors(comm, [model]) == []
+        largest = max((a - b).abs().max() for a, b in zip(values(model), kept, strict=True))
+        assert 0 < largest < 0.2  # RMSprop begins with large steps
+
+    run_ranks(rank_main, 2)
+
+
+def in_means(fragments):
+    """Residuals of fragments in units of the mean."""
+    states = [fragment["codec"]["state"] for fragment in fragments if fragment["codec"]]
+    return [
+        {**entry, "values": entry["values"] / entry["scale"], "scale": 1.0}
+        for state in states
+        for entry in state["residuals"]
+    ]
+
+
+def flat(value):
+    """Nested state as text in which tensors show all bits."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: flat(v) for key, v in value.items()}
+    return [flat(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_by_default_all_ranks_raise_and_name_rank_and_parameter() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(8))
+        start = values(model)
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, 0)).backward()
+        if comm.rank == 0:
+            model[0].weight.grad[0, 0] = float("inf")
+        with pytest.raises(NonFiniteGradientError, match=r"a block were not .*rank 0: 0.weight\)"):
+            optimizer.step()
+        assert equal(values(model), start)
+        for step in range(2):  # and may continue
+            train(model, optimizer, comm.rank, step)
+        assert different_tensors(comm, [model]) == []
+
+    run_ranks(rank_main, 2)
+
+
+def test_one_may_be_warned_instead() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(4), on_nonfinite="warn")
+        start = values(model)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        model[0].weight.grad[0, 0] = float("inf")
+        optimizer.step()
+        assert equal(values(model), start)
+
+    with pytest.warns(RuntimeWarning, match="pseudo-gradients of a block were not finite"):
+        run_ranks(rank_main, 1)
+
+
+def test_a_pending_block_that_is_not_finite_stays_so_in_the_state() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="ignore")
+        start = values(model)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        model[0].weight.grad.mul_(float("nan") if comm.rank else 1.0)
+        optimizer.step()
+        state = optimizer.state_dict()
+        _, resumed = wrap(comm, PeriodicAverage(8, overlap_steps=2), on_nonfinite="ignore")
+        again = mlp()
+        resumed = create_multi_node_optimizer(
+            sgd(again), comm, again, schedule=PeriodicAverage(8, overlap_steps=2)
+        )
+        resumed.load_state_dict(state)
+        with pytest.raises(NonFiniteGradientError, match="rank 1: 0.weight"):
+            resumed.flush()
+        assert equal(values(again), start)
+
+    run_ranks(rank_main, 2)
+
+
+# ---- what users do around it ----
+
+
+def test_a_grad_scaler_decides_for_its_rank() -> None:
+    """Rank 1 leaves out its second step; the block ends with its third."""
+
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(16))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
+            if comm.rank == 1 and step == 1:
+                model[0].weight.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        assert optimizer.nonfinite == []
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+        return scaler.get_scale()
+
+    assert run_ranks(rank_main, 2) == [8.0, 4.0]
+
+
+def test_a_scaler_that_skips_the_last_step_of_the_warmup() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, Warmup(16, PeriodicAverage(16)), on_nonfinite="ignore")
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
+            if step == 1:
+                model[0].weight.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+        assert different_tensors(comm, [model]) == []
+        assert optimizer.schedule.num_warmup_samples == 16
+        assert optimizer.schedule.schedule.num_samples == 16
+
+    run_ranks(rank_main, 2)
+
+
+def test_accumulation_and_clipping_are_local() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(1000), max_grad_norm=0.01)
+        plain = mlp()
+        alone = sgd(plain)
+        for step in range(3):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                loss_of(model, batch(comm.rank, 2 * step)).backward()
+            loss_of(model, batch(comm.rank, 2 * step + 1)).backward()
+            optimizer.step()
+            sums = zip(
+                *(local_grads(plain, batch(comm.rank, 2 * step + i)) for i in range(2)),
+                strict=True,
+            )
+            for parameter, parts in zip(plain.parameters(), sums, strict=True):
+                parameter.grad = sum(parts)
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+            alone.step()
+        assert near(values(model), values(plain))
+        optimizer.flush()
+        assert optimizer.schedule.num_samples == comm.size * 3 * 8
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("after", [0, 60])
+def test_a_closure_is_local_after_the_warmup(after: int) -> None:
+    """LBFGS calls it as often as its rank needs."""
+
+    def rank_main(comm):
+        model = mlp()
+        inner = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+        optimizer = create_multi_node_optimizer(
+            inner, comm, model, schedule=Warmup(after, PeriodicAverage(40))
+        )
+        for step in range(4):
+            optimizer.step(closure_of(model, optimizer, batch(comm.rank, step)))
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+
+    run_ranks(rank_main, 2)
+
+
+def test_parameters_may_come_later() -> None:
+    """The partial block ends, momenta of the others stay."""
+
+    def rank_main(comm):
+        model = mlp()
+        inner = torch.optim.SGD(model[2].parameters(), 0.1)
+        schedule = DiLoCo(16)
+        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+        for step in range(3):
+            train(model, optimizer, comm.rank, step)
+        state = {a: dict(s) for a, s in schedule.outer.state.items()}
+        optimizer.add_param_group({"params": list(model[0].parameters())})
+        assert different_tensors(comm, [model]) == []
+        assert len(schedule.anchors) == 4
+        assert state
+        assert all(schedule.outer.state[a]["momentum_buffer"] is not None for a in state)
+        before = values(model[0])
+        for step in range(2):
+            train(model, optimizer, comm.rank, step)
+        assert different_tensors(comm, [model]) == []
+        assert not equal(values(model[0]), before)
+
+    run_ranks(rank_main, 2)
+
+
+def test_gradients_are_the_ranks_own() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage(1000))
+        expected = local_grads(model, batch(comm.rank, 0))
+        num = len(comm.flight_recorder.entries())
+        optimizer.zero_grad()
+        loss_of(model, batch(comm.rank, 0)).backward()
+        assert equal(grads(model), expected)
+        optimizer.step()
+        assert len(comm.flight_recorder.entries()) == num
+
+    run_ranks(rank_main, 2)
+
+
+def test_buffers_stay_the_ranks_own() -> None:
+    def rank_main(comm):
+        model = nn.Sequential(mlp(), nn.BatchNorm1d(3, dtype=torch.float64))
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule=PeriodicAverage(8)
+        )
+        train(model, optimizer, comm.rank, 0)
+        assert different_tensors(comm, [model]) == ["1.running_mean", "1.running_var"]
+
+    run_ranks(rank_main, 2)
+
+
+def test_frozen_parameters_are_exchanged_too() -> None:
+    """They may become trainable later without any call."""
+
+    def rank_main(comm):
+        model = mlp()
+        model[0].requires_grad_(False)
+        optimizer = create_multi_node_optimizer(
+            momentum(model), comm, model, schedule=PeriodicAverage(16)
+        )
+        frozen = values(model[0])
+        for step in range(2):
+            train(model, optimizer, comm.rank, step)
+        assert equal(values(model[0]), frozen)
+        model[0].requires_grad_(True)
+        for step in range(2):
+            train(model, optimizer, comm.rank, step)
+        assert not equal(values(model[0]), frozen)
+        assert different_tensors(comm, [model]) == []
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("layout", ["channels_last", "complex", "mixed", "scalar_and_empty"])
+def test_odd_parameters(layout: str) -> None:
+    shapes = {
+        "channels_last": [(2, 3, 3, 3)],
+        "complex": [(3, 2)],
+        "mixed": [(3,), (2, 2)],
+        "scalar_and_empty": [(), (0, 3), (5,)],
+    }[layout]
+
+    def rank_main(comm):
+        parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+        if layout == "channels_last":
+            parameters = [
+                nn.Parameter(p.detach().to(memory_format=torch.channels_last)) for p in parameters
+            ]
+        if layout == "complex":
+            parameters = [nn.Parameter(p.detach().to(torch.complex64)) for p in parameters]
+        if layout == "mixed":
+            parameters[0] = nn.Parameter(torch.ones(3, dtype=torch.float16))
+        model = nn.ParameterList(parameters)
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule=DiLoCo(2, outer=lambda p: torch.optim.SGD(p, 1.0))
+        )
+        optimizer.set_weight(1)
+        sum((p * (comm.rank + 1)).abs().sum().float() for p in parameters).backward()
+        optimizer.step()
+        for p in parameters:
+            expected = torch.full_like(p, 1 - 0.1 * 1.5)
+            assert torch.allclose(p, expected, rtol=1e-3), p
+
+    run_ranks(rank_main, 2)
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"block_size": 0}, "block_size=0 must be above 0"),
+        ({"block_size": float("inf")}, "block_size=inf must be above 0"),
+        ({"overlap_steps": -1}, "overlap_steps=-1 must be 0 or more"),
+        ({"num_fragments": 0}, "num_fragments=0 must be 1 or more"),
+        ({"intra_node": "always"}, "intra_node='always' must be 'every_step' or None"),
+    ],
+)
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_invalid_values(make: type, options: dict, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        make(**options)
+
+
+def test_invalid_values_for_this_world() -> None:
+    def rank_main(comm):
+        with pytest.raises(UsageError, match="less than one for each of the 2 workers"):
+            wrap(comm, PeriodicAverage(1))
+        with pytest.raises(UsageError, match="num_fragments=5, but the optimizer has 4 parameters"):
+            wrap(comm, PeriodicAverage(8, num_fragments=5))
+
+    run_ranks(rank_main, 2)
+
+
+def test_by_default_a_block_is_512_samples_per_worker() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, PeriodicAverage())
+        for _ in range(15):
+            optimizer.set_weight(32)
+            train(model, optimizer, comm.rank, 0)
+        assert optimizer.schedule.num_samples == 0
+        optimizer.set_weight(32)
+        train(model, optimizer, comm.rank, 0)
+        assert optimizer.schedule.num_samples == 1024
+
+    run_ranks(rank_main, 2)
+
+
+def test_two_exchanges_at_a_time_are_rejected_over_mpi() -> None:
+    def rank_main(comm):
+        comm.world.transport.is_concurrent = False  # as MPI
+        with pytest.raises(UnsupportedError, match="one thread at a time. Use overlap_steps=0"):
+            wrap(comm, PeriodicAverage(8, intra_node="every_step", overlap_steps=1))
+
+    run_ranks(rank_main, 2)

@@ -1,0 +1,242 @@
+"""Local-update schedules where a script replaces parameters between blocks, as the best model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from tests.unit.models import batch, equal, loss_of, mlp, near, values
+from tests.unit.exchange.schedules.local_updates.runs import average, sgd, simulate, train, wrap
+from torchmn import create_multi_node_optimizer
+from torchmn.comm import Communicator
+from torchmn.errors import RankMismatchError, UsageError
+from torchmn.exchange.replicas import different_tensors
+from torchmn.exchange.schedules import BlockMomentum, DiLoCo, LocalUpdateSchedule, PeriodicAverage
+from torchmn.testing import run_ranks
+from torchmn.cluster import Topology
+
+SCHEDULES = [PeriodicAverage, BlockMomentum, DiLoCo]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"overlap_steps": 2},
+    {"overlap_steps": 2, "eager": True},
+    {"num_fragments": 2},
+    {"num_fragments": 2, "overlap_steps": 1},
+    {"intra_node": "every_step"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_flush_keeps_a_state_that_all_ranks_have_loaded(
+    make: type[LocalUpdateSchedule], options: dict[str, Any]
+) -> None:
+    """The next block begins there: none of what was trained before is in it."""
+
+    def rank_main(comm: Communicator) -> tuple[list[Tensor], ...]:
+        model, optimizer = wrap(comm, make(64, **options))
+        for step in range(3):
+            train(model, optimizer, comm.rank, step)
+        optimizer.flush()
+        best = values(model)
+        for step in range(5):
+            train(model, optimizer, comm.rank, step)
+        optimizer.flush()
+        load(model, best)
+        optimizer.flush()
+        assert different_tensors(comm, [model]) == []
+        loaded = values(model)
+        train(model, optimizer, comm.rank, 8)  # of the first block after it
+        return best, loaded, list(optimizer.schedule.anchors.values())
+
+    topology = Topology.blocks([2, 2]) if "intra_node" in options else None
+    for best, loaded, anchors in run_ranks(rank_main, 4, topology=topology):
+        assert equal(loaded, best)
+        assert equal(anchors, best)
+
+
+@pytest.mark.parametrize("num_steps", [3, 4], ids=["within_a_block", "after_its_end"])
+@pytest.mark.parametrize("after", ["step", "flush"])
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_a_load_without_flush_is_refused(
+    make: type[LocalUpdateSchedule], after: str, num_steps: int
+) -> None:
+    """The outer step would take it for what was learned."""
+
+    def rank_main(comm: Communicator) -> None:
+        model, optimizer = wrap(comm, make(16))
+        best = values(model)
+        for step in range(num_steps):
+            train(model, optimizer, comm.rank, step)
+        load(model, best)
+        if after == "step":
+            train(model, optimizer, comm.rank, num_steps)
+        else:
+            optimizer.flush()
+
+    with pytest.raises(UsageError, match=r"Call optimizer.flush\(\) on all ranks before you load"):
+        run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_a_state_that_is_taken_back_changes_nothing(make: type[LocalUpdateSchedule]) -> None:
+    """Averaged parameters are loaded, evaluated and replaced by those of training."""
+
+    def rank_main(comm: Communicator, evaluates: bool) -> list[Tensor]:
+        model, optimizer = wrap(comm, make(16))
+        for step in range(7):
+            train(model, optimizer, comm.rank, step)
+            if evaluates:
+                own = values(model)
+                load(model, [torch.zeros_like(value) for value in own])
+                load(model, own)
+        optimizer.flush()
+        return values(model)
+
+    plain = run_ranks(lambda comm: rank_main(comm, False), 2)
+    evaluated = run_ranks(lambda comm: rank_main(comm, True), 2)
+    assert all(equal(a, b) for a, b in zip(plain, evaluated, strict=True))
+
+
+@pytest.mark.parametrize("is_model_first", [True, False])
+@pytest.mark.parametrize("make", SCHEDULES)
+def test_a_job_goes_back_to_a_state_of_its_own(
+    make: type[LocalUpdateSchedule], is_model_first: bool
+) -> None:
+    """Of model and optimizer, in the middle of a block."""
+
+    def rank_main(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        model, optimizer = wrap(comm, make(16))
+
+        def run(num_steps: int) -> list[Tensor]:
+            for step in range(num_steps):
+                train(model, optimizer, comm.rank, step)
+            return values(model)
+
+        run(3)
+        saved, state = values(model), copy.deepcopy(optimizer.state_dict())
+        first = run(4)
+        if is_model_first:
+            load(model, saved)
+        optimizer.load_state_dict(state)
+        if not is_model_first:
+            load(model, saved)
+        return first, run(4)
+
+    for first, again in run_ranks(rank_main, 2):
+        assert equal(first, again)
+
+
+def into_compiled(model: nn.Module, state: Sequence[Tensor]) -> None:
+    load(torch.compile(model, backend="eager"), state)
+
+
+def by_parts(model: nn.Module, state: Sequence[Tensor]) -> None:
+    names = iter(state)
+    for part in model.children():
+        load(part, [next(names) for _ in part.state_dict()])
+
+
+def by_hand(model: nn.Module, state: Sequence[Tensor]) -> None:
+    for parameter, value in zip(model.parameters(), state, strict=True):
+        parameter.data.copy_(value)
+
+
+@pytest.mark.parametrize("has_scaler", [False, True])
+@pytest.mark.parametrize("loads", ["load", "into_compiled", "by_parts", "by_hand"])
+def test_training_from_a_state_is_as_from_the_beginning(loads: str, has_scaler: bool) -> None:
+    """Of one process that simulates both ranks: whichever way the state comes back."""
+
+    def rank_main(comm: Communicator) -> list[Tensor]:
+        model, optimizer = wrap(comm, PeriodicAverage(16))
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=has_scaler)
+        averaged = AveragedModel(model)
+        start = values(model)
+
+        def run(num_steps: int) -> None:
+            for step in range(num_steps):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                averaged.update_parameters(model)
+
+        run(5)
+        optimizer.flush()
+        globals()[loads](model, start)
+        run(4)
+        assert not equal(values(averaged.module), values(model))
+        return values(model)
+
+    [*_, expected] = simulate(2, [[[4, 4], [4, 4]], [[4, 4], [4, 4]]], average)
+    for trained in run_ranks(rank_main, 2):
+        assert near(trained, expected)
+
+
+def test_two_optimizers_that_load_at_the_same_time() -> None:
+    """Each has blocks of its own; a model of two parts is loaded as a whole."""
+
+    def rank_main(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
+        model = mlp()
+        parts = [model[0], model[2]]
+        optimizers = [
+            create_multi_node_optimizer(sgd(part), comm, part, schedule=PeriodicAverage(16))
+            for part in parts
+        ]
+        start = values(model)
+
+        def run(num_steps: int) -> list[Tensor]:
+            for step in range(num_steps):
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.set_weight(4)
+                loss_of(model, batch(comm.rank, step)).backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            for optimizer in optimizers:
+                optimizer.flush()
+            return values(model)
+
+        first = run(5)
+        load(model, start)
+        return first, run(5)
+
+    for first, again in run_ranks(rank_main, 2):
+        assert equal(first, again)
+
+
+def test_one_rank_alone_may_not_load() -> None:
+    def rank_main(comm: Communicator) -> None:
+        model, optimizer = wrap(comm, PeriodicAverage(16))
+        best = values(model)
+        for step in range(4):
+            train(model, optimizer, comm.rank, step)
+        optimizer.flush()
+        if comm.rank == 0:
+            load(model, best)
+        optimizer.flush()
+
+    with pytest.raises(RankMismatchError, match="started the block with different parameters"):
+        run_ranks(rank_main, 2)
+
+
+def test_a_copy_of_the_model_is_loaded_as_any_model() -> None:
+    def rank_main(comm: Communicator) -> None:
+        model, optimizer = wrap(comm, PeriodicAverage(16))
+        train(model, optimizer, comm.rank, 0)
+        twin = copy.deepcopy(model)
+        load(twin, [torch.zeros_like(value) for value in values(twin)])
+        train(model, optimizer, comm.rank, 1)
+
+    run_ranks(rank_main, 2)
+
+
+def load(model: nn.Module, state: Sequence[Tensor]) -> None:
+    model.load_state_dict(dict(zip(model.state_dict(), state, strict=True)))

@@ -1,0 +1,728 @@
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tests.limits import limit
+from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
+from torchmn.comm import Communicator, create_communicator
+from torchmn.errors import (
+    CommunicationError,
+    NonFiniteGradientError,
+    RankMismatchError,
+    TimeLimitError,
+    UnsupportedError,
+    UsageError,
+)
+from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.exchange.schedules import ParameterServer
+from torchmn.exchange.schedules.parameter_server.messages import WorkerThread
+from torchmn.testing import run_ranks
+from torchmn.cluster import Topology
+from torchmn.comm.transports.base import TimeLimit
+from torchmn.comm.transports.tcp import TcpTransport
+
+
+def make(
+    comm: Communicator, model: nn.Module, schedule: ParameterServer, **options: object
+) -> MultiNodeOptimizer:
+    inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    return create_multi_node_optimizer(inner, comm, model, schedule=schedule, **options)  # type: ignore[arg-type]
+
+
+def train(optimizer: MultiNodeOptimizer, model: nn.Module, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"servers": 0}, "positive number of ranks"),
+            ({"servers": "some"}, "'all' or a positive number"),
+            ({"max_staleness": -1}, "must not be negative"),
+            ({"max_staleness": 0, "pipeline": True}, "needs at least 1"),
+            ({"delay_compensation": -0.1}, "0 or positive"),
+        ],
+    )
+    def test_are_checked(self, options: dict[str, object], text: str) -> None:
+        with pytest.raises(UsageError, match=text):
+            ParameterServer(**options)  # type: ignore[arg-type]
+
+    def test_by_name(self) -> None:
+        def by_name(comm: Communicator) -> str:
+            model = mlp()
+            inner = torch.optim.SGD(model.parameters(), 0.1)
+            return repr(
+                create_multi_node_optimizer(inner, comm, model, schedule="parameter_server")
+            )
+
+        assert "parameter_server" in run_ranks(by_name, 1)[0]
+
+    def test_ranks_must_have_the_same(self) -> None:
+        with pytest.raises(RankMismatchError, match="max_staleness=1"):
+            run_ranks(lambda comm: make(comm, mlp(), ParameterServer(max_staleness=comm.rank)), 2)
+
+
+class TestWhatIsRefused:
+    def refuse(
+        self, world_size: int, schedule: ParameterServer, inner: type = torch.optim.SGD,
+        codec: str | None = None,
+    ) -> None:  # fmt: skip
+        def job(comm: Communicator) -> None:
+            model = mlp()
+            create_multi_node_optimizer(
+                inner(model.parameters(), lr=0.1), comm, model, schedule=schedule, codec=codec
+            )
+
+        run_ranks(job, world_size)
+
+    def test_an_optimizer_that_couples_parameters(self) -> None:
+        with pytest.raises(UnsupportedError, match="LBFGS"):
+            self.refuse(1, ParameterServer(), torch.optim.LBFGS)
+
+    def test_no_rank_that_trains(self) -> None:
+        with pytest.raises(UnsupportedError, match="leave none to train"):
+            self.refuse(2, ParameterServer(2))
+
+    def test_a_codec_that_needs_all_gradients(self) -> None:
+        with pytest.raises(UnsupportedError, match="needs the gradients of all ranks"):
+            self.refuse(2, ParameterServer(), codec="power_sgd")
+
+    def test_an_mpi_for_one_thread(self) -> None:
+        def job(comm: Communicator) -> None:
+            comm.engine.is_threaded = False
+            make(comm, mlp(), ParameterServer())
+
+        with pytest.raises(UnsupportedError, match="THREAD_SERIALIZED"):
+            run_ranks(job, 2)
+
+    def test_closures(self) -> None:
+        def job(comm: Communicator) -> None:
+            make(comm, mlp(), ParameterServer()).step(lambda: 0.0)
+
+        with pytest.raises(UnsupportedError, match="workers do not step together"):
+            run_ranks(job, 1)
+
+    @pytest.mark.parametrize("kind", ["set_weight", "samples"])
+    def test_weights(self, kind: str) -> None:
+        def job(comm: Communicator) -> None:
+            model = mlp()
+            weight = "samples" if kind == "samples" else "rank"
+            optimizer = make(comm, model, ParameterServer(), weight=weight)
+            if kind == "set_weight":
+                optimizer.set_weight(3)
+            train(optimizer, model, comm.rank, range(1))
+
+        with pytest.raises(UnsupportedError, match="does not support weights"):
+            run_ranks(job, 1)
+
+    def test_more_parameters(self) -> None:
+        def job(comm: Communicator) -> None:
+            model = mlp()
+            inner = torch.optim.SGD(model[0].parameters(), 0.1)
+            optimizer = create_multi_node_optimizer(inner, comm, model, schedule=ParameterServer())
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+            train(optimizer, model, comm.rank, range(1))
+
+        with pytest.raises(UnsupportedError, match="make a new optimizer"):
+            run_ranks(job, 1)
+
+    def test_sparse_gradients(self) -> None:
+        def job(comm: Communicator) -> None:
+            model = nn.Embedding(5, 3, sparse=True)
+            optimizer = create_multi_node_optimizer(
+                torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=ParameterServer()
+            )
+            model(torch.tensor([1])).sum().backward()
+            optimizer.step()
+
+        with pytest.raises(UnsupportedError, match=r"'weight' is sparse"):
+            run_ranks(job, 1)
+
+
+class TestServersOfTheirOwn:
+    def test_do_not_train_and_end_with_the_same_model(self) -> None:
+        def job(comm: Communicator) -> tuple[bool, list[torch.Tensor], int]:
+            model = mlp(comm.rank)
+            optimizer = make(comm, model, ParameterServer(2))
+            if optimizer.is_server:
+                with pytest.raises(UsageError, match=r"call optimizer\.serve\(\)"):
+                    optimizer.step()
+                optimizer.serve()
+            else:
+                with optimizer.join():
+                    train(optimizer, model, comm.rank, range(5))
+            return optimizer.is_server, values(model), len(optimizer.state_dict()["state"])
+
+        outcome = run_ranks(job, 4)
+        assert [o[0] for o in outcome] == [False, False, True, True]
+        assert all(equal(o[1], outcome[0][1]) for o in outcome)
+        assert not near(outcome[0][1], values(mlp(0)))
+        assert [o[2] for o in outcome] == [4] * 4
+
+    def test_the_same_script_without_data(self) -> None:
+        """An empty loop inside join() serves."""
+
+        def job(comm: Communicator) -> list[torch.Tensor]:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer(1))
+            for epoch in range(2):
+                with optimizer.join():
+                    steps = range(0 if optimizer.is_server else 3)
+                    train(optimizer, model, comm.rank, range(3 * epoch, 3 * epoch + len(steps)))
+            return values(model)
+
+        outcome = run_ranks(job, 3)
+        assert all(equal(v, outcome[0]) for v in outcome)
+
+    def test_workers_do_not_serve(self) -> None:
+        def job(comm: Communicator) -> None:
+            make(comm, mlp(), ParameterServer()).serve()
+
+        with pytest.raises(UsageError, match="serve"):
+            run_ranks(job, 1)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_training_learns(world_size: int, pipeline: bool) -> None:
+    def job(comm: Communicator) -> tuple[float, float]:
+        model = mlp()
+        schedule = ParameterServer(max_staleness=2, pipeline=pipeline)
+        optimizer = make(comm, model, schedule)
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.0
+        x = batch(comm.rank, 0)
+        before = float(loss_of(model, x).detach())
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss_of(model, x).backward()
+            optimizer.step()
+        optimizer.flush()
+        return before, float(loss_of(model, x).detach())
+
+    assert all(after < 0.7 * before for before, after in run_ranks(job, world_size))
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize("after", ["step", "flush"])
+def test_a_load_without_flush_is_refused(after: str, pipeline: bool) -> None:
+    """The servers would overwrite the state, silently."""
+
+    def job(comm: Communicator) -> None:
+        model = mlp()
+        optimizer = make(comm, model, ParameterServer(max_staleness=2, pipeline=pipeline))
+        step_of(model, optimizer, comm.rank)
+        optimizer.flush()
+        model.load_state_dict(mlp(seed=1).state_dict())
+        step_of(model, optimizer, comm.rank)  # continues from it
+        model.load_state_dict(mlp(seed=2).state_dict())
+        if after == "step":
+            step_of(model, optimizer, comm.rank)
+        else:
+            optimizer.flush()
+
+    def step_of(model: nn.Module, optimizer: MultiNodeOptimizer, rank: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, 0)).backward()
+        optimizer.step()
+
+    with pytest.raises(
+        UsageError, match="servers hold the parameters, and the change would be lost"
+    ):
+        run_ranks(job, 2)
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_parameters_that_are_clamped_after_each_step_are_refused(pipeline: bool) -> None:
+    def job(comm: Communicator) -> None:
+        model = mlp()
+        schedule = ParameterServer(max_staleness=2, pipeline=pipeline)
+        optimizer = make(comm, model, schedule)
+        for step in range(4):
+            train(optimizer, model, comm.rank, range(step, step + 1))
+            for parameter in model.parameters():
+                parameter.data.clamp_(-0.01, 0.01)
+
+    with pytest.raises(UsageError, match="the script has changed '0.weight'"):
+        run_ranks(job, 2)
+
+
+def test_an_optimizer_that_clamps_at_the_servers() -> None:
+    """The cure that the error names."""
+
+    class Clamping(torch.optim.SGD):
+        def step(self, closure=None):  # type: ignore[no-untyped-def]
+            super().step(closure)
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.clamp_(-0.01, 0.01)
+
+    def job(comm: Communicator) -> float:
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            Clamping(model.parameters(), 0.05), comm, model, schedule=ParameterServer()
+        )
+        train(optimizer, model, comm.rank, range(6))
+        optimizer.flush()
+        return max(float(value.abs().max()) for value in values(model))
+
+    assert run_ranks(job, 2) == [0.01, 0.01]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
+     "Rprop", "Adafactor"],
+)  # fmt: skip
+def test_every_optimizer_of_torch_runs_at_the_server(kind: str) -> None:
+    def job(comm: Communicator) -> bool:
+        cls = getattr(torch.optim, kind)
+        plain_model, model = mlp(), mlp()
+        plain = cls(plain_model.parameters(), lr=0.01)
+        inner = cls(model.parameters(), lr=0.01)
+        optimizer = create_multi_node_optimizer(
+            inner, comm, model, schedule=ParameterServer(max_staleness=0)
+        )
+        for step in range(4):
+            for each, network in ((plain, plain_model), (optimizer, model)):
+                each.zero_grad()
+                loss_of(network, batch(0, step)).backward()
+                each.step()
+        optimizer.flush()
+        saved, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        assert saved.keys() == expected.keys()
+        for index, state in expected.items():
+            for key, value in state.items():
+                got = saved[index][key]
+                if isinstance(value, torch.Tensor):
+                    assert torch.equal(got, value), key
+                else:
+                    assert got == value, key
+        return equal(values(plain_model), values(model))
+
+    assert run_ranks(job, 1) == [True]
+
+
+class TestWhatUsersDo:
+    def test_a_scheduler_of_the_learning_rate(self) -> None:
+        def job(comm: Communicator) -> bool:
+            plain_model, model = mlp(), mlp()
+            plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
+            optimizer = make(comm, model, ParameterServer(max_staleness=0))
+            for each, network in ((plain, plain_model), (optimizer, model)):
+                decay = torch.optim.lr_scheduler.ExponentialLR(each, 0.5)
+                for step in range(5):
+                    each.zero_grad()
+                    loss_of(network, batch(0, step)).backward()
+                    each.step()
+                    decay.step()
+            return equal(values(plain_model), values(model))
+
+        assert run_ranks(job, 1) == [True]
+
+    def test_accumulation_and_clipping(self) -> None:
+        def job(comm: Communicator) -> bool:
+            plain_model, model = mlp(), mlp()
+            plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
+            optimizer = make(comm, model, ParameterServer(max_staleness=0), max_grad_norm=0.01)
+            for step in range(4):
+                plain.zero_grad()
+                optimizer.zero_grad()
+                for part in range(2):
+                    x = batch(0, 2 * step + part)
+                    loss_of(plain_model, x).backward()
+                    if part == 0:
+                        with optimizer.no_sync():
+                            loss_of(model, x).backward()
+                    else:
+                        loss_of(model, x).backward()
+                nn.utils.clip_grad_norm_(plain_model.parameters(), 0.01)
+                plain.step()
+                optimizer.step()
+            return equal(values(plain_model), values(model))
+
+        assert run_ranks(job, 1) == [True]
+
+    def test_a_grad_scaler(self) -> None:
+        def job(comm: Communicator) -> int:
+            model = mlp(dtype=torch.float32)
+            optimizer = make(comm, model, ParameterServer(pipeline=True))
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            with optimizer.join():
+                for step in range(4):
+                    optimizer.zero_grad()
+                    loss = loss_of(model, batch(comm.rank, step, dtype=torch.float32))
+                    if step == 2 and comm.rank == 0:
+                        loss = loss * float("inf")
+                    scaler.scale(loss).backward()
+                    scaler.step(optimizer)
+                    scaler.update()
+            assert all(bool(p.isfinite().all()) for p in model.parameters())
+            return optimizer.schedule.staleness().workers[comm.rank].num_updates  # type: ignore[attr-defined]
+
+        assert run_ranks(job, 2) == [3, 4]
+
+    @pytest.mark.parametrize("codec", [None, "float16", "int8"])
+    def test_zero_fill_off_leaves_unused_parameters_alone(self, codec: str | None) -> None:
+        def job(comm: Communicator) -> tuple[bool, bool]:
+            same = []
+            for zero_fill in (False, True):
+                model = mlp()
+                inner = torch.optim.SGD(model.parameters(), 0.05, weight_decay=0.1)
+                optimizer = create_multi_node_optimizer(
+                    inner,
+                    comm,
+                    model,
+                    schedule=ParameterServer(),
+                    zero_fill=zero_fill,
+                    codec=codec,
+                )
+                before = values(model)[0]
+                for parameter in list(model.parameters())[1:]:
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()
+                optimizer.flush()
+                same.append(torch.equal(before, values(model)[0]))
+            return same[0], same[1]
+
+        assert run_ranks(job, 2) == [(True, False)] * 2
+
+    def test_frozen_parameters_stay(self) -> None:
+        def job(comm: Communicator) -> bool:
+            model = mlp()
+            model[0].weight.requires_grad_(False)
+            before = values(model)[0]
+            optimizer = make(comm, model, ParameterServer())
+            train(optimizer, model, comm.rank, range(3))
+            optimizer.flush()
+            return torch.equal(before, values(model)[0])
+
+        assert run_ranks(job, 2) == [True, True]
+
+    def test_buffers_stay_their_ranks_own(self) -> None:
+        def job(comm: Communicator) -> float:
+            model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
+            optimizer = make(comm, model, ParameterServer())
+            train(optimizer, model, comm.rank, range(3))
+            optimizer.flush()
+            return float(model[1].running_mean.sum())
+
+        means = run_ranks(job, 2)
+        assert means[0] != means[1]
+
+    def test_what_is_loaded_between_two_parts_counts(self) -> None:
+        def job(comm: Communicator) -> list[torch.Tensor]:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer())
+            train(optimizer, model, comm.rank, range(2))
+            optimizer.flush()
+            model.load_state_dict(mlp(5).state_dict())
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            train(optimizer, model, comm.rank, range(2))
+            optimizer.flush()
+            return values(model)
+
+        for got in run_ranks(job, 2):
+            assert equal(got, values(mlp(5)))
+
+    def test_state_in_the_middle_of_training_is_the_servers(self) -> None:
+        def job(comm: Communicator) -> list[bool]:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer(max_staleness=0))
+            train(optimizer, model, comm.rank, range(2))
+            state = optimizer.state_dict()["state"] if comm.rank == 0 else {}
+            optimizer.flush()
+            return [bool(s["momentum_buffer"].any()) for s in state.values()]
+
+        assert run_ranks(job, 2)[0] == [True] * 4
+
+    def test_another_number_of_ranks_continues(self) -> None:
+        def first(comm: Communicator) -> tuple[dict[str, object], dict[str, object]]:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer())
+            train(optimizer, model, comm.rank, range(3))
+            optimizer.flush()
+            return model.state_dict(), optimizer.state_dict()
+
+        [saved, *_] = run_ranks(first, 3)
+
+        def second(comm: Communicator) -> list[torch.Tensor]:
+            model = mlp(3)
+            optimizer = make(comm, model, ParameterServer(max_staleness=0))
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            train(optimizer, model, 0, range(3, 5))
+            return values(model)
+
+        def plain() -> list[torch.Tensor]:
+            model = mlp(3)
+            model.load_state_dict(saved[0])
+            inner = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+            inner.load_state_dict({k: v for k, v in saved[1].items() if k != "torchmn"})
+            for step in range(3, 5):
+                inner.zero_grad()
+                loss_of(model, batch(0, step)).backward()
+                inner.step()
+            return values(model)
+
+        assert equal(run_ranks(second, 1)[0], plain())
+
+    def test_more_servers_than_parameters(self) -> None:
+        def job(comm: Communicator) -> list[torch.Tensor]:
+            model = nn.Linear(5, 3, bias=False).double()
+            optimizer = make(comm, model, ParameterServer())
+            train(optimizer, model, comm.rank, range(3))
+            optimizer.flush()
+            return values(model)
+
+        outcome = run_ranks(job, 3)
+        assert all(equal(v, outcome[0]) for v in outcome)
+
+    def test_mixed_dtypes(self) -> None:
+        class Mixed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.a = nn.Parameter(torch.ones(3, 2))
+                self.b = nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+                self.c = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+                self.d = nn.Parameter(torch.ones(()))
+                self.e = nn.Parameter(torch.ones(0))
+
+        def job(comm: Communicator) -> list[torch.Tensor]:
+            model = Mixed()
+            optimizer = make(comm, model, ParameterServer(delay_compensation=0.1))
+            for _ in range(3):
+                for parameter in model.parameters():
+                    parameter.grad = torch.full_like(parameter, 0.5)
+                optimizer.step()
+            optimizer.flush()
+            return values(model)
+
+        for codec in (None, "float16"):
+            outcome = run_ranks(job, 2, allreduce_grad_dtype=codec)
+            assert equal(outcome[0], outcome[1])
+            assert all(float(v.real.max()) < 1 for v in outcome[0] if v.numel())
+
+
+class TestNotFinite:
+    @pytest.mark.parametrize("on_nonfinite", ["raise", "warn", "ignore"])
+    def test_never_reaches_the_servers(self, on_nonfinite: str) -> None:
+        def job(comm: Communicator) -> tuple[int, bool]:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer(), on_nonfinite=on_nonfinite)
+            train(optimizer, model, comm.rank, range(1))
+            if comm.rank == 1:
+                optimizer.zero_grad()
+                (loss_of(model, batch(1, 1)) * float("nan")).backward()
+                if on_nonfinite == "raise":
+                    with pytest.raises(NonFiniteGradientError, match=r"rank 1: 0\.weight"):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+            train(optimizer, model, comm.rank, range(2, 4))
+            optimizer.flush()
+            finite = all(bool(p.isfinite().all()) for p in model.parameters())
+            return len(optimizer.nonfinite), finite
+
+        with warnings.catch_warnings():
+            if on_nonfinite == "warn":
+                warnings.filterwarnings("ignore", "rank 1", RuntimeWarning)
+            assert run_ranks(job, 2) == [(0, True), (1, True)]
+
+    def test_beyond_the_range_of_the_codec(self) -> None:
+        def job(comm: Communicator) -> bool:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer(), codec="float16")
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, 1e6)
+            with pytest.raises(NonFiniteGradientError):
+                optimizer.step()
+            before = values(model)
+            optimizer.flush()
+            return equal(before, values(model))
+
+        assert run_ranks(job, 2) == [True, True]
+
+
+class TestWaiting:
+    def test_waits_longer_than_the_limit_while_others_make_progress(self) -> None:
+        """The second rank is done early; the first needs more than the limit in all."""
+
+        def job(comm: Communicator) -> float:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer(pipeline=True))
+            began = time.monotonic()
+            for step in range(4 if comm.rank == 0 else 1):
+                train(optimizer, model, comm.rank, range(step, step + 1))
+                time.sleep(1.0 if comm.rank == 0 else 0)
+            optimizer.flush()
+            return time.monotonic() - began
+
+        assert run_ranks(job, 2, timeout_s=3)[1] > 3.5
+
+    def test_a_loop_left_without_flush_raises_on_the_others(self) -> None:
+        over = threading.Event()
+
+        def job(comm: Communicator) -> None:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer(1, max_staleness=2))
+            if optimizer.is_server:
+                with pytest.raises(TimeLimitError):
+                    optimizer.flush()
+                return
+            train(optimizer, model, comm.rank, range(2))
+            if comm.rank == 0:
+                with pytest.raises(TimeLimitError, match=r"rank 1 has made 2 steps"):
+                    train(optimizer, model, comm.rank, range(2, 9))
+                over.set()
+            else:
+                assert over.wait(limit(30))
+
+        run_ranks(job, 3, timeout_s=2)
+
+    @pytest.mark.parametrize("place", ["step", "_send", "_receive"])
+    @pytest.mark.parametrize("kind", [RuntimeError, MemoryError])
+    def test_an_error_of_a_server_is_raised_on_all_workers(
+        self, monkeypatch: pytest.MonkeyPatch, kind: type[Exception], place: str
+    ) -> None:
+        """One of torch, not of ours: its thread ends, and no worker waits for its time limit."""
+        num_calls = iter(range(1000))
+
+        def failing(original: Callable[..., object]) -> Callable[..., object]:
+            def call(*arguments: object) -> object:
+                result = original(*arguments) if place == "_receive" else None
+                if next(num_calls) == 4:
+                    raise kind("out of memory")
+                return result or original(*arguments)
+
+            return call
+
+        owner = torch.optim.SGD if place == "step" else WorkerThread
+        monkeypatch.setattr(owner, place, failing(getattr(owner, place)))
+
+        def job(comm: Communicator) -> str:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer(1, max_staleness=0))
+            steps = partial(train, optimizer, model, comm.rank, range(50))
+            began = time.monotonic()
+            use = optimizer.flush if optimizer.is_server else steps
+            with pytest.raises(CommunicationError) as caught:
+                use()
+            assert time.monotonic() - began < limit(15)
+            comm.barrier()  # no rank leaves before all have their error
+            return str(caught.value)
+
+        for text in run_ranks(job, 3, timeout_s=limit(30)):
+            assert f"the server on rank 2 raised {kind.__name__}: out of memory" in text
+
+    def test_a_rank_that_leaves_is_reported_and_others_continue(self) -> None:
+        def job(comm: Communicator) -> tuple[list[torch.Tensor], set[int]]:
+            model = mlp()
+            optimizer = make(comm, model, schedule := ParameterServer(1, max_staleness=1))
+            if comm.rank == 1:
+                train(optimizer, model, comm.rank, range(2))
+                optimizer.close()
+                return [], set()
+            if comm.rank == 0:
+                train(optimizer, model, comm.rank, range(8))
+            optimizer.flush()
+            return values(model), schedule.lost
+
+        with pytest.warns(RuntimeWarning, match="rank 1 is lost"):
+            (first, lost), _, (third, _) = run_ranks(job, 3)
+        assert lost == {1}
+        assert equal(first, third)
+
+
+def test_over_a_transport_for_one_thread_at_a_time() -> None:
+    """Streams have one order for all tags: the servers go by what is under them."""
+
+    def job(comm: Communicator) -> list[torch.Tensor]:
+        until = TimeLimit(limit(20))
+        inner = comm.world.transport.split(range(comm.size), "for-streams", until)
+        streams = TcpTransport.connect(inner, until)
+        assert isinstance(streams, TcpTransport)
+        own = create_communicator(
+            "flat",
+            transport=streams,
+            topology=Topology.blocks([1] * comm.size),
+            timeout_s=limit(20),
+        )
+        model = fill(nn.Sequential(*(nn.Linear(200, 200) for _ in range(3))).double())
+        optimizer = make(own, model, ParameterServer(pipeline=True))
+        optimizer.param_groups[0]["lr"] = 1e-9  # what matters is what arrives
+        for step in range(15):
+            optimizer.zero_grad()
+            x = batch(comm.rank, step)[:, :1].expand(4, 200) / 20
+            model(x).pow(2).mean().backward()
+            optimizer.step()
+        optimizer.flush()
+        own.finalize()
+        return values(model)
+
+    outcome = run_ranks(job, 3)
+    assert all(equal(v, outcome[0]) for v in outcome)
+
+
+def test_the_report() -> None:
+    def job(comm: Communicator) -> tuple[str, int]:
+        model = mlp()
+        optimizer = make(comm, model, ParameterServer(max_staleness=3))
+        train(optimizer, model, comm.rank, range(5))
+        optimizer.flush()
+        met = optimizer.schedule.staleness()  # type: ignore[attr-defined]
+        assert sum(met.histogram.values()) == 10
+        assert {w.num_updates for w in met.workers.values()} == {5}
+        assert max(w.max_steps_ahead for w in met.workers.values()) <= 3
+        return str(met), len(met.workers)
+
+    outcome = run_ranks(job, 2)
+    assert outcome[0] == outcome[1]
+    assert outcome[0][1] == 2
+    assert "rank 1: mean" in outcome[0][0]
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_parameters_are_changed_after_flush_only(pipeline: bool) -> None:
+    """Elsewhere the values of the servers would replace the change at the end of the next step."""
+
+    def rank_main(comm: Communicator) -> None:
+        model = mlp()
+        optimizer = make(comm, model, ParameterServer(pipeline=pipeline))
+        train(optimizer, model, comm.rank, range(2))
+        with torch.no_grad():
+            for parameter in model.parameters():  # as sharpness-aware steps do, and take back
+                parameter.add_(0.3).sub_(0.3)
+        train(optimizer, model, comm.rank, range(2, 4))
+        optimizer.flush()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.clamp_(-0.01, 0.01)
+        before = values(model)
+        optimizer.param_groups[0]["lr"] = 0.0
+        train(optimizer, model, comm.rank, range(4, 6))
+        if comm.size == 1:
+            assert near(values(model), before)
+        comm.barrier()  # a rank that ends its training ends that of the others
+        model.load_state_dict(mlp(1).state_dict())
+        with pytest.raises(UsageError, match=r"changed '0.weight' and 3 more since .*flush"):
+            train(optimizer, model, comm.rank, range(6, 7))
+        with pytest.raises(UsageError, match="has changed '0.weight' and 3 more since"):
+            optimizer.flush()
+        optimizer.close()
+
+    for world_size in (1, 2):
+        run_ranks(rank_main, world_size)

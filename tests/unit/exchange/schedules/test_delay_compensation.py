@@ -1,0 +1,139 @@
+"""The correction of late means, against a simulation in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
+from torchmn import create_multi_node_optimizer
+from torchmn.errors import UnsupportedError, UsageError
+from torchmn.exchange.schedules import DoubleBuffering
+from torchmn.testing import run_ranks
+
+FACTOR = 3.0
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def simulate(num_ranks: int, num_steps: int, *, is_sum: bool = False) -> list[list[Tensor]]:
+    """The parameters after each step, and after a flush: one process does all ranks' passes."""
+    model = mlp()
+    inner = momentum(model)
+    history, late, then = [], None, None
+    for step in range(num_steps + 1):
+        now = values(model)
+        means = None
+        if step < num_steps:
+            parts = [local_grads(model, batch(rank, step)) for rank in range(num_ranks)]
+            means = [sum(column) / num_ranks for column in zip(*parts, strict=True)]
+        if late is not None:
+            for p, g, w, w_then in zip(model.parameters(), late, now, then, strict=True):
+                corrected = g + FACTOR * g * g * (w - w_then)
+                p.grad = corrected * num_ranks if is_sum else corrected
+            inner.step()
+        late, then = means, now
+        history.append(values(model))
+    return history
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_each_late_mean_is_corrected_for_one_update(world_size: int, reduction: str) -> None:
+    def rank_main(comm):
+        comm.bucket_bytes = 100
+        model = mlp()
+        schedule = DoubleBuffering(delay_compensation=FACTOR)
+        optimizer = create_multi_node_optimizer(
+            momentum(model), comm, model, schedule=schedule, reduction=reduction
+        )
+        history = []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+            history.append(values(model))
+        optimizer.flush()
+        return [*history, values(model)]
+
+    expected = simulate(world_size, 5, is_sum=reduction == "sum")
+    for history in run_ranks(rank_main, world_size):
+        for mine, theirs in zip(history, expected, strict=True):
+            assert near(mine, theirs)
+    assert not near(expected[-1], simulate_without(world_size), 1e-6)
+
+
+def simulate_without(num_ranks: int) -> list[Tensor]:
+    model = mlp()
+    inner = momentum(model)
+    late = None
+    for step in range(6):
+        parts = [local_grads(model, batch(rank, step)) for rank in range(num_ranks)]
+        means = [sum(column) / num_ranks for column in zip(*parts, strict=True)]
+        if late is not None:
+            for p, g in zip(model.parameters(), late, strict=True):
+                p.grad = g
+            inner.step()
+        late = means
+    return values(model)
+
+
+def test_what_the_script_sees_is_corrected() -> None:
+    """Clipping comes after it."""
+
+    def rank_main(comm):
+        model = mlp()
+        schedule = DoubleBuffering(delay_compensation=FACTOR)
+        optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
+        then, mean = [], []
+        for step in range(3):
+            optimizer.zero_grad()
+            before = values(model)
+            own = local_grads(model, batch(comm.rank, step))
+            loss_of(model, batch(comm.rank, step)).backward()
+            for got, g, w, w_then in zip(grads(model), mean, before, then, strict=False):
+                assert near([got], [g + FACTOR * g * g * (w - w_then)])
+            mean, then = [comm.allreduce(g, "mean") for g in own], before
+            optimizer.step()
+
+    run_ranks(rank_main, 2)
+
+
+def test_frozen_and_unused_parameters_have_no_gradient_either() -> None:
+    def rank_main(comm):
+        model = nn.ModuleDict({"used": mlp(), "unused": mlp(4)})
+        model["used"][0].weight.requires_grad_(False)
+        before = values(model["unused"])
+        schedule = DoubleBuffering(delay_compensation=FACTOR)
+        optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model["used"], batch(comm.rank, step)).backward()
+            optimizer.step()
+        assert grads(model["unused"]) == [None] * 4
+        assert equal(values(model["unused"]), before)
+
+    run_ranks(rank_main, 2)
+
+
+def test_arguments_that_contradict_each_other() -> None:
+    with pytest.raises(UsageError, match=r"eager=True and delay_compensation=1\.0 cannot be"):
+        DoubleBuffering(eager=True, delay_compensation=1.0)
+    for factor in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="must be 0 or positive"):
+            DoubleBuffering(delay_compensation=factor)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    def rank_main(comm):
+        model = nn.Embedding(5, 3, sparse=True)
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        with pytest.raises(UnsupportedError, match=r"needs dense gradients, and those of \['wei"):
+            create_multi_node_optimizer(
+                sgd, comm, model, schedule=DoubleBuffering(delay_compensation=1.0)
+            )
+
+    run_ranks(rank_main, 2)

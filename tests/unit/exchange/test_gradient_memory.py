@@ -1,0 +1,285 @@
+"""Every ``p.grad`` is memory of its own: kept, copied and saved like any gradient."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.models import batch, equal, grads, loss_of, mlp, near
+from torchmn import create_multi_node_optimizer
+from torchmn.exchange.gradient_memory import GradientMemory
+from torchmn.testing import run_ranks
+from torchmn.cluster import Topology
+
+HOLDERS = {
+    "the tensor": lambda g: g,
+    "detach()": lambda g: g.detach(),
+    "data": lambda g: g.data,
+    "view": lambda g: g.view(-1),
+    "a row": lambda g: g[0],
+    "numpy()": lambda g: g.numpy(),
+    "a graph": lambda g: (g * nn.Parameter(torch.ones(()))).sum(),
+}
+
+
+class TestReuse:
+    def test_unreferenced_memory_is_used_again(self) -> None:
+        parameter, memory = nn.Parameter(torch.zeros(3, 2)), GradientMemory()
+        addresses = set()
+        for value in range(4):
+            memory.set_all([parameter], [torch.full((3, 2), float(value))])
+            assert parameter.grad.unique().tolist() == [value]
+            addresses.add(parameter.grad.data_ptr())
+            parameter.grad = None
+        assert len(addresses) == 1
+
+    @pytest.mark.parametrize("holder", HOLDERS)
+    def test_referenced_memory_keeps_its_values(self, holder: str) -> None:
+        parameter, memory = nn.Parameter(torch.zeros(3, 2)), GradientMemory()
+        memory.set_all([parameter], [torch.ones(3, 2)])
+        address = parameter.grad.data_ptr()
+        held = HOLDERS[holder](parameter.grad)
+        parameter.grad = None
+        memory.set_all([parameter], [torch.full((3, 2), 2.0)])
+        assert parameter.grad.data_ptr() != address
+        values = held.grad_fn.next_functions if holder == "a graph" else held
+        assert holder == "a graph" or bool((torch.as_tensor(values) == 1).all())
+        del held, values
+
+    def test_a_gradient_that_was_not_cleared_changes_in_place(self) -> None:
+        parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
+        memory.set_all([parameter], [torch.ones(2)])
+        held = parameter.grad
+        memory.set_all([parameter], [torch.full((2,), 2.0)])
+        assert parameter.grad is held
+        assert held.tolist() == [2.0, 2.0]
+
+    def test_other_dtypes_get_other_memory_when_it_is_cleared(self) -> None:
+        parameter, memory = nn.Parameter(torch.zeros(2, 3)), GradientMemory()
+        memory.set_all([parameter], [torch.ones(2, 3)])
+        parameter.grad = None
+        parameter.data = parameter.data.double()
+        memory.clear()
+        memory.set_all([parameter], [torch.ones(2, 3, dtype=torch.float64)])
+        assert parameter.grad.dtype == torch.float64
+
+    def test_memory_that_the_script_gave_a_gradient_is_the_scripts(self) -> None:
+        parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
+        memory.set_all([parameter], [torch.ones(2)])
+        mine = torch.full((2,), 3.0)
+        parameter.grad.data = mine
+        parameter.grad = None
+        memory.set_all([parameter], [torch.zeros(2)])
+        assert mine.tolist() == [3.0, 3.0]
+        assert parameter.grad.tolist() == [0.0, 0.0]
+
+    def test_a_build_that_cannot_count_shares_nothing(self, monkeypatch) -> None:
+        monkeypatch.setattr("torchmn.exchange.gradient_memory.CAN_COUNT", False)
+        parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
+        memory.set_all([parameter], [torch.ones(2)])
+        held = parameter.grad.detach()
+        parameter.grad = None
+        memory.set_all([parameter], [torch.zeros(2)])
+        assert held.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["flat", "hierarchical", "naive"])
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
+def test_gradients_of_earlier_passes_keep_their_values(name: str, schedule: str) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=schedule
+        )
+        held, copies = [], []
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            if model[0].weight.grad is not None:
+                held.append([p.grad for p in model.parameters()])
+                copies.append(grads(model))
+            optimizer.step()
+        assert len(held) >= 5
+        assert all(equal(a, b) for a, b in zip(held, copies, strict=True))
+
+    run_ranks(rank_main, 2, name=name)
+
+
+def test_views_of_the_bucket_are_overwritten_by_the_next_pass() -> None:
+    def rank_main(comm, *, is_view):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1),
+            comm,
+            model,
+            gradient_as_bucket_view=is_view,
+        )
+        held = []
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            held.append(model[0].weight.grad)
+            optimizer.step()
+        addresses = {gradient.data_ptr() for gradient in held}
+        assert len(addresses) == (1 if is_view else 3)
+        return [p.detach().clone() for p in model.parameters()]
+
+    views = run_ranks(lambda comm: rank_main(comm, is_view=True), 2)
+    copies = run_ranks(lambda comm: rank_main(comm, is_view=False), 2)
+    assert equal(views[0], copies[0])
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_bucket_in_use_by_the_script_gets_new_memory(holder: str) -> None:
+    """And only then: without it the same memory holds every mean, with no copy."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
+        )
+        addresses, held, copy = [], None, None
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            gradient = model[0].weight.grad
+            addresses.append(gradient.data_ptr())
+            if step == 2 and comm.rank == 0:
+                held, copy = HOLDERS[holder](gradient), gradient.clone()
+            del gradient
+            optimizer.step()
+        if held is not None and holder not in ("a graph", "a row"):
+            assert torch.equal(torch.as_tensor(held).view(-1), copy.view(-1))
+        assert len(set(addresses)) == (2 if comm.rank == 0 else 1)
+        return [p.detach().clone() for p in model.parameters()]
+
+    first, second = run_ranks(rank_main, 2)
+    assert equal(first, second)
+
+
+def test_gradients_that_were_not_cleared_survive_a_move() -> None:
+    """One gradient is kept, the others accumulate: as in one process."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
+        )
+        loss_of(model, batch(0, 0)).backward()
+        kept = model[0].weight.grad
+        before = kept.clone()
+        model[0].weight.grad = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # more than one backward pass per step
+            loss_of(model, batch(0, 1)).backward()
+        assert torch.equal(kept, before)
+        del optimizer
+        return grads(model)
+
+    assert near(run_ranks(rank_main, 2)[0], run_ranks(rank_main, 1)[0])
+
+
+def test_a_saved_gradient_is_one_gradient_in_size() -> None:
+    def rank_main(comm):
+        model = mlp()
+        create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
+        loss_of(model, batch(comm.rank, 0)).backward()
+        gradient = model[2].bias.grad
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes
+        file = io.BytesIO()
+        torch.save(gradient, file)
+        file.seek(0)
+        assert torch.equal(torch.load(file), gradient)
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.to(memory_format=torch.channels_last),
+        lambda m: m.half().double(),
+        lambda m: [setattr(p.grad, "data", p.grad.data.clone()) for p in m.parameters()],
+        lambda m: [setattr(p, "data", p.data.clone()) for p in m.parameters()],
+        lambda m: m.float(),
+    ],
+    ids=["channels_last", "half and back", "grad.data", "data", "float32"],
+)
+def test_parameters_with_other_memory_stay_in_the_exchange(change, is_view) -> None:
+    images = torch.randn(6, 4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).double()
+
+    def network() -> nn.Module:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 2))
+        with torch.no_grad():
+            for i, p in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(i)
+                p.copy_(torch.randn(p.shape, generator=generator) / 5)
+        return model.double()
+
+    def train(comm):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        if comm is not None:
+            optimizer = create_multi_node_optimizer(
+                optimizer, comm, model, gradient_as_bucket_view=is_view
+            )
+        for step, x in enumerate(images):
+            if step == 2:
+                change(model)
+            part = x if comm is None else x.chunk(comm.size)[comm.rank]
+            optimizer.zero_grad()
+            model(part.to(model[0].weight.dtype)).pow(2).mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = train(None)
+    tolerance = 1e-12 if expected[0].dtype == torch.float64 else 1e-6
+    for got in run_ranks(train, 2):
+        assert near(got, expected, tolerance)
+
+
+def test_a_parameter_that_was_converted_gets_memory_of_its_new_dtype() -> None:
+    memory, parameter = GradientMemory(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    memory.set_all([parameter], [torch.ones(3, dtype=torch.float64)])
+    parameter.grad = None
+    parameter.data = parameter.data.half()  # as model.half() does before it converts the gradient
+
+    memory.set_all([parameter], [torch.full((3,), 2.0, dtype=torch.float64)])
+
+    assert parameter.grad is not None
+    assert parameter.grad.dtype == torch.float16
+    assert parameter.grad.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("route", ["flat", "single_node"])
+def test_views_of_buckets_outlast_another_layout(route: str) -> None:
+    """In memory that the ranks of a node share as well."""
+    inputs = torch.randn(4, 4, 64, generator=torch.Generator().manual_seed(1)).double()
+    made = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2)).double()
+
+    def train(comm):
+        model = copy.deepcopy(made)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if comm is not None:
+            optimizer = create_multi_node_optimizer(
+                optimizer, comm, model, gradient_as_bucket_view=True
+            )
+        for step, x in enumerate(inputs):
+            if step == 2:
+                model[0].requires_grad_(False)
+                model[0].weight.grad = model[0].bias.grad = None
+            optimizer.zero_grad(set_to_none=False)
+            part = x if comm is None else x.chunk(comm.size)[comm.rank]
+            model(part).pow(2).mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    expected = train(None)
+    for got in run_ranks(train, 2, name=route, topology=Topology.blocks([2])):
+        assert near(got, expected)

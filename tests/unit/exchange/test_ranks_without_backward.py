@@ -1,0 +1,412 @@
+"""Ranks without a backward pass take over what the script made of the gradients of others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.models import batch, equal, loss_of, mlp, near, values
+from torchmn import create_multi_node_optimizer
+from torchmn.errors import RankMismatchError
+from torchmn.exchange.schedules import DiLoCo, EveryStep, PeriodicAverage, Phases
+from torchmn.testing import run_ranks
+from torchmn.cluster import Topology
+
+NUM_ROWS = (6, 1, 7, 2, 0, 5)
+"""Of the global batches, so that there is none, one and more than one late rank among three."""
+Change = Callable[[nn.Module], object]
+
+
+def clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def replace(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+
+
+def clear_first(model: nn.Module) -> None:
+    next(model.parameters()).grad = None
+
+
+def keep(model: nn.Module) -> None:
+    pass
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, change: Change, rank: int, size: int
+) -> None:
+    """Steps with the rank's rows of each global batch."""
+    for step, num_rows in enumerate(NUM_ROWS):
+        if not num_rows:
+            continue
+        own = batch(0, step, num_rows)[rank::size]
+        optimizer.zero_grad()
+        if len(own):
+            loss_of(model, own).backward()
+        change(model)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("change", [clip, replace, clear_first, keep])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_as_one_process(world_size: int, change: Change) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        train(model, optimizer, change, comm.rank, comm.size)
+        optimizer.flush()
+        return values(model)
+
+    alone = mlp()
+    train(alone, sgd(alone), change, 0, 1)
+    results = run_ranks(rank_main, world_size)
+    assert all(equal(result, results[0]) for result in results)
+    assert near(results[0], values(alone))
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "phases"])
+@pytest.mark.parametrize("unscales", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
+    """It leaves out the same steps on all ranks, with gradients of one rank alone as well."""
+
+    def train_scaled(model, optimizer, rank=0, size=1):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+        scales = []
+        for step, num_rows in enumerate((6, 1, 1, 1, 2, 5)):
+            whole = batch(0, step, num_rows, dtype=torch.float32)
+            own = whole[rank::size] * (float("inf") if step in (1, 2) else 1)
+            model.zero_grad()  # the schedule is not notified of this, as by the optimizer's own
+            if len(own):
+                scaler.scale(loss_of(model, own)).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+                clip(model)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales, values(model)
+
+    def rank_main(comm):
+        model = mlp(dtype=torch.float32)
+        chosen = Phases({0: EveryStep(), 8: EveryStep()}) if schedule == "phases" else schedule
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule=chosen, weight="samples"
+        )
+        found = train_scaled(model, optimizer, comm.rank, comm.size)
+        optimizer.flush()
+        return found
+
+    alone = mlp(dtype=torch.float32)
+    scales, expected = train_scaled(alone, sgd(alone))
+    assert scales[:3] == [64.0, 32.0, 16.0]
+    results = run_ranks(rank_main, world_size)
+    assert all(found == scales and equal(held, results[0][1]) for found, held in results)
+    assert near(results[0][1], expected, 1e-5)
+
+
+def test_a_rank_that_has_left_its_loop() -> None:
+    """It takes part in what the others share, and the late one of them gets the gradients."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        with optimizer.join():
+            for step in range(4 if comm.rank else 1):
+                optimizer.zero_grad()
+                if comm.rank != 1:
+                    loss_of(model, batch(comm.rank, step)).backward()
+                clip(model)
+                optimizer.step()
+            return values(model)  # before join copies them to all ranks
+
+    _, late, other = run_ranks(rank_main, 3)
+    assert equal(late, other)
+
+
+def test_a_closure() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, 0))
+            if comm.rank == 0:
+                loss.backward()
+            else:
+                optimizer.set_weight(0)
+            clip(model)
+            return loss
+
+        optimizer.step(closure)
+        return values(model)
+
+    alone = mlp()
+    optimizer = sgd(alone)
+    loss_of(alone, batch(0, 0)).backward()
+    clip(alone)
+    optimizer.step()
+    for result in run_ranks(rank_main, 2):
+        assert near(result, values(alone))
+
+
+def test_sparse_gradients() -> None:
+    def rank_main(comm):
+        model = nn.Embedding(5, 2, sparse=True).double()
+        with torch.no_grad():
+            model.weight.fill_(1.0)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(inner, comm, model, weight="samples")
+        if comm.rank == 0:
+            model(torch.tensor([1, 3, 3])).sum().backward()
+            model.weight.grad *= 0.5
+        else:
+            optimizer.set_weight(0)
+        optimizer.step()
+        return [model.weight.detach().clone()]
+
+    expected = torch.ones(5, 2, dtype=torch.float64)
+    expected[1] -= 0.05
+    expected[3] -= 0.1
+    for result in run_ranks(rank_main, 2):
+        assert near(result, [expected])
+
+
+@pytest.mark.parametrize("change", [clip, replace])
+def test_double_buffering_refuses_it(change: Change) -> None:
+    """Whether a rank was late is known one step later there."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule="double_buffering", weight="samples"
+        )
+        train(model, optimizer, change, comm.rank, comm.size)
+
+    with pytest.raises(RankMismatchError, match="max_grad_norm"):
+        run_ranks(rank_main, 2)
+
+
+def test_double_buffering_with_unchanged_gradients() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(
+            sgd(model),
+            comm,
+            model,
+            schedule="double_buffering",
+            weight="samples",
+            max_grad_norm=0.01,
+        )
+        train(model, optimizer, keep, comm.rank, comm.size)
+        optimizer.flush()
+        return values(model)
+
+    results = run_ranks(rank_main, 2)
+    assert equal(results[0], results[1])
+
+
+def accumulate(optimizer, model: nn.Module, parts) -> None:
+    """All passes but the last under no_sync(); the last one is left out if its part is empty."""
+    optimizer.zero_grad()
+    for index, part in enumerate(parts):
+        with nullcontext() if index == len(parts) - 1 else optimizer.no_sync():
+            if len(part):
+                loss_of(model, part).backward()
+
+
+@pytest.mark.parametrize("change", [clip, replace])
+def test_a_last_pass_that_is_left_out_after_others(change: Change) -> None:
+    """What the script changes is the rank's own gradient then: all ranks refuse it."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        parts = [batch(comm.rank, 0), batch(comm.rank, 1, size=0 if comm.rank == 1 else 4)]
+        accumulate(optimizer, model, parts)
+        change(model)
+        with pytest.raises(RankMismatchError, match=r"on rank 1 gradients were changed"):
+            optimizer.step()
+        accumulate(optimizer, model, parts)  # without a change it is right
+        optimizer.step()
+        return values(model)
+
+    results = run_ranks(rank_main, 2)
+    assert equal(results[0], results[1])
+
+
+def test_all_passes_under_no_sync_then_a_change() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        with optimizer.no_sync():
+            loss_of(model, batch(comm.rank, 0)).backward()
+        clip(model)
+        optimizer.step()
+
+    with pytest.warns(UserWarning, match="under no_sync"):
+        run_ranks(rank_main, 2)
+
+
+def double(parameter: torch.Tensor) -> None:
+    parameter.grad *= 2
+
+
+def test_all_passes_under_no_sync_then_a_hook_that_changes_them() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(double)
+        with optimizer.no_sync():
+            loss_of(model, batch(comm.rank, 0)).backward()
+        optimizer.step()
+
+    run_ranks(rank_main, 2)
+
+
+def train_both(model: nn.Module, optimizers, change: Change, rank: int, size: int):
+    """Both optimizers step after one backward pass."""
+    for step, num_rows in enumerate((6, 1, 7, 1, 5)):
+        own = batch(0, step, num_rows)[rank::size]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if len(own):
+            loss_of(model, own).backward()
+        change(model)
+        for optimizer in optimizers:
+            optimizer.step()
+    for optimizer in optimizers:
+        getattr(optimizer, "flush", lambda: None)()
+    return values(model)
+
+
+def both(comm, model: nn.Module):
+    """In the order in which a backward pass reaches their layers."""
+    return [
+        create_multi_node_optimizer(sgd(part), comm, part, weight="samples")
+        for part in (model[2], model[0])
+    ]
+
+
+def test_two_optimizers_of_one_backward_pass() -> None:
+    """Late ranks exchange for one after the other: nothing may come between."""
+
+    def rank_main(comm):
+        model = mlp()
+        return train_both(model, both(comm, model), keep, comm.rank, comm.size)
+
+    alone = mlp()
+    train_both(alone, [sgd(alone[2]), sgd(alone[0])], keep, 0, 1)
+    for result in run_ranks(rank_main, 2):
+        assert near(result, values(alone))
+
+
+@pytest.mark.parametrize("change", [clip, replace])
+def test_two_optimizers_of_one_backward_pass_refuse_a_change(change: Change) -> None:
+    def rank_main(comm):
+        model = mlp()
+        train_both(model, both(comm, model), change, comm.rank, comm.size)
+
+    with pytest.raises(RankMismatchError, match="optimizers share a backward pass"):
+        run_ranks(rank_main, 2)
+
+
+def test_two_optimizers_of_two_backward_passes() -> None:
+    """As those of a generator and a discriminator."""
+
+    def train_in_turn(models, optimizers, rank: int, size: int):
+        for step, num_rows in enumerate((6, 1, 7, 1)):
+            own = batch(0, step, num_rows)[rank::size]
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                if len(own):
+                    loss_of(model, own).backward()
+                clip(model)
+                optimizer.step()
+        return [tensor for model in models for tensor in values(model)]
+
+    def rank_main(comm):
+        models = [mlp(), mlp(1)]
+        optimizers = [
+            create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+            for model in models
+        ]
+        return train_in_turn(models, optimizers, comm.rank, comm.size)
+
+    models = [mlp(), mlp(1)]
+    expected = train_in_turn(models, [sgd(model) for model in models], 0, 1)
+    for result in run_ranks(rank_main, 2):
+        assert near(result, expected)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        {0: EveryStep(), 24: PeriodicAverage(24)},
+        {0: EveryStep(exact=True), 24: EveryStep()},
+        {0: EveryStep(), 24: DiLoCo(24), 60: EveryStep()},
+    ],
+    ids=lambda phases: "+".join(schedule.name for schedule in phases.values()),
+)
+@pytest.mark.parametrize("route", ["flat", "single_node"])
+def test_a_rank_that_is_late_when_a_phase_ends(phases: dict, route: str) -> None:
+    """Rank 1 has no backward pass in the step whose samples end the first phase."""
+
+    def rank_main(comm):
+        model, made = mlp(), Phases({at: copy.copy(each) for at, each in phases.items()})
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, schedule=made, codec="float16"
+        )
+        seen = []
+        for step in range(8):
+            optimizer.zero_grad()
+            if not (comm.rank == 1 and step == 2):
+                loss_of(model, batch(comm.rank, step, 4)).backward()
+            clip(model)
+            optimizer.step()
+            seen.append(values(model))
+        optimizer.flush()
+        return seen[:3], values(model), made.began_at
+
+    first, second = run_ranks(rank_main, 2, name=route, topology=Topology.blocks([2]))
+    assert first[2] == second[2]
+    assert len(first[2]) >= 2
+    for ours, theirs in zip(first[0], second[0], strict=True):
+        assert equal(ours, theirs)
+    assert equal(first[1], second[1])
+
+
+def test_sparse_gradients_without_pickle() -> None:
+    def rank_main(comm):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
+        optimizer = create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            if not (comm.rank == 1 and step == 1):
+                model(torch.tensor([1, 2, step])).sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(0.5)
+            optimizer.step()
+        return values(model)
+
+    first, second = run_ranks(rank_main, 2, is_trusted=False)
+    assert equal(first, second)

@@ -1,0 +1,177 @@
+"""A replica that has diverged is named: by `ReplicaCheck` every N steps, by a checkpoint anyway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchmn
+from tests.unit.models import batch, loss_of, mlp
+from torchmn.errors import RankMismatchError, UsageError
+from torchmn.exchange.schedules import PeriodicAverage
+from torchmn.testing import run_ranks
+
+
+class Training:
+    def __init__(self, comm: torchmn.Communicator, **options: Any) -> None:
+        self.comm = comm
+        self.model = mlp()
+        self.inner = torch.optim.SGD(self.model.parameters(), 0.01, momentum=0.9)
+        self.optimizer = torchmn.create_multi_node_optimizer(
+            self.inner, comm, self.model, **options
+        )
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        loss_of(self.model, batch(self.comm.rank, number)).backward()
+        self.optimizer.step()
+
+    def diverge(self) -> None:
+        """One bit of one element."""
+        with torch.no_grad():
+            self.model[2].bias.view(torch.int64)[0] ^= 1
+
+
+SCHEDULES = ["every_step", "double_buffering"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_equal_replicas(num_ranks: int, schedule: str) -> None:
+    def rank_main(comm: torchmn.Communicator) -> Any:
+        training = Training(comm, schedule=schedule)
+        check = torchmn.ReplicaCheck(comm, training.model, every=2, optimizer=training.optimizer)
+        assert str(check.report()) == "replicas were not compared yet"
+        for step in range(5):
+            training.step(step)
+            check.step_ended()
+        return check.report()
+
+    for report in run_ranks(rank_main, num_ranks):
+        assert (report.num_checks, report.last_step, report.differences) == (2, 4, ())
+        assert str(report) == "replicas were equal in 2 checks up to step 4"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_one_flipped_bit_is_named(num_ranks: int) -> None:
+    def rank_main(comm: torchmn.Communicator) -> str:
+        training = Training(comm)
+        check = torchmn.ReplicaCheck(comm, training.model, every=3)
+        for step in range(6):
+            training.step(step)
+            if step == 4 and comm.rank == 1:
+                training.diverge()
+            if step < 5:
+                check.step_ended()
+        with pytest.raises(RankMismatchError) as caught:
+            check.step_ended()
+        assert check.report().differences[0][0] == 6
+        return str(caught.value)
+
+    for words in run_ranks(rank_main, num_ranks):
+        assert "after step 6 in '2.bias'" in words
+        assert ("rank 1 differs from" if num_ranks > 2 else "with no majority") in words
+
+
+def test_warning_continues_and_the_report_has_gradients_that_were_not_finite() -> None:
+    def rank_main(comm: torchmn.Communicator) -> Any:
+        training = Training(comm, on_nonfinite="ignore")
+        check = torchmn.ReplicaCheck(
+            comm, training.model, every=1, optimizer=training.optimizer, on_difference="warn"
+        )
+        training.optimizer.zero_grad()
+        value = float("nan") if comm.rank == 1 else 1.0
+        (loss_of(training.model, batch(comm.rank, 0)) * value).backward()
+        if comm.rank == 1:
+            training.diverge()
+        check.step_ended()
+        return check.report()
+
+    with pytest.warns(RuntimeWarning, match="not finite before") as warned:
+        report = run_ranks(rank_main, 2)[0]
+    assert len(warned) == 1  # one rank warns
+    assert report.differences[0][1].name == "2.bias"
+    assert "rank" in report.nonfinite[0]
+    assert report.nonfinite[0] in str(report)
+
+
+def test_replicas_that_differ_by_design_are_not_compared(tmp_path: Path) -> None:
+    def rank_main(comm: torchmn.Communicator) -> Any:
+        training = Training(comm, schedule=PeriodicAverage(block_size=1000))
+        check = torchmn.ReplicaCheck(comm, training.model, every=1, optimizer=training.optimizer)
+        checkpointer = torchmn.create_multi_node_checkpointer(comm, tmp_path, "run")
+        for step in range(2):
+            training.step(step)
+            check.step_ended()
+        checkpointer.save(2, {"model": training.model, "optimizer": training.optimizer})
+        checkpointer.finish()
+        bare = torchmn.ReplicaCheck(comm, training.model, every=1)
+        with pytest.raises(RankMismatchError):
+            bare.step_ended()
+        return check.report()
+
+    assert run_ranks(rank_main, 2)[0].num_checks == 0
+
+
+@pytest.mark.parametrize("check_replicas", [True, "warn", False])
+def test_at_each_checkpoint(tmp_path: Path, check_replicas: Any) -> None:
+    def rank_main(comm: torchmn.Communicator) -> list[str]:
+        warned: list[str] = []
+        training = Training(comm)
+        state = {"model": training.model, "optimizer": training.optimizer}
+        checkpointer = torchmn.create_multi_node_checkpointer(
+            comm, tmp_path, "run", check_replicas=check_replicas
+        )
+        checkpointer._warn = warned.append
+        training.step(0)
+        checkpointer.save(1, state)
+        training.step(1)
+        if comm.rank == 2:
+            training.diverge()
+        checkpointer.save(2, state)
+        try:
+            checkpointer.finish()
+        except RankMismatchError as error:
+            warned.append(str(error))
+        return warned
+
+    warned = run_ranks(rank_main, 3)
+    written = sorted(path.name for path in (tmp_path / "run").iterdir())
+    words = "after step 2 in 'model/2.bias': rank 2 differs from ranks 0, 1"
+    if check_replicas is True:
+        assert all(words in texts[0] for texts in warned)
+        assert written == ["step-00000001"]
+    else:
+        assert written == ["step-00000001", "step-00000002"]
+        assert [len(texts) for texts in warned] == [int(check_replicas == "warn"), 0, 0]
+        assert not warned[0] or words in warned[0][0]
+
+
+def test_buffers_are_each_ranks_own() -> None:
+    def rank_main(comm: torchmn.Communicator) -> int:
+        model = torch.nn.BatchNorm1d(3)
+        optimizer = torchmn.create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model
+        )
+        model.running_mean.fill_(comm.rank)
+        check = torchmn.ReplicaCheck(comm, model, every=1, optimizer=optimizer)
+        check.step_ended()
+        return check.report().num_checks
+
+    assert run_ranks(rank_main, 2) == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "an integer, at least 1, got 0"),
+        ({"every": 1.5}, "an integer, at least 1, got 1.5"),
+        ({"on_difference": "ignore"}, "must be 'raise' or 'warn'"),
+    ],
+)
+def test_arguments(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        run_ranks(lambda comm: torchmn.ReplicaCheck(comm, mlp(), **options), 1)

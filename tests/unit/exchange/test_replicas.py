@@ -1,0 +1,228 @@
+"""Ranks that would not send the same all raise before anything is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.models import equal, fill, mlp, values
+from torchmn import create_multi_node_optimizer
+from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.replicas import different_tensors
+from torchmn.testing import run_ranks
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr)
+
+
+def messages(build: Callable, world_size: int = 3, **options: Callable) -> list[str]:
+    """The error on every rank when ``build(rank)`` gives (model, inner optimizer)."""
+
+    def rank_main(comm):
+        model, inner = build(comm.rank)
+        given = {name: option(comm.rank) for name, option in options.items()}
+        with pytest.raises(RankMismatchError) as caught:
+            create_multi_node_optimizer(inner, comm, model, **given)
+        return str(caught.value)
+
+    texts = run_ranks(rank_main, world_size, timeout_s=5)
+    for rank, text in enumerate(texts):
+        assert text.startswith(f"rank {rank} of {world_size}")
+        assert "All ranks must build the same model and the same optimizer." in text
+    return texts
+
+
+def linear(out: int = 3, dtype: torch.dtype = torch.float32) -> tuple:
+    model = nn.Sequential(nn.Linear(4, out, dtype=dtype))
+    return model, sgd(model)
+
+
+def test_other_shapes() -> None:
+    for text in messages(lambda rank: linear(5 if rank == 2 else 3)):
+        assert (
+            "'0.weight': rank 0 has [3, 4] torch.float32, rank 2 has [5, 4] torch.float32" in text
+        )
+
+
+def test_other_dtypes() -> None:
+    for text in messages(lambda rank: linear(dtype=torch.float64 if rank else torch.float32)):
+        assert "rank 0 has [3, 4] torch.float32, rank 1 has [3, 4] torch.float64" in text
+
+
+def test_other_names() -> None:
+    def build(rank):
+        model = nn.ModuleDict({"left" if rank else "right": nn.Linear(2, 2)})
+        return model, sgd(model)
+
+    for text in messages(build):
+        assert "'right.weight': rank 0 has [2, 2] torch.float32, rank 1 has none" in text
+
+
+def test_more_parameters_on_one_rank() -> None:
+    def build(rank):
+        model = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 2)] if rank == 1 else []))
+        return model, sgd(model)
+
+    for text in messages(build):
+        assert "'1.weight': rank 0 has none, rank 1 has [2, 2]" in text
+
+
+def test_another_order() -> None:
+    def build(rank):
+        names = ["a", "b"] if rank == 0 else ["b", "a"]
+        model = nn.ModuleDict()
+        for name in names:
+            model.add_module(name, nn.Linear(2, 2))
+        return model, sgd(model)
+
+    for text in messages(build):
+        assert "rank 0 and rank 1 hold the same things in another order" in text
+
+
+def test_another_memory_format() -> None:
+    """A bucket holds elements in the order of memory: means would mix them up."""
+
+    def build(rank):
+        model = nn.Conv2d(2, 3, 2)
+        return model.to(memory_format=torch.channels_last) if rank == 1 else model, sgd(model)
+
+    for text in messages(build):
+        assert "'weight': rank 0 has [3, 2, 2, 2] torch.float32, rank 1 has" in text
+        assert "with strides" in text
+
+
+def test_other_frozen_parameters() -> None:
+    def build(rank):
+        model = mlp()
+        model[0].bias.requires_grad_(rank != 1)
+        return model, sgd(model)
+
+    for text in messages(build):
+        assert (
+            "'0.bias': rank 0 has [7] torch.float64, rank 1 has [7] torch.float64, frozen" in text
+        )
+
+
+def test_other_parameters_in_the_optimizer() -> None:
+    def build(rank):
+        model = mlp()
+        return model, torch.optim.SGD(model[2:].parameters() if rank else model.parameters(), 0.1)
+
+    for text in messages(build):
+        assert "'0.weight'" in text
+        assert "not in the optimizer" in text
+
+
+def test_other_options_of_the_optimizer() -> None:
+    def build(rank):
+        model = mlp()
+        return model, sgd(model, 0.1 * (rank + 1))
+
+    for text in messages(build):
+        assert "'lr of group 0': rank 0 has 0.1, rank 1 has 0.2" in text
+
+
+def test_another_optimizer() -> None:
+    def build(rank):
+        model = mlp()
+        return model, (torch.optim.Adam if rank else torch.optim.SGD)(model.parameters(), 0.1)
+
+    for text in messages(build):
+        assert "'class': rank 0 has SGD, rank 1 has Adam" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "first", "second"),
+    [
+        ("zero_fill", True, False),
+        ("schedule", "every_step", "double_buffering"),
+        ("codec", None, "float16"),
+        ("weight", "rank", "samples"),
+    ],
+)
+def test_other_requests(option: str, first: object, second: object) -> None:
+    def build(_):
+        model = mlp()
+        return model, sgd(model)
+
+    for text in messages(build, 2, **{option: lambda rank: second if rank else first}):
+        assert f"'{option}': rank 0 has {first}, rank 1 has {second}" in text
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_parameters_and_buffers_of_rank_0_go_to_all(world_size: int) -> None:
+    def build(seed: int) -> nn.Module:
+        model = nn.Sequential(mlp(seed), nn.BatchNorm1d(3, dtype=torch.float64))
+        model[1].running_mean.fill_(seed + 1.0)
+        model[1].num_batches_tracked.fill_(seed + 7)
+        model.register_buffer("empty", torch.zeros(0))
+        model.register_buffer("flags", torch.tensor([True, seed == 0]))
+        model.register_buffer("narrow", torch.full((3,), seed + 0.5, dtype=torch.bfloat16))
+        fill(model, seed)
+        return model
+
+    def rank_main(comm):
+        model = build(comm.rank)
+        assert bool(different_tensors(comm, [model])) is (comm.size > 1)
+        create_multi_node_optimizer(sgd(model), comm, model)
+        assert different_tensors(comm, [model]) == []
+        return model.state_dict()
+
+    expected = build(0).state_dict()
+    for state in run_ranks(rank_main, world_size):
+        assert list(state) == list(expected)
+        assert equal(list(state.values()), list(expected.values()))
+
+
+def test_a_broadcast_that_fails_is_noticed() -> None:
+    class Forgets(FlatCommunicator):
+        def bcast_data(self, model):
+            super().bcast_data(model)
+            if self.rank == 1:
+                next(model.parameters()).data.view(-1)[0] += 1e-9
+
+    def rank_main(comm):
+        comm.__class__ = Forgets
+        model = mlp(comm.rank)
+        with pytest.raises(CommunicationError, match=r"ranks still differ in \['0.weight'\]"):
+            create_multi_node_optimizer(sgd(model), comm, model)
+
+    run_ranks(rank_main, 3)
+
+
+def test_a_parameter_that_is_not_in_the_model_is_named() -> None:
+    def rank_main(comm):
+        model, other = mlp(), nn.Linear(4, 2)
+        unnamed = torch.optim.SGD([{"params": model.parameters()}, {"params": [other.weight]}])
+        with pytest.raises(
+            UsageError, match=r"number 0 of the optimizer's group 1, shape \[2, 4\], is not in the"
+        ):
+            create_multi_node_optimizer(unnamed, comm, model)
+        named = torch.optim.SGD([("head.weight", other.weight)], 0.1)
+        with pytest.raises(UsageError, match=r"head\.weight"):
+            create_multi_node_optimizer(named, comm, model)
+        before = values(model)
+        create_multi_node_optimizer(unnamed, comm, [model, other])
+        assert equal(values(model), before)
+
+    run_ranks(rank_main, 2)
+
+
+def test_lazy_layers_are_refused_until_they_have_shapes() -> None:
+    def rank_main(comm):
+        model = nn.Sequential(nn.LazyLinear(3))
+        inner = sgd(model)
+        with pytest.raises(UnsupportedError, match=r"'0\.weight' is not initialised.*one forward"):
+            create_multi_node_optimizer(inner, comm, model)
+        with pytest.raises(UsageError, match="not in the model"):
+            create_multi_node_optimizer(inner, comm, mlp())
+        model(torch.ones(1, 4))
+        create_multi_node_optimizer(inner, comm, model)
+        return values(model)
+
+    assert equal(*run_ranks(rank_main, 2))

@@ -1,0 +1,309 @@
+"""Means over samples or tokens, for batches of different sizes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contracts.suites.communicator_contracts import seeded
+from tests.unit.models import (
+    OfObject,
+    batch,
+    equal,
+    fill,
+    grads,
+    local_grads,
+    loss_of,
+    mlp,
+    near,
+    values,
+)
+from torchmn import create_multi_node_optimizer
+from torchmn.errors import UsageError
+from torchmn.exchange.weights import Contribution, weight_scale
+from torchmn.testing import run_ranks
+
+SCHEDULES = ["every_step", "double_buffering"]
+
+
+@pytest.mark.parametrize(
+    ("args", "num_samples"),
+    [
+        ((torch.zeros(4, 2), torch.zeros(9)), 4),
+        (({"mask": torch.tensor(1.0), "x": torch.zeros(3, 2)},), 3),
+        ((1, "text", {"parts": {"x": torch.zeros(0, 2)}}, torch.zeros(5)), 0),
+        ((), 0),
+        ((torch.tensor(1.0), {"text": "abc"}), 0),
+    ],
+)
+def test_samples_are_found_in_dicts(args: tuple[object, ...], num_samples: int) -> None:
+    contribution = Contribution(is_by_samples=True)
+    contribution.count(nn.Linear(1, 1), args, {})
+    assert contribution.weight == num_samples
+    contribution.count(nn.Linear(1, 1), (), {"batch": {"x": torch.zeros(7)}})
+    assert contribution.weight == num_samples + 7
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def train_alone(sizes: list[list[int]]) -> list[torch.Tensor]:
+    """One process on all samples of a step at once."""
+    model = mlp()
+    inner = sgd(model)
+    for step, row in enumerate(sizes):
+        inner.zero_grad()
+        together = torch.cat([batch(rank, step, size) for rank, size in enumerate(row)])
+        loss_of(model, together).backward()
+        inner.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("name", ["flat", "hierarchical"])
+@pytest.mark.parametrize("sizes", [[[4, 4], [1, 7]], [[3, 1, 2], [5, 0, 1], [0, 0, 2]]], ids=str)
+def test_samples_of_uneven_and_empty_batches(sizes: list[list[int]], name: str) -> None:
+    """A batch without samples has a loss of NaN, and weighs nothing."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        for step, row in enumerate(sizes):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, step, row[comm.rank]))
+            assert bool(loss.isnan()) is (row[comm.rank] == 0)
+            loss.backward()
+            optimizer.step()
+        return values(model)
+
+    results = run_ranks(rank_main, len(sizes[0]), name=name)
+    for result in results:
+        assert equal(result, results[0])
+    assert near(results[0], train_alone(sizes))
+
+
+@pytest.mark.parametrize("codec", [None, "float16", "bfloat16"])
+def test_tokens_by_set_weight(codec: str | None) -> None:
+    """A mean over the tokens that a mask leaves, with many tokens and messages of 16 bits."""
+    tokens = [[4096, 100_000, 0], [1, 2, 3]]
+
+    def rank_main(comm):
+        model = mlp(dtype=torch.float32)
+        inner = torch.optim.SGD(model.parameters(), 1e-4)
+        optimizer = create_multi_node_optimizer(inner, comm, model, codec=codec)
+        seen = []
+        for step, row in enumerate(tokens):
+            optimizer.zero_grad()
+            optimizer.set_weight(row[comm.rank])
+            expected = weighted(model, row, step)
+            (1000 * loss_of(model, batch(comm.rank, step, dtype=torch.float32))).backward()
+            seen.append(grads(model))
+            tolerance = {None: 1e-5, "float16": 1e-3, "bfloat16": 1e-2}[codec]
+            for mine, mean in zip(seen[-1], expected, strict=True):
+                worst = float((mine - 1000 * mean).abs().max() / (1000 * mean).abs().max())
+                assert worst < tolerance, step
+            optimizer.step()
+        # the weight was for one pass: now ranks count equally
+        optimizer.zero_grad()
+        expected = weighted(model, [1, 1, 1], 5)
+        loss_of(model, batch(comm.rank, 5, dtype=torch.float32)).backward()
+        assert near(grads(model), expected, 2e-2 if codec else 1e-5)
+        return seen, values(model)
+
+    def weighted(model, row, step):
+        parts = [local_grads(model, batch(r, step, dtype=torch.float32)) for r in range(3)]
+        return [
+            sum(w * g.double() for w, g in zip(row, column, strict=True)).float() / sum(row)
+            for column in zip(*parts, strict=True)
+        ]
+
+    results = run_ranks(rank_main, 3)
+    for _, after in results:
+        assert equal(after, results[0][1])
+
+
+@pytest.mark.parametrize("codec", ["float16", "bfloat16"])
+def test_samples_do_not_push_gradients_out_of_range(codec: str) -> None:
+    """Gradients of 30000 times 64 samples do not fit in float16, but their mean does."""
+
+    def rank_main(comm):
+        model = nn.Linear(1, 1, bias=False)
+        fill(model)
+        create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model, codec=codec, weight="samples"
+        )
+        size = 64 if comm.rank == 0 else 16
+        model(torch.full((size, 1), 30000.0 if comm.rank == 0 else 10000.0)).mean().backward()
+        assert float(model.weight.grad) == pytest.approx(26000, rel=1e-2)
+
+    run_ranks(rank_main, 2)
+
+
+def test_half_precision_parameters_with_samples() -> None:
+    def rank_main(comm):
+        model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
+        fill(model)
+        create_multi_node_optimizer(
+            torch.optim.SGD(model.parameters(), 0.1), comm, model, weight="samples"
+        )
+        x = torch.full((32, 1), 40000.0, dtype=torch.float16)
+        (model(x) / 32).sum().backward()
+        assert float(model.weight.grad) == pytest.approx(40000, rel=1e-2)
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("codec", [None, "float16"])
+def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
+    """The same error on all ranks, which may then continue with the next batch."""
+
+    def rank_main(comm):
+        model = mlp(dtype=torch.float32)
+        optimizer = create_multi_node_optimizer(
+            sgd(model), comm, model, weight="samples", codec=codec
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            if step % 2 == 0:
+                optimizer.set_weight(0)
+            loss = loss_of(model, batch(comm.rank, step, comm.rank + 1, torch.float32))
+            if step % 2 == 0:
+                with pytest.raises(UsageError, match="weights of all ranks are zero.*set_weight"):
+                    loss.backward()
+                continue
+            loss.backward()
+            optimizer.step()
+        return values(model)
+
+    results = run_ranks(rank_main, 3, name="hierarchical")
+    for result in results:
+        assert equal(result, results[0])
+
+
+def test_inputs_without_a_batch_dimension_raise() -> None:
+    def rank_main(comm):
+        model = OfObject()
+        create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        with pytest.raises(UsageError, match="must see a tensor with a batch dimension"):
+            model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
+
+    run_ranks(rank_main, 2)
+
+
+def test_late_means_are_weighted_too() -> None:
+    sizes = [[4, 1], [2, 6], [3, 3]]
+
+    def rank_main(comm):
+        model = mlp()
+        inner = torch.optim.SGD(model.parameters(), 0.0)
+        optimizer = create_multi_node_optimizer(
+            inner, comm, model, weight="samples", schedule="double_buffering"
+        )
+        seen = []
+        for step, row in enumerate(sizes):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step, row[comm.rank])).backward()
+            seen.append(grads(model))
+            optimizer.step()
+        optimizer.flush()
+        return [*seen[1:], grads(model)]
+
+    model = mlp()
+    expected = [
+        local_grads(model, torch.cat([batch(r, step, n) for r, n in enumerate(row)]))
+        for step, row in enumerate(sizes)
+    ]
+    for seen in run_ranks(rank_main, 2):
+        for mine, theirs in zip(seen, expected, strict=True):
+            assert near(mine, theirs)
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_weights_that_are_none_are_refused(weight: float) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        with pytest.raises(UsageError, match="must be a non-negative finite number"):
+            optimizer.set_weight(weight)
+
+    run_ranks(rank_main, 1)
+
+
+def test_a_forward_pass_for_evaluation_is_not_counted() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        with torch.no_grad():
+            model(batch(comm.rank, 0, 50))
+        model.eval()
+        model(batch(comm.rank, 0, 50))
+        model.train()
+        loss_of(model, batch(comm.rank, 1, 1 + 2 * comm.rank)).backward()
+        assert optimizer.reducer.contribution.num_samples == 0.0
+        together = torch.cat([batch(0, 1, 1), batch(1, 1, 3)])
+        assert near(grads(model), local_grads(model, together))
+
+    run_ranks(rank_main, 2)
+
+
+class Quadratic(torch.optim.SGD):
+    """Calls its closure twice and keeps what it returned."""
+
+    def step(self, closure):
+        self.losses = [float(closure()) for _ in range(2)]
+        super().step()
+
+
+@pytest.mark.parametrize("how", ["samples", "given before step", "given in the closure"])
+def test_the_loss_of_a_closure_is_weighted_as_its_gradient(how: str) -> None:
+    sizes = (1, 5, 0)
+
+    def rank_main(comm):
+        model, size = mlp(), sizes[comm.rank]
+        inner = Quadratic(model.parameters(), 0.0)
+        weight = "samples" if how == "samples" else "rank"
+        optimizer = create_multi_node_optimizer(inner, comm, model, weight=weight)
+
+        def closure():
+            optimizer.zero_grad()
+            if how == "given in the closure":
+                optimizer.set_weight(size)
+            loss = loss_of(model, batch(comm.rank, 1, size))  # the mean of nothing is NaN
+            loss.backward()
+            return loss.detach() if comm.rank == 0 else loss.item()
+
+        if how == "given before step":
+            optimizer.set_weight(size)
+        optimizer.step(closure)
+        return inner.losses, grads(model)
+
+    model = mlp()
+    together = torch.cat([batch(rank, 1, size) for rank, size in enumerate(sizes)])
+    expected = float(loss_of(model, together).detach())
+    for losses, gradients in run_ranks(rank_main, 3):
+        assert losses == pytest.approx([expected, expected], rel=1e-12)
+        assert near(gradients, local_grads(model, together))
+
+
+def test_the_unit_of_weights() -> None:
+    assert [weight_scale(t, 1) for t in (1, 2, 3, 4, 0.5, 0.3)] == [1, 2, 4, 4, 0.5, 0.5]
+    assert weight_scale(3, 3) == 1.0
+    assert weight_scale(0, 2) == weight_scale(5, 0) == 1.0
+    for total, num_active in [(1000.0, 3), (1e-9, 1), (7.0, 7)]:
+        unit = weight_scale(total, num_active)
+        assert unit / 2 < total / num_active <= unit
+
+
+def test_an_infinite_gradient_of_an_empty_batch_is_not_exchanged() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        optimizer.set_weight(1 - comm.rank)
+        x = seeded(0, 2, 5) / 10
+        loss_of(model, x if comm.rank == 0 else x * float("inf")).backward()
+        assert near(grads(model), local_grads(model, x))
+
+    run_ranks(rank_main, 2)

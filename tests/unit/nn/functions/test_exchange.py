@@ -1,0 +1,267 @@
+"""The order of backward: what is connected without delegates, and mistakes with their lines."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.limits import limit
+from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError, TimeLimitError, UsageError
+from torchmn.nn.functions import allgather, allreduce, gather, pseudo_connect, recv, send
+from torchmn.testing import run_ranks
+
+HERE = "test_exchange.py"
+
+
+def line_of(function: Callable[..., object], text: str) -> int:
+    """The line of this file, in a function, that has a text."""
+    lines, first = inspect.getsourcelines(function)
+    return first + next(index for index, line in enumerate(lines) if text in line)
+
+
+def test_messages_that_cross_need_no_delegates() -> None:
+    def rank_main(comm: Communicator) -> object:
+        w = torch.tensor(2.0 + comm.rank, requires_grad=True)
+        if comm.rank == 0:
+            send(w * w, comm, 1)
+            (recv(comm, 1) * w).backward()
+        else:
+            got = recv(comm, 0)
+            pseudo_connect(send(w * w, comm, 0), got * w).backward()
+        return w.grad
+
+    # losses: 9 * 2 and 4 * 3, as functions of 2 and 3
+    assert run_ranks(rank_main, 2) == [9.0 + 2 * 2 * 3.0, 4.0 + 2 * 3 * 2.0]
+
+
+def test_a_result_of_send_that_is_never_used_still_gets_its_gradient() -> None:
+    def rank_main(comm: Communicator) -> object:
+        w = torch.tensor(3.0, requires_grad=True)
+        if comm.rank == 0:
+            hidden = w * w
+            send(hidden, comm, 1)
+            (hidden * 5).backward()
+        else:
+            (recv(comm, 0) * 7 * w).backward()
+        return w.grad
+
+    assert run_ranks(rank_main, 2) == [6.0 * (5 + 21), 63.0]
+
+
+def test_a_collective_whose_result_one_rank_does_not_use_runs_on_all() -> None:
+    def rank_main(comm: Communicator) -> object:
+        w = torch.tensor(3.0, requires_grad=True)
+        hidden = w * w
+        gathered = allgather(comm, hidden)
+        (hidden + (sum(gathered) if comm.rank == 0 else 0)).backward()
+        return w.grad
+
+    assert run_ranks(rank_main, 3) == [12.0, 12.0, 12.0]
+
+
+def test_two_losses_in_two_passes() -> None:
+    def rank_main(comm: Communicator) -> object:
+        w = torch.tensor(2.0, requires_grad=True)
+        if comm.rank == 0:
+            first, second = send(w * 3, comm, 1), send(w * w, comm, 1)
+            first.backward()
+            second.backward()
+        else:
+            losses = [recv(comm, 0) * w, recv(comm, 0) * w]
+            losses[0].backward()
+            losses[1].backward()
+        return w.grad
+
+    assert run_ranks(rank_main, 2) == [3 * 2.0 + 4 * 2.0, 6.0 + 4.0]
+
+
+def test_what_was_made_of_a_received_tensor_and_sent_must_be_reached() -> None:
+    def rank_main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            x = torch.ones(2, requires_grad=True)
+            delegate = send(x * 2, comm, 1)
+            (recv(comm, 1, delegate).sum()).backward()
+            return
+        hidden = recv(comm, 0)
+        delegate = send((hidden * 3).sin(), comm, 0)
+        (hidden * 5).sum().backward()
+        del delegate
+
+    with pytest.raises(UsageError) as caught:
+        run_ranks(rank_main, 2, timeout_s=5)
+    text = str(caught.value)
+    assert f"recv(rank=0, tag=0) at {HERE}:{line_of(rank_main, 'hidden = recv')}" in text
+    assert f"send(rank=0, tag=0) at {HERE}:{line_of(rank_main, 'delegate = send((')}" in text
+    assert "loss = pseudo_connect(delegate, loss)" in text
+
+
+def test_backward_of_a_delegate_that_was_passed_already() -> None:
+    def rank_main(comm: Communicator) -> None:
+        w = torch.tensor(2.0, requires_grad=True)
+        if comm.rank == 0:
+            delegate = send(w * w, comm, 1)
+            (recv(comm, 1) * w).backward()
+            delegate.backward()
+        else:
+            (send(recv(comm, 0) * w, comm, 0)).backward()
+
+    with pytest.raises(UsageError, match="backward has passed send.* already, through recv") as got:
+        run_ranks(rank_main, 2, timeout_s=5)
+    assert f"{HERE}:{line_of(rank_main, 'delegate = send')}" in str(got.value)
+
+
+def test_a_rank_without_backward_is_named_with_both_lines() -> None:
+    def rank_main(comm: Communicator) -> None:
+        x = torch.ones(2, requires_grad=True)
+        if comm.rank == 0:
+            send(x * 2, comm, 1)
+            has_raised.wait(limit(20))
+            return
+        try:
+            recv(comm, 0).sum().backward()
+        finally:
+            has_raised.set()
+
+    has_raised = threading.Event()
+    with pytest.raises(CommunicationError) as caught:
+        run_ranks(rank_main, 2, timeout_s=1)
+    text = str(caught.value)
+    assert f"recv(rank=0, tag=0) at {HERE}:{line_of(rank_main, 'recv(comm, 0)')}" in text
+    assert f"of send at {HERE}:{line_of(rank_main, 'send(x * 2')} in rank_main on rank 0" in text
+
+
+def test_a_rank_that_waits_says_what_it_has_not_reached() -> None:
+    def rank_main(comm: Communicator) -> None:
+        x = torch.ones(2, requires_grad=True)
+        if comm.rank == 0:
+            forgotten = send(x * 3, comm, 1)
+            try:
+                send(x * 2, comm, 1).backward()
+            finally:
+                has_raised.set()
+            del forgotten
+        else:
+            recv(comm, 0)
+            recv(comm, 0)
+            has_raised.wait(limit(20))
+
+    has_raised = threading.Event()
+    with pytest.raises(TimeLimitError, match="Backward of this rank has not reached: send") as got:
+        run_ranks(rank_main, 2, timeout_s=1)
+    assert f"{HERE}:{line_of(rank_main, 'forgotten = send')}" in str(got.value)
+
+
+def test_tags_that_do_not_match() -> None:
+    def rank_main(comm: Communicator) -> None:
+        if comm.rank == 0:
+            send(torch.ones(2), comm, 1, tag=4)
+            has_raised.wait(limit(20))
+            return
+        try:
+            recv(comm, 0, tag=5)
+        finally:
+            has_raised.set()
+
+    has_raised = threading.Event()
+    with pytest.raises(TimeLimitError, match="not requested: rank 0 tag 4") as caught:
+        run_ranks(rank_main, 2, timeout_s=1)
+    text = str(caught.value)
+    assert f"recv(rank=0, tag=5) at {HERE}:{line_of(rank_main, 'recv(comm, 0, tag=5)')}" in text
+    assert f"{HERE}:{line_of(rank_main, 'tag=4)')}" in text
+
+
+def test_shapes_that_do_not_match() -> None:
+    def rank_main(comm: Communicator) -> None:
+        allreduce(comm, torch.ones(2 + comm.rank, requires_grad=True))
+
+    with pytest.raises(CommunicationError, match=rf"float32\[2\].*float32\[3\].*{HERE}:\d+"):
+        run_ranks(rank_main, 2, timeout_s=5)
+
+
+def test_no_grad_on_one_rank_only() -> None:
+    def rank_main(comm: Communicator) -> None:
+        with torch.set_grad_enabled(comm.rank == 0):
+            allreduce(comm, torch.ones(2, requires_grad=True))
+
+    with pytest.raises(CommunicationError, match="may record gradients"):
+        run_ranks(rank_main, 2, timeout_s=5)
+
+
+def test_a_loop_releases_what_it_has_sent() -> None:
+    def rank_main(comm: Communicator) -> int:
+        w = torch.ones(2, requires_grad=True)
+        alive: list[weakref.ref[Tensor]] = []
+        for _ in range(4):
+            if comm.rank == 0:
+                y = w * 2
+                alive.append(weakref.ref(y))
+                send(y, comm, 1)
+            else:
+                recv(comm, 0)
+        y = w
+        gc.collect()
+        return sum(reference() is not None for reference in alive)
+
+    assert run_ranks(rank_main, 2)[0] <= 1
+
+
+def test_a_loop_is_not_connected_with_the_one_before() -> None:
+    """Rank 1's backward in the second run does not wait for a gradient of the first."""
+
+    def rank_main(comm: Communicator) -> object:
+        w = torch.tensor(2.0, requires_grad=True)
+        for step in range(3):
+            if comm.rank == 0:
+                send(w * w, comm, 1)
+                y = recv(comm, 1) * w
+                if step == 2:
+                    y.backward()
+            else:
+                delegate = send(recv(comm, 0) * w, comm, 0)
+                if step == 2:
+                    delegate.backward()
+        return w.grad
+
+    # w0 * w0 * w1 * w0
+    assert run_ranks(rank_main, 2) == [3 * 2 * 2 * 2.0, 2 * 2 * 2.0]
+
+
+def test_gather_gives_a_delegate_to_other_ranks() -> None:
+    def rank_main(comm: Communicator) -> object:
+        w = torch.tensor(1.0 + comm.rank, requires_grad=True)
+        gathered = gather(comm, w * w, root=1)
+        if comm.rank == 1:
+            (sum(gathered) * 2).backward()
+        else:
+            gathered.backward()
+        return w.grad
+
+    assert run_ranks(rank_main, 3) == [4.0, 8.0, 12.0]
+
+
+def test_gradients_arrive_in_any_order() -> None:
+    """Rank 0 takes the gradients of the other ranks as they come, and not in its own order."""
+
+    def rank_main(comm: Communicator) -> object:
+        w = torch.tensor(1.0, requires_grad=True)
+        if comm.rank == 0:
+            x = w * 2
+            for other in (1, 2):
+                send(x, comm, other)
+            x.backward()
+        elif comm.rank == 1:
+            send(recv(comm, 0) * 3, comm, 2).backward()
+        else:
+            from_1 = recv(comm, 1)
+            (from_1 + recv(comm, 0)).backward()
+        return w.grad
+
+    assert run_ranks(rank_main, 3)[0] == 2.0 * (1 + 3 + 1)

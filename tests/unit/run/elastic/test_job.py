@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchmn.errors import LaunchError, UnsupportedError, UsageError
+from torchmn.run import RunOptions, dry_run_elastic, plan_elastic, plan_job
+from torchmn.run.elastic.job import parse_elastic, parse_rendezvous
+
+
+def run_options(**more: object) -> RunOptions:
+    return RunOptions(**{"argv": ("true",), "elastic": "1:1", "backend": "gloo", **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "2", ":", "a:b", "2:", "-1:2", "1:2:3"])
+def test_invalid_host_range(text: str) -> None:
+    with pytest.raises(UsageError, match="--elastic must be MIN:MAX"):
+        parse_elastic(text)
+
+
+@pytest.mark.parametrize("text", ["", "n0", ":1", "n0:", "n0:x", "n0:65536"])
+def test_invalid_rendezvous(text: str) -> None:
+    with pytest.raises(UsageError, match="--rendezvous must be HOST:PORT"):
+        parse_rendezvous(text)
+
+
+def test_one_machine_is_one_host() -> None:
+    elastic, _ = plan_elastic(run_options(num_ranks=4, max_restarts=7), {})
+    assert [str(host) for host in elastic.job.hosts] == ["localhost:4"]
+    limits = elastic.limits
+    assert (limits.min_hosts, limits.max_hosts, limits.max_restarts) == (1, 1, 7)
+    with pytest.raises(UsageError, match="there are 1.*--hosts.*--elastic 1:1"):
+        plan_elastic(run_options(elastic="2:4", num_ranks=4), {})
+
+
+def test_several_hosts_keep_their_names() -> None:
+    elastic, _ = plan_elastic(run_options(elastic="1:2", hosts="a:2,b:4", rendezvous="a:2900"), {})
+    assert [str(host) for host in elastic.job.hosts] == ["a:2", "b:4"]
+    assert (elastic.rendezvous, elastic.rendezvous_port) == ("a", 2900)
+    with pytest.raises(UsageError, match="asks for up to 3 hosts, but there are 2"):
+        plan_elastic(run_options(elastic="1:3", hosts="a:2,b:4"), {})
+    with pytest.raises(UsageError, match="there are 1.* Use --elastic 1:1, or name more"):
+        plan_elastic(run_options(elastic="2:4", hosts="a:2"), {})
+
+
+@pytest.mark.parametrize("more", [{"backend": "mpi"}, {"launcher": "mpirun"}])
+def test_mpi_raises(more: dict[str, str]) -> None:
+    with pytest.raises(UnsupportedError, match="MPI_COMM_WORLD is fixed"):
+        plan_elastic(run_options(**more), {})
+
+
+def test_launchers_with_fixed_hosts_raise() -> None:
+    with pytest.raises(UnsupportedError, match="srun has a fixed set"):
+        plan_elastic(run_options(launcher="srun"), {})
+    with pytest.raises(UnsupportedError, match="--launcher-args"):
+        plan_elastic(run_options(launcher_args=("-x",)), {})
+
+
+@pytest.mark.parametrize(
+    ("option", "more"),
+    [
+        ("--max-restarts", {"max_restarts": 1}),
+        ("--rendezvous", {"rendezvous": "a:1"}),
+        ("--join-timeout", {"join_timeout_s": 1.0}),
+    ],
+)
+def test_options_that_require_elastic(option: str, more: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=f"{option} requires --elastic"):
+        plan_job(run_options(elastic=None, **more), {})
+
+
+def test_dry_run_does_not_show_the_secret() -> None:
+    elastic, _ = plan_elastic(run_options(elastic="1:2", hosts="10.9.9.1:1,10.9.9.2:1"), {})
+    shown = dry_run_elastic(elastic, {"PATH": "/bin"})
+    assert "torchmn.run.elastic.rendezvous_main" in shown
+    assert shown.count("torchmn.run.elastic.host_main") == 2
+    assert "10.9.9.2" in shown
+    assert elastic.job.secret not in shown
+
+
+def test_rendezvous_that_cannot_listen(tmp_path: Path) -> None:
+    elastic, _ = plan_elastic(run_options(rendezvous="a:29", log_dir=tmp_path), {})
+    assert elastic.parse_address('{"address": "1.2.3.4:29"}') == "1.2.3.4:29"
+    with pytest.raises(LaunchError, match="cannot listen at a:29: in use"):
+        elastic.parse_address('{"error": "in use"}')
+    for text in ("", "noise", "[]"):
+        with pytest.raises(LaunchError, match="a:29 did not start"):
+            elastic.parse_address(text)

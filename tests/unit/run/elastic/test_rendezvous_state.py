@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from torchmn.control.messages.elastic import (
+    ElasticMessage,
+    HostHello,
+    HostLost,
+    JobEnded,
+    Restart,
+    Round,
+    Shutdown,
+    UserMessage,
+)
+from torchmn.errors import UsageError
+from torchmn.run.elastic.rendezvous_state import LAUNCHER, Limits, RendezvousState
+
+VERSIONS = {"torch": "2.13"}
+
+
+class Play:
+    """RendezvousState, a clock, and what was posted to whom."""
+
+    def __init__(self, *hosts: str, min_hosts: int = 1, max_hosts: int = 0, **more: float) -> None:
+        limits = Limits(
+            min_hosts=min_hosts,
+            max_hosts=max_hosts or len(hosts),
+            max_restarts=int(more.pop("max_restarts", 3)),
+            join_timeout_s=more.pop("join_timeout_s", 60.0),
+        )
+        self.now = 0.0
+        self.rounds = RendezvousState(hosts, limits, now=0.0)
+
+    def come(self, *hosts: str, versions: dict[str, str] = VERSIONS) -> None:
+        for host in hosts:
+            member = HostHello(host=host, slots=2, versions=versions)
+            if self.rounds.on_host_joined(member):
+                self.arrive(host)
+
+    def arrive(self, host: str) -> None:
+        self.rounds.on_host_ready(host, self.now)
+
+    def lose(self, host: str) -> None:
+        self.rounds.on_host_lost(host, "gone", self.now)
+
+    def posted(self, host: str, kind: type[ElasticMessage]) -> list[ElasticMessage]:
+        messages = self.rounds.drain_messages()
+        return [each for to, each in messages if to == host and type(each) is kind]
+
+    def round(self) -> Round | None:
+        found = self.posted(LAUNCHER, Round)
+        return found[-1] if found and isinstance(found[-1], Round) else None
+
+    def over(self) -> str | None:
+        found = self.posted(LAUNCHER, JobEnded)
+        return found[-1].text if found and isinstance(found[-1], JobEnded) else None
+
+
+def names(found: Round | None) -> list[object]:
+    assert found is not None
+    return [member.host for member in found.members]
+
+
+def test_starts_when_all_hosts_are_there_in_the_order_of_the_list() -> None:
+    play = Play("a", "b", "c")
+    play.come("c", "a")
+    assert play.round() is None
+    play.come("b")
+    assert names(play.round()) == ["a", "b", "c"]
+
+
+def test_does_not_wait_for_a_host_that_cannot_be_reached() -> None:
+    play = Play("a", "b")
+    play.come("a")
+    play.rounds.on_host_unreachable("b", play.now)
+    assert names(play.round()) == ["a"]
+
+
+def test_starts_with_fewer_when_the_time_to_join_is_over() -> None:
+    play = Play("a", "b", "c", min_hosts=2)
+    play.come("a", "b")
+    play.now = 61.0
+    play.rounds.tick(play.now)
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
+    play = Play("a", "b", "c", min_hosts=2)
+    play.come("a")
+    play.now = 61.0
+    play.rounds.tick(play.now)
+    text = play.over()
+    assert text is not None
+    assert "1 host joined (a) within" in text
+    assert "--join-timeout" in text
+
+
+def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
+    play = Play("a", "b", min_hosts=2)
+    play.come("a")
+    member = HostHello(host="b", slots=2, versions=VERSIONS)
+    play.rounds.on_host_joined(member)
+    play.now = 61.0
+    play.rounds.tick(play.now)
+    assert play.over() is None
+    play.now = 121.0
+    play.rounds.tick(play.now)
+    assert play.over() is not None
+
+
+def test_a_failed_worker_restarts_all_and_counts() -> None:
+    play = Play("a", "b", max_restarts=1)
+    play.come("a", "b")
+    play.rounds.drain_messages()
+    play.arrive("a")  # its agent comes back by itself: a worker has failed
+    assert play.posted("b", Restart)
+    play.arrive("b")
+    found = play.round()
+    assert names(found) == ["a", "b"]
+    assert found is not None
+    assert (found.number, found.num_restarts) == (2, 1)
+    play.arrive("b")
+    play.arrive("a")
+    assert play.over() == "a rank on b failed, and all 1 restarts are used up"
+
+
+def test_a_lost_host_does_not_count_though_workers_fail_of_it() -> None:
+    play = Play("a", "b", max_restarts=0)
+    play.come("a", "b")
+    play.arrive("a")  # its workers fail first, since b's do not answer
+    assert play.round() is not None  # the first one
+    assert play.over() is None
+    play.lose("b")  # seconds later
+    found = play.round()
+    assert names(found) == ["a"]
+    assert found is not None
+    assert found.num_restarts == 0
+
+
+def test_waits_until_all_workers_of_the_old_round_have_stopped() -> None:
+    play = Play("a", "b", "c")
+    play.come("a", "b", "c")
+    play.lose("c")
+    play.rounds.drain_messages()
+    play.arrive("a")
+    assert play.round() is None
+    play.arrive("b")
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_a_host_whose_workers_do_not_stop_is_given_up() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.arrive("a")
+    play.rounds.drain_messages()
+    play.now = 36.0
+    assert play.rounds.tick(play.now) == ["b"]
+    assert names(play.round()) == ["a"]
+
+
+def test_a_host_that_comes_back_waits_for_an_announcement() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.lose("b")
+    play.arrive("a")
+    assert names(play.round()) == ["a"]
+    play.come("b")
+    posts = play.rounds.drain_messages()
+    assert [type(message) for _, message in posts] == [UserMessage]  # no host is disturbed
+    play.rounds.on_checkpoint_saved(40, play.now)
+    assert play.posted("a", Restart)
+    play.arrive("a")
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_a_waiting_host_replaces_one_that_was_lost() -> None:
+    play = Play("a", "b", "c", max_hosts=2)
+    play.come("c", "a")
+    assert names(play.round()) == ["a", "c"]
+    play.come("b")
+    play.rounds.on_checkpoint_saved(10, play.now)
+    assert play.round() is None  # there is no room
+    play.lose("a")
+    play.arrive("c")
+    assert names(play.round()) == ["b", "c"]
+
+
+def test_ends_when_all_have_finished() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.rounds.on_host_finished("a")
+    assert play.over() is None
+    play.rounds.on_host_finished("b")
+    assert play.over() == ""
+    assert play.rounds.is_over
+
+
+def test_who_has_finished_works_again_if_another_fails() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.rounds.on_host_finished("a")
+    play.arrive("b")
+    assert play.posted("a", Restart)
+    play.arrive("a")
+    assert names(play.round()) == ["a", "b"]
+
+
+def test_a_host_lost_after_it_has_finished_is_not_missed() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.rounds.on_host_finished("a")
+    play.lose("a")
+    play.rounds.on_host_finished("b")
+    assert play.over() == ""
+
+
+def test_unauthenticated_clients_and_other_versions_are_sent_away() -> None:
+    play = Play("a", "b")
+    play.come("z")
+    assert play.posted("z", Shutdown)
+    play.come("a")
+    play.come("b", versions={"torch": "2.12"})
+    (leave,) = play.posted("b", Shutdown)
+    assert isinstance(leave, Shutdown)
+    assert "torch is 2.13 on a and 2.12 on b" in leave.text
+
+
+def test_a_signal_reaches_all_hosts() -> None:
+    play = Play("a", "b")
+    play.come("a", "b")
+    play.rounds.stop(signal.SIGINT)
+    posts = play.rounds.drain_messages()
+    assert ("a", Shutdown(signum=signal.SIGINT, text="")) in posts
+    assert ("b", Shutdown(signum=signal.SIGINT, text="")) in posts
+    play.lose("a")
+    assert not play.posted(LAUNCHER, HostLost)  # that is what was asked for
+
+
+@pytest.mark.parametrize(("least", "most"), [(0, 1), (3, 2)])
+def test_limits_are_checked(least: int, most: int) -> None:
+    with pytest.raises(UsageError, match="MIN:MAX"):
+        Limits(min_hosts=least, max_hosts=most)
+
+
+def test_other_limits_are_checked() -> None:
+    with pytest.raises(UsageError, match="--max-restarts"):
+        Limits(min_hosts=1, max_hosts=1, max_restarts=-1)
+    with pytest.raises(UsageError, match="--join-timeout"):
+        Limits(min_hosts=1, max_hosts=1, join_timeout_s=0)

@@ -1,0 +1,239 @@
+"""The agents of a job and of an elastic round, over connections within this process."""
+
+from __future__ import annotations
+
+import errno
+import io
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchmn.control.connection import Channel
+from torchmn.control.messages import Message
+from torchmn.control.messages.elastic import Round, RoundMember
+from torchmn.control.messages.job import (
+    AgentHello,
+    Exit,
+    Output,
+    ScriptStarted,
+    StartScript,
+    Terminate,
+)
+from torchmn.run.agent_session import AgentSession
+from torchmn.run.console import RankOutput
+from torchmn.run.elastic.round_session import RoundSession
+from torchmn.run.job import Job
+
+VERSIONS = {"torch": "2.13"}
+
+
+class NoListener:
+    """No client connects: the tests admit channels themselves."""
+
+    def admit(self) -> list[tuple[Channel, Message]]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class SilentSocket:
+    """The socket of a connection whose host does not answer any more."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self) -> None:
+        self.is_silent = False
+
+    def setblocking(self, _: bool) -> None:
+        pass
+
+    def send(self, message: bytes) -> int:
+        return len(message)
+
+    def recv(self, _: int) -> bytes:
+        raise (
+            OSError(errno.ETIMEDOUT, "Connection timed out")
+            if self.is_silent
+            else (BlockingIOError())
+        )
+
+    def close(self) -> None:
+        pass
+
+
+class Agents:
+    """A session with ``num_ranks`` ranks, and the other ends of the connections."""
+
+    def __init__(self, session: AgentSession, err: io.StringIO) -> None:
+        self.session = session
+        self.err = err
+        self.peers: dict[int, Channel] = {}
+
+    def connect(self, rank: int, versions: dict[str, str] = VERSIONS, host: str = "") -> bool:
+        ours, theirs = socket.socketpair()
+        self.peers[rank] = Channel(theirs)
+        return self.session.admit(Channel(ours), hello(rank, versions, host))
+
+    def send(self, rank: int, message: Message) -> None:
+        self.peers[rank].post(message)
+        self.session.receive(self.session.connections[rank])
+
+    def close(self) -> None:
+        self.session.close()
+        for peer in self.peers.values():
+            peer.close()
+
+
+def hello(rank: int, versions: dict[str, str] = VERSIONS, host: str = "") -> AgentHello:
+    return AgentHello(
+        rank=rank, host=host or f"n{rank}", pid=1, address="10.0.0.1", port=9, versions=versions
+    )
+
+
+@pytest.fixture(params=["job", "round"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Agents]]:
+    """Makes the agents of a job, or of a round of an elastic one."""
+    made: list[Agents] = []
+
+    def make(**options: Any) -> Agents:
+        err = io.StringIO()
+        output = RankOutput(io.StringIO(), err)
+        job = Job(argv=("x",), num_ranks=2, backend="gloo", log_dir=tmp_path, **options)
+        listener: Any = NoListener()
+        if request.param == "job":
+            session = AgentSession(listener, 2, job, tmp_path, output)
+        else:
+            members = [RoundMember(host=f"n{i}", slots=1) for i in range(2)]
+            found = Round(number=1, members=members, num_restarts=0, reason="")
+            saved: list[object] = []
+            session = RoundSession(found, job, listener, output, on_checkpoint=saved.append)
+        made.append(Agents(session, err))
+        return made[-1]
+
+    yield make
+    for agents in made:
+        agents.close()
+
+
+def test_scripts_start_when_all_agents_have_connected(make: Callable[..., Agents]) -> None:
+    agents = make()
+    assert agents.connect(1)
+    assert agents.peers[1].collect() == []
+    assert agents.connect(0)
+    (order,) = agents.peers[1].collect()
+    assert isinstance(order, StartScript)
+    rendezvous = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "9"}
+    place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "1"}
+    assert order.env.items() >= {**rendezvous, **place}.items()
+
+
+def test_a_rank_that_is_unknown_or_connected_is_rejected(make: Callable[..., Agents]) -> None:
+    agents = make()
+    assert agents.connect(0)
+    first = agents.peers[0]
+    assert not agents.connect(0)
+    assert not agents.connect(2)
+    agents.peers[3] = first
+
+
+def test_different_versions_are_a_problem(make: Callable[..., Agents]) -> None:
+    agents = make()
+    agents.connect(0)
+    agents.connect(1, {"torch": "2.12"})
+    (problem,) = agents.session.take_problems()
+    assert "torch is 2.13 on n0 and 2.12 on n1" in problem
+    assert agents.peers[0].collect() == []
+
+
+@pytest.mark.parametrize("shows_binding", [True, False])
+def test_binding_is_shown(make: Callable[..., Agents], shows_binding: bool) -> None:
+    agents = make(shows_binding=shows_binding)
+    agents.connect(0)
+    agents.connect(1)
+    agents.send(1, ScriptStarted(pid=0, cores=[2, 3], num_threads=2))
+    shown = "torchmn: rank 1 on n1: cores 2, 3, 2 threads\n" if shows_binding else ""
+    assert agents.err.getvalue() == shown
+
+
+def test_a_silent_host_differs_from_a_dead_agent(make: Callable[..., Agents]) -> None:
+    agents = make()
+    agents.connect(0)
+    connection: Any = SilentSocket()
+    agents.session.admit(Channel(connection), hello(1))
+    connection.is_silent = True
+    agents.session.receive(agents.session.connections[1])
+    assert agents.session.must_end(time.monotonic())
+    summary = agents.session.result().summary
+    assert "rank 1 on n1 was lost: its host has not answered" in summary
+
+
+def test_a_dead_agent(make: Callable[..., Agents]) -> None:
+    agents = make()
+    agents.connect(0)
+    agents.connect(1)
+    agents.peers[1].close()
+    agents.session.receive(agents.session.connections[1])
+    assert "rank 1 on n1 was lost: its agent died" in agents.session.result().summary
+
+
+def test_first_failure_is_shown_again_after_the_output_of_others(
+    make: Callable[..., Agents], tmp_path: Path
+) -> None:
+    agents = make()
+    agents.connect(0)
+    agents.connect(1)
+    agents.send(
+        1, Output(stream="err", lines=["Traceback (most recent call last):", "Bad: 1"], num_bytes=9)
+    )
+    agents.send(1, Exit(returncode=3, ended_at=1.0, ended_by="itself"))
+    agents.send(0, Output(stream="out", lines=["step 5"], num_bytes=7))
+    assert agents.session.must_end(time.monotonic())
+    assert agents.session.end() is None
+    assert isinstance(agents.peers[0].collect()[-1], Terminate)
+    result = agents.session.result()
+    assert result.exit_code == 3
+    agents.session.report_failure(tmp_path, result, "summary")
+    tail = "End of stderr of rank 1:\nTraceback (most recent call last):\nBad: 1\n"
+    assert agents.err.getvalue().endswith(tail)
+    assert (tmp_path / "failure.txt").read_text() == f"{tail}summary\n"
+
+
+def test_a_rank_that_we_disconnect_has_not_failed(make: Callable[..., Agents]) -> None:
+    agents = make()
+    agents.connect(0)
+    agents.session.disconnect(agents.session.connections.values())
+    assert not agents.session.must_end(time.monotonic())
+    assert not agents.session.is_open
+
+
+def test_what_failed_is_shown_again_if_others_wrote_after_it(make: Callable[..., Agents]) -> None:
+    agents = make()
+    agents.connect(0)
+    agents.connect(1)
+    session = agents.session
+
+    def write(rank: int, stream: str, *lines: str) -> None:
+        agents.send(rank, Output(stream=stream, lines=list(lines), num_bytes=10))
+
+    def shown_again() -> bool:
+        before = len(agents.err.getvalue())
+        result = session.result()
+        assert result.first_failure is session.records[1]
+        session.report_failure(session.log_dir, result, "summary")
+        return "End of stderr of rank 1" in agents.err.getvalue()[before:]
+
+    write(0, "out", "one", "two")
+    write(1, "err", "ValueError: this")
+    agents.send(1, Exit(returncode=1, ended_at=1.0, ended_by="itself", note=""))
+    assert not shown_again()
+    write(1, "out", "its own")
+    assert not shown_again()
+    write(0, "err", "later")
+    assert shown_again()
+    write(1, "err", "newer")
+    assert not shown_again()

@@ -1,0 +1,51 @@
+"""What hosts must have in common."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torchmn
+from torchmn.control.codec import encode
+from torchmn.run.host_checks import differences, find_problem, versions
+from torchmn.run.orders import ProbeHost
+
+
+def test_versions_are_those_of_the_packages() -> None:
+    import torch
+
+    found = versions()
+    assert found["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert found["torchmn"] == torchmn.__version__
+
+
+def test_differences_name_both_hosts() -> None:
+    same = {"python": "3.11", "torch": "2.13"}
+    assert differences({"a": same, "b": same}) == ""
+    words = differences({"a": same, "b": {**same, "torch": "2.12"}, "c": same})
+    assert words == "torch is 2.13 on a, c and 2.12 on b"
+
+
+def test_scripts_and_folders_that_are_not_here(tmp_path: Path) -> None:
+    (tmp_path / "a script.py").write_text("")
+    assert find_problem(str(tmp_path), "a script.py") == ""
+    assert find_problem(str(tmp_path), "") == ""
+    assert "no folder /no/such" in find_problem("/no/such", "x.py")
+    assert f"script {tmp_path / 'x.py'} is not there" in find_problem(str(tmp_path), "x.py")
+
+
+def test_a_host_answers(tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "torchmn.run.probe_host"],
+        input=encode(ProbeHost(cwd=str(tmp_path), script="")).decode(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stderr == ""
+    facts = json.loads(answer.stdout)
+    assert facts["versions"] == versions()
+    assert facts["problem"] == ""
+    assert 1024 <= facts["port"] < 65536

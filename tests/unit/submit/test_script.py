@@ -1,0 +1,312 @@
+"""The whole text of a job script, and that every part of it is quoted for the shell."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.limits import limit
+from tests.unit.submit.examples import BODY_OF_ROW_3_5, tutorial
+from torchmn.errors import UsageError
+from torchmn.submit import SCHEDULERS, job_script
+from torchmn.submit.request import PythonEnvironment
+
+WHOLE = """\
+#!/bin/bash
+#PBS -q h-tutorial
+#PBS -l select=2:ncpus=2:mpiprocs=2:ompthreads=1
+#PBS -l place=scatter
+#PBS -W group_list=gt00
+#PBS -l walltime=00:10:00
+#PBS -N multi_node_training
+#PBS -r y
+#PBS -j oe
+#PBS -o torchmn-logs/
+#PBS -S /bin/bash
+#PBS -m abe
+
+# Written by `torchmn submit` for PBS. Edit it as you like; submit it in
+# the same folder, with the folder of its logs: mkdir -p torchmn-logs && qsub multi_node_training.sh
+
+cd "$PBS_O_WORKDIR" || exit 1
+job=${PBS_JOBID%%.*}
+logs=torchmn-logs
+log="$logs/multi_node_training.$job.$(date +%Y%m%d-%H%M%S)"
+mkdir -m 700 -p "$logs" || exit 1
+exec >>"$log.log" 2>&1
+end_job() {
+  echo "torchmn: job ended with exit status $1"
+  exit "${2:-$1}"
+}
+
+export NCCL_SHM_DISABLE=1
+command -v pbsnodes >/dev/null || {
+  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PBS_EXEC/bin:$PATH"
+}
+. ./venv/bin/activate || end_job 1
+command -v torchmn >/dev/null || {
+  echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2
+  end_job 127
+}
+
+echo "PBS job $job on $(hostname), $(date '+%Y-%m-%d %H:%M:%S %z')"
+python3 - <<'VERSIONS'
+import importlib.metadata, sys
+wanted = ("torch", "numpy", "mpi4py", "nvidia-nccl", "nvidia-cudnn", "nvidia-cuda-runtime")
+found = {(d.name or "").lower(): d.version for d in importlib.metadata.distributions()}
+versions = [f"{name} {found[name]}" for name in sorted(found) if name.startswith(wanted)]
+print(", ".join([f"python {sys.version.split()[0]}", *versions]))
+VERSIONS
+
+export TORCHMN_PROGRESS_FILE="$(realpath "$log").progress"
+# A signal of the scheduler goes to all ranks; this shell waits for their end.
+pass_on() { signaled=$1; kill -s "$1" "$run"; }
+for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done
+torchmn run -n 4 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\
+  train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32 &
+run=$!
+signaled=no
+until [ -z "$signaled" ]; do
+  last=$signaled signaled=
+  wait "$run"
+  status=$?
+done
+
+# Exit status 85: saved before the time limit, continue in a new job.
+if [ "$status" -eq 85 ]; then
+  history="$logs/multi_node_training.$job.requeues"
+  touch "$history" "$log.progress"
+  num_requeues=$(wc -l <"$history")
+  saved=$(grep '^checkpoint' "$log.progress" | tail -n 1)
+  if ! grep -q '^exit' "$log.progress"; then
+    echo "torchmn: not resubmitted: a rank exited with 85, but not because torchmn.Preemption \
+ended it" >&2
+  elif [ -n "$saved" ] && [ "$saved" = "$(tail -n 1 "$history")" ]; then
+    echo "torchmn: not resubmitted: no progress since the last time, the newest is the $saved; \
+submit this job by hand to continue" >&2
+  elif [ "$num_requeues" -ge 10 ]; then
+    echo "torchmn: not resubmitted: this was done 10 times already (--max-requeues); submit this \
+job by hand to continue" >&2
+  else
+    echo "${saved:-unknown $log}" >>"$history"
+    limit=$(sed -n 's/^limit //p' "$log.progress")
+    early=no; [ "$(date +%s)" -ge "${limit:-9999999999}" ] || early=yes
+    if [ "$last,$early" = TERM,yes ]; then
+      echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2
+    elif next=$(qsub multi_node_training.sh); then
+      mv "$history" "$logs/multi_node_training.${next%%.*}.requeues"
+      echo "torchmn: resubmitted as $next"
+    else
+      echo "torchmn: qsub failed on $(hostname): submit this job by hand to continue" >&2
+    fi
+  fi
+fi
+end_job "$status"
+"""
+
+
+def script(scheduler: str = "pbs", *, requeues: bool = False, **settings: object) -> str:
+    job = replace(tutorial(**settings), max_requeues=10 if requeues else 0)
+    return job_script(job, SCHEDULERS[scheduler])
+
+
+def test_complete_script() -> None:
+    job = replace(
+        tutorial(
+            directives=("#PBS -m abe",),
+            exports=(("NCCL_SHM_DISABLE", "1"),),
+        ),
+        max_requeues=10,
+        environment=PythonEnvironment(kind="venv", where="./venv"),
+    )
+    assert job_script(job, SCHEDULERS["pbs"]) == WHOLE
+
+
+def test_the_steps_of_row_3_5() -> None:
+    job = replace(
+        tutorial(
+            modules=(
+                "cuda/8.0.44-cuDNN7",
+                "anaconda3",
+                "switch intel-mpi openmpi-gdr/2.1.1/intel",
+            ),
+            exports=(
+                ("HOME", "/lustre/gi99/i12345"),
+                ("NCCL_SHM_DISABLE", "1"),
+                ("NCCL_NET_GDR_READ", "1"),
+            ),
+        ),
+        environment=PythonEnvironment(kind="conda", where="chainerMN"),
+    )
+    lines = [
+        line.removesuffix(" || end_job 1")
+        for line in job_script(job, SCHEDULERS["pbs"]).splitlines()
+    ]
+    places = [lines.index(line) for line in BODY_OF_ROW_3_5.splitlines()]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "folder", "number"),
+    [
+        ("pbs", '"$PBS_O_WORKDIR"', "${PBS_JOBID%%.*}"),
+        ("slurm", '"$SLURM_SUBMIT_DIR"', "$SLURM_JOB_ID"),
+        ("grid_engine", '"$SGE_O_WORKDIR"', "$JOB_ID"),
+    ],
+)
+def test_each_goes_to_its_folder_and_names_its_log(
+    scheduler: str, folder: str, number: str
+) -> None:
+    text = script(scheduler, parallel_environment="mpi")
+    assert f"cd {folder} || exit 1\njob={number}\nlogs=" in text
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_time_limit_has_one_place(scheduler: str) -> None:
+    text = script(scheduler, walltime="17:23:42", parallel_environment="mpi")
+    assert text.count("17:23:42") == 1
+    assert str((17 * 60 + 23) * 60 + 42) not in text
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_world_that_was_asked_for_is_started(scheduler: str) -> None:
+    assert "torchmn run -n 4 --threads 1" in script(scheduler, parallel_environment="mpi")
+
+
+def test_a_module() -> None:
+    job = replace(tutorial(), script="package.train", is_module=True)
+    text = job_script(job, SCHEDULERS["slurm"])
+    assert '--log-dir "$log" \\\n  -m package.train --no_snapshot' in text
+
+
+def test_separate_output() -> None:
+    assert 'exec >>"$log.out" 2>>"$log.err"' in script(join_output=False)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        ("pbs", "next=$(qsub multi_node_training.sh)"),
+        ("slurm", 'scontrol requeue "$SLURM_JOB_ID"'),
+        ("grid_engine", 'end_job "$status" 99'),
+    ],
+)
+def test_last_lines_with_and_without_requeue(scheduler: str, words: str) -> None:
+    with_it = script(scheduler, requeues=True, parallel_environment="mpi")
+    without = script(scheduler, parallel_environment="mpi")
+    assert words in with_it
+    assert '[ "$status" -eq 85 ]' in with_it
+    assert words not in without
+    assert "85" not in without
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "grid_engine"])
+def test_a_scheduler_without_a_warning_has_the_script_send_it(scheduler: str) -> None:
+    given = {"parallel_environment": "mpi", "signal": 90}
+    assert "sleep 510 &" in script(scheduler, **given)
+    assert "sleep" not in script("slurm", **given)
+    assert "#SBATCH --signal=B:USR1@90" in script("slurm", **given)
+    with pytest.raises(UsageError, match="is not less than the time limit"):
+        script(scheduler, parallel_environment="mpi", signal=600)
+    with pytest.raises(UsageError, match="pass --walltime"):
+        script(scheduler, parallel_environment="mpi", signal=1, walltime=None)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("walltime", ["00:00:02", "01:00:00"])
+def test_the_warning_of_the_script_comes_in_time_and_ends_with_it(
+    walltime: str, tmp_path: Path
+) -> None:
+    text = script("pbs", signal=1, walltime=walltime)
+    command = f"""
+import signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7))
+time.sleep({600 if walltime == "00:00:02" else 0})
+"""
+    # "#!" followed by the path of an interpreter does not work for one with a blank
+    words = shlex.join([sys.executable, "-c", command])
+    (tmp_path / "torchmn").write_text(f"#!/bin/sh\nexec {words}\n")
+    (tmp_path / "torchmn").chmod(0o755)
+    for name in ("pbsnodes", "qsub"):
+        (tmp_path / name).symlink_to("/bin/true")
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PBS_O_WORKDIR": str(tmp_path)}
+    # a leftover of the script would keep its standard error open, and communicate waiting
+    text = text.replace('exec >>"$log.log" 2>&1', "")
+    process = subprocess.Popen(
+        ["bash", "-c", text], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    out, err = process.communicate(timeout=limit(60))
+    assert process.returncode == (7 if walltime == "00:00:02" else 0), (out, err)
+
+
+def test_directives_precede_the_first_command() -> None:
+    """PBS and Slurm read no directive after it."""
+    lines = script(directives=("#PBS -m abe",)).splitlines()
+    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
+    assert lines.index("#PBS -m abe") < first
+    assert not [line for line in lines[first:] if line.startswith("#PBS")]
+
+
+@pytest.mark.parametrize("line", ["#SBATCH --mem=1G", "-l place=scatter", "#PBSX -q a", "# PBS"])
+def test_directive_of_another_scheduler_raises(line: str) -> None:
+    with pytest.raises(UsageError, match="A directive for PBS must begin with #PBS and a blank"):
+        script(directives=(line,))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_script_is_valid_and_quoted(scheduler: str, tmp_path: Path) -> None:
+    """The lines that are free text are run by a shell in which `torchmn` only shows its words."""
+    hostile = [
+        "$(touch broken)",
+        "`touch broken`",
+        "a 'b' \"c\"",
+        "; touch broken",
+        "x\ny",
+        "*",
+        "",
+    ]
+    job = replace(
+        tutorial(
+            modules=("cuda/12; touch broken",),
+            exports=(("A", "$(touch broken) 'x'"),),
+            parallel_environment="mpi",
+        ),
+        script="my train.py",
+        args=tuple(hostile),
+        max_requeues=10,
+        environment=PythonEnvironment(kind="venv", where="./my $(touch broken) venv"),
+    )
+    text = job_script(job, SCHEDULERS[scheduler])
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    place = text.index("torchmn run")
+    rest = text[place : text.index(" &\nrun=")]
+    harmless = "\n".join(
+        [
+            "module() { :; }",
+            "end_job() { :; }",
+            "torchmn() { printf '%s\\0' \"$@\"; }",
+            "log=logs/x",
+        ]
+    )
+    parts = [line for line in text.splitlines() if line.startswith((". ", "module ", "export A="))]
+    assert len(parts) == 3
+    shown = subprocess.run(
+        ["bash", "-c", "\n".join([harmless, *parts[:2], rest, 'printf "%s\\0" "$A"'])],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    words = shown.stdout.split("\0")[:-1]
+    assert words[-2 - len(hostile) : -1] == ["my train.py", *hostile]
+    assert words[-1] == "$(touch broken) 'x'"
+    assert not (tmp_path / "broken").exists()
+    assert shlex.split(parts[2])[1] == "./my $(touch broken) venv/bin/activate"

@@ -1,0 +1,358 @@
+"""Learning rates are functions of the samples seen."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ExponentialLR,
+    LinearLR,
+    LRScheduler,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchmn.comm import Communicator
+from torchmn.data import EmptyBatchCollate
+from torchmn.errors import UnknownNameError, UsageError
+from torchmn.train.large_batch import (
+    BatchGrowth,
+    BatchSchedule,
+    Cosine,
+    DecayAfterGrowth,
+    GlobalBatch,
+    GradualWarmup,
+    LinearScaling,
+    MultiStep,
+    Polynomial,
+    SquareRootScaling,
+)
+from torchmn.testing import run_ranks
+
+NUM_SAMPLES = 50
+
+
+def sgd(rate: float | torch.Tensor = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))], rate)
+
+
+class OneRank:
+    """As much of a communicator as `GlobalBatch` uses."""
+
+    rank, size, rank_label = 0, 1, "rank 0"
+    num_steps: int | None = None
+
+    def allgather_obj(self, value: object) -> list[object]:
+        return [value]
+
+
+def batch_of(global_batch: int = 10, **options: object) -> GlobalBatch:
+    return GlobalBatch(global_batch, comm=OneRank(), **options)
+
+
+def rates(schedule: BatchSchedule, num_epochs: int) -> list[float]:
+    """Of each step of a loop over the sampler."""
+    loader = DataLoader(
+        TensorDataset(torch.arange(NUM_SAMPLES)), batch_sampler=schedule.batch._sampler
+    )
+    found = []
+    for _ in range(num_epochs):
+        for _ in loader:
+            found.append(schedule.optimizer.param_groups[0]["lr"])
+            schedule.optimizer.step()
+            schedule.step()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "factor"),
+    [
+        (lambda o, b: LinearScaling(o, b, base_batch=5), lambda s: 2.0),
+        (lambda o, b: SquareRootScaling(o, b, base_batch=5), lambda s: math.sqrt(2)),
+        (lambda o, b: GradualWarmup(o, b, 2, start=0.2), lambda s: min(1, 0.2 + 0.8 * s / 100)),
+        (lambda o, b: GradualWarmup(o, b, 30, unit="samples"), lambda s: min(1, 0.1 + 0.03 * s)),
+        (lambda o, b: MultiStep(o, b, [1, 2.5], 0.5), lambda s: 0.5 ** ((s >= 50) + (s >= 125))),
+        (lambda o, b: Polynomial(o, b, 3), lambda s: max(0, 1 - s / 150) ** 2),
+        (
+            lambda o, b: Polynomial(o, b, 3, 1.0, begin=1, final=0.1),
+            lambda s: 0.1 + 0.9 * (1 - min(1, max(0, s - 50) / 100)),
+        ),
+        (
+            lambda o, b: Cosine(o, b, 3, final=0.2),
+            lambda s: 0.2 + 0.4 * (1 + math.cos(math.pi * min(1, s / 150))),
+        ),
+    ],
+)  # fmt: skip
+def test_formula(
+    make: Callable[[torch.optim.Optimizer, GlobalBatch], BatchSchedule],
+    factor: Callable[[int], float],
+) -> None:
+    batch = batch_of()
+    batch.sampler(NUM_SAMPLES)
+    schedule = make(sgd(), batch)
+    assert isinstance(schedule, LRScheduler)
+    assert rates(schedule, 4) == pytest.approx([0.1 * factor(10 * k) for k in range(20)])
+    assert schedule.get_last_lr() == pytest.approx([0.1 * factor(200)])
+
+
+def test_factors_are_multiplied_and_any_schedule_may_be_stepped() -> None:
+    batch = batch_of(40)
+    batch.sampler(NUM_SAMPLES)
+    scaling = LinearScaling(sgd(), batch, base_batch=10)
+    warmup = GradualWarmup(scaling, batch, 1)
+    schedule = MultiStep(warmup, batch, [2])
+    # From the rate of the base batch to four times it; then a tenth. Epochs are 40 and 10 samples.
+    expected = [0.1, 0.1 * (1 + 3 * 0.8), 0.4, 0.4, 0.04, 0.04]
+    assert rates(warmup, 3) == pytest.approx(expected)
+    assert scaling.get_last_lr() == schedule.get_last_lr() == pytest.approx([0.04])
+
+
+def test_two_schedules_side_by_side_are_refused() -> None:
+    batch = batch_of()
+    batch.sampler(NUM_SAMPLES)
+    optimizer = sgd()
+    first = MultiStep(optimizer, batch, [1])
+    with pytest.raises(UsageError, match="has a schedule already, MultiStep"):
+        Cosine(optimizer, batch, 3)
+    Cosine(first, batch, 3)
+
+
+def test_every_group_has_its_own_rate() -> None:
+    batch = batch_of()
+    batch.sampler(NUM_SAMPLES)
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, 0.3)]
+    LinearScaling(torch.optim.SGD(groups, 1.0), batch, base_batch=5)
+    assert [group["lr"] for group in groups] == pytest.approx([0.2, 0.6])
+
+
+def test_a_rate_is_the_same_whether_stepped_per_batch_or_per_epoch() -> None:
+    batch = batch_of(15)  # the last batch of an epoch has 5
+    batch.sampler(NUM_SAMPLES)
+    schedule = Cosine(sgd(), batch, 4)
+    loader = DataLoader(TensorDataset(torch.arange(NUM_SAMPLES)), batch_sampler=batch._sampler)
+    found = []
+    for _ in range(4):
+        for _ in loader:
+            schedule.optimizer.step()
+        schedule.step()
+        found.append(schedule.get_last_lr()[0])
+    assert found == pytest.approx([0.05 * (1 + math.cos(math.pi * e / 4)) for e in (1, 2, 3, 4)])
+
+
+def test_without_a_sampler_samples_are_counted() -> None:
+    batch = batch_of(10)
+    schedule = MultiStep(sgd(), batch, [25], unit="samples")
+    with pytest.raises(UsageError, match=r"batch\.count\(\)"):
+        schedule.step()
+    found = []
+    for num in (None, None, 4, None):
+        schedule.optimizer.step()
+        batch.count(num)
+        schedule.step()
+        found.append(schedule.get_last_lr()[0])
+    assert found == pytest.approx([0.1, 0.1, 0.1, 0.01])
+    with pytest.raises(UsageError, match="epochs are an unknown number of samples"):
+        Cosine(schedule, batch, 3)
+    other = batch_of(10)
+    other.load_state_dict(batch.state_dict())
+    assert other.samples_seen == 34
+
+
+def test_resumes_to_the_bit_on_another_number_of_ranks() -> None:
+    def train(
+        comm: Communicator, num_steps: int, state: dict[str, object] | None, order: list[str]
+    ) -> tuple[list[float], dict[str, object]]:
+        batch = GlobalBatch(12, comm=comm, growth=BatchGrowth([1], 2, max_batch=18))
+        optimizer = sgd()
+        parts = {
+            "sampler": batch.sampler(NUM_SAMPLES),
+            "optimizer": optimizer,
+            "schedule": DecayAfterGrowth(
+                Cosine(GradualWarmup(optimizer, batch, 1), batch, 3), batch
+            ),
+        }
+        for name in order if state else []:
+            parts[name].load_state_dict(copy.deepcopy(state[name]))
+        data = TensorDataset(torch.arange(NUM_SAMPLES))
+        loader = DataLoader(
+            data, batch_sampler=parts["sampler"], collate_fn=EmptyBatchCollate(data)
+        )
+        found: list[float] = []
+        while True:
+            for _ in loader:
+                found.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                parts["schedule"].step()
+                if len(found) == num_steps:
+                    return found, {n: copy.deepcopy(p.state_dict()) for n, p in parts.items()}
+
+    orders = [["sampler", "optimizer", "schedule"], ["schedule", "optimizer", "sampler"]]
+    whole = run_ranks(lambda comm: train(comm, 9, None, []), 1)[0][0]
+    assert len(set(whole)) > 6
+    begun, state = run_ranks(lambda comm: train(comm, 4, None, []), 3)[2]
+    for order in orders:
+        rest = run_ranks(lambda comm, order=order: train(comm, 5, state, order)[0], 2)
+        assert [begun + each for each in rest] == [whole] * 2
+
+
+def test_decay_after_growth_keeps_batch_over_rate_as_planned() -> None:
+    batch = batch_of(10, growth=BatchGrowth([1, 2, 3], 4, max_batch=50))
+    batch.sampler(NUM_SAMPLES)
+    schedule = DecayAfterGrowth(sgd(0.1), batch)
+    found = rates(schedule, 4)
+    # Batches of 10, 40 and 50; the planned ones are 10, 40, 160 and 640.
+    assert found == pytest.approx([0.1] * 5 + [0.1] * 2 + [0.1 * 50 / 160] + [0.1 * 50 / 640])
+    with pytest.raises(UsageError, match="use MultiStep"):
+        DecayAfterGrowth(sgd(), batch_of())
+
+
+def test_warmup_without_scaling_and_with_a_smaller_batch() -> None:
+    batch = batch_of(10)
+    batch.sampler(NUM_SAMPLES)
+    assert GradualWarmup(sgd(), batch, 1).get_last_lr() == pytest.approx([0.01])
+    smaller = LinearScaling(sgd(), batch, base_batch=40)
+    assert GradualWarmup(smaller, batch, 1).get_last_lr() == pytest.approx([0.025])  # no warm-up
+
+
+def test_wrong_arguments_are_refused() -> None:
+    batch = batch_of()
+    batch.sampler(NUM_SAMPLES)
+    with pytest.raises(UsageError, match="increasing"):
+        MultiStep(sgd(), batch, [2, 1])
+    with pytest.raises(UsageError, match="increasing"):
+        MultiStep(sgd(), batch, [])
+    with pytest.raises(UnknownNameError, match="steps"):
+        Cosine(sgd(), batch, 3, unit="steps")
+    with pytest.raises(UsageError, match="before end=3"):
+        Polynomial(sgd(), batch, 3, begin=4)
+    with pytest.raises(UsageError, match="start=2"):
+        GradualWarmup(sgd(), batch, 1, start=2)
+    with pytest.raises(UsageError, match="base_batch=0"):
+        LinearScaling(sgd(), batch, base_batch=0)
+    with pytest.raises(UsageError, match="finite"):
+        GradualWarmup(sgd(), batch, float("inf"))
+    nan = float("nan")
+    for wrong in (0, -1, nan, float("inf")):
+        with pytest.raises(UsageError, match="^power="):
+            Polynomial(sgd(), batch, 3, power=wrong)
+        with pytest.raises(UsageError, match="^gamma="):
+            MultiStep(sgd(), batch, [1], gamma=wrong)
+    for wrong in (-0.1, 1.1, nan):
+        for make in (Polynomial, Cosine):
+            with pytest.raises(UsageError, match="^final="):
+                make(sgd(), batch, 3, final=wrong)
+    with pytest.raises(UsageError, match="base_batch=nan"):
+        LinearScaling(sgd(), batch, base_batch=nan)
+
+
+# ---- rates that others set ----
+
+
+def stepped(schedule: BatchSchedule | LRScheduler, batch: GlobalBatch, num_epochs: int) -> None:
+    for _ in range(num_epochs):
+        for _ in batch._sampler:
+            schedule.optimizer.step()
+            schedule.step()
+
+
+def with_sampler(rate: float | torch.Tensor = 0.1) -> tuple[torch.optim.SGD, GlobalBatch]:
+    batch = batch_of()
+    batch.sampler(NUM_SAMPLES)
+    return sgd(rate), batch
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_chained_scheduler_of_torch_is_warned_of_once(
+    is_first: bool, rate: float | torch.Tensor
+) -> None:
+    optimizer, batch = with_sampler(rate)
+    make = [lambda: ExponentialLR(optimizer, 0.5), lambda: GradualWarmup(optimizer, batch, 1)]
+    chained = ChainedScheduler([each() for each in (make if is_first else make[::-1])])
+    with pytest.warns(
+        RuntimeWarning, match=r"GradualWarmup has set .* group 0 to .*Chained"
+    ) as all_:
+        stepped(chained, batch, 2)
+    assert len(all_) == 1
+    assert "SequentialLR" in str(all_[0].message)
+
+
+def test_a_rate_set_by_others_is_warned_of_with_the_group() -> None:
+    batch = batch_of()
+    batch.sampler(NUM_SAMPLES)
+    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": rate} for rate in (0.1, 0.3)]
+    optimizer = torch.optim.SGD(groups, 1.0)
+    scaling = LinearScaling(optimizer, batch, base_batch=5)
+    schedule = MultiStep(scaling, batch, [9])
+    stepped(schedule, batch, 1)
+    plateau = ReduceLROnPlateau(optimizer, patience=0, factor=0.5, min_lr=[0.2, 0.0])
+    for loss in (1.0, 2.0):
+        plateau.step(loss)
+    with pytest.warns(RuntimeWarning, match=r"MultiStep has set .* group 1 to 0\.6, .* it is 0\.3"):
+        scaling.step()
+    assert optimizer.param_groups[1]["lr"] == pytest.approx(0.6)
+    optimizer.param_groups[0]["lr"] = 7.0  # by hand; one warning is enough
+    schedule.step()
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")  # of SequentialLR in torch 2.6
+def test_one_schedule_after_the_other_is_not_warned_of() -> None:
+    """Warnings are errors in tests."""
+    optimizer, batch = with_sampler()
+    warmup = GradualWarmup(optimizer, batch, 1)
+    stepped(SequentialLR(optimizer, [warmup, ExponentialLR(optimizer, 0.5)], [5]), batch, 2)
+    optimizer, batch = with_sampler()
+    first = LinearLR(optimizer, 0.1, 1, 5)
+    stepped(
+        SequentialLR(optimizer, [first, Polynomial(optimizer, batch, 3, begin=1)], [5]), batch, 3
+    )
+    optimizer, batch = with_sampler()
+    inner = GradualWarmup(optimizer, batch, 1)
+    Cosine(inner, batch, 2, begin=1)
+    stepped(SequentialLR(optimizer, [inner, ExponentialLR(optimizer, 0.5)], [5]), batch, 2)
+    optimizer, batch = with_sampler()
+    inner, first = GradualWarmup(optimizer, batch, 1), LinearLR(optimizer, 0.1, 1, 5)
+    outer = MultiStep(inner, batch, [1], 0.5)
+    sequence = SequentialLR(optimizer, [first, inner], [5])  # the product of both, all the same
+    stepped(sequence, batch, 1)
+    assert optimizer.param_groups[0]["lr"] == outer.get_last_lr()[0] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("sampler", "optimizer"),  # the rates follow from the samples, so this is enough
+        ("optimizer", "sampler", "schedule"),
+        ("schedule", "sampler", "optimizer"),
+    ],
+)
+def test_a_resumed_schedule_is_not_warned_of(
+    names: tuple[str, ...], rate: float | torch.Tensor
+) -> None:
+    def parts() -> dict[str, object]:
+        optimizer, batch = with_sampler(copy.deepcopy(rate))
+        scaling = LinearScaling(optimizer, batch, base_batch=5)
+        return {
+            "sampler": batch._sampler,
+            "optimizer": optimizer,
+            "schedule": Cosine(scaling, batch, 3),
+        }
+
+    saved = parts()
+    stepped(saved["schedule"], saved["schedule"].batch, 1)
+    resumed = parts()
+    for name in names:
+        resumed[name].load_state_dict(copy.deepcopy(saved[name].state_dict()))
+    for each in (saved, resumed):
+        each["schedule"].base_lrs = [0.2]  # the way to change the first rate
+        stepped(each["schedule"], each["schedule"].batch, 1)
+    found = [float(each["optimizer"].param_groups[0]["lr"]) for each in (saved, resumed)]
+    assert found[0] == found[1] == pytest.approx(0.2 * 2 * 0.25)
