@@ -18,10 +18,10 @@ import torch
 from numba import njit
 from record import Bar, median_bar, ratio_bar, report
 
+from torchmn.cluster.units import MiB
 from torchmn.comm.codecs import BFloat16, ErrorFeedback, Float16, Layout, Quantized
 from torchmn.comm.codecs.base import StripeCodec
 from torchmn.comm.codecs.kernels import reference
-from torchmn.cluster.units import MiB
 
 SHAPES = [(512, 512, 3, 3)] * 2 + [(512, 256, 3, 3), (256, 256, 3, 3), (256, 128, 3, 3)]
 SHAPES += [(512, 512), (512,), (512,), (512,), (256,), (128, 128, 3, 3), (128,), (10, 512), (10,)]

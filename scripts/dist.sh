@@ -20,7 +20,7 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 
 [ -z "$(git status --porcelain)" ] || echo 'dist: changes that are not committed are not in it.' >&2
-version="$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' src/torchmn/version.py)"
+version="$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' src/torchmn/__init__.py)"
 [ "$(git tag --points-at HEAD "v$version")" ] ||
   echo "dist: not a release, for this commit has no tag v$version." >&2
 

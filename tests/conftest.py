@@ -20,9 +20,9 @@ from xdist.workermanage import WorkerController
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit, slowness
 from tests.mpi_pool import MpiPool
+from torchmn.cluster import count_gpus
 from torchmn.run.backend import find_mpirun
 from torchmn.testing import run_ranks
-from torchmn.cluster import count_gpus
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,10 +13,10 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from torchmn.cluster import Topology
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.backend import find_mpirun
 from torchmn.run.open_mpi_folders import SESSION_VARIABLE
-from torchmn.cluster import Topology
 
 _START_S = 60.0
 

@@ -57,8 +57,8 @@ def _outcome(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any
 def train(task: Task, side: Side, seed: int, images: Images) -> dict[str, Any]:
     """One run. *Collective.* The workers are on two hosts, so that all messages are encoded."""
     import torchmn
-    from torchmn.train.evaluation import sync_buffers_
     from torchmn.cluster import Topology
+    from torchmn.train.evaluation import sync_buffers_
 
     options = dict(side.options)
     if side.block_steps is not None:

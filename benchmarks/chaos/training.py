@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
 from torchmn.errors import TorchmnError
-from torchmn.run import install_crash_handler
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
+from torchmn.run import install_crash_handler
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 from models.small_cnn import SmallCNN

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader
 
 import torchmn
 from torchmn.errors import UsageError
-from torchmn.train.evaluation import batch_to
 from torchmn.train import extend_with_reports
+from torchmn.train.evaluation import batch_to
 
 
 def main() -> None:

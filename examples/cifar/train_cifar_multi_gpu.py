@@ -14,8 +14,8 @@ from pytorch_pfn_extras.training.extensions import Evaluator
 from torch.utils.data import DataLoader
 
 import torchmn
-from torchmn.train.evaluation import batch_to
 from torchmn.train import extend_with_reports
+from torchmn.train.evaluation import batch_to
 
 
 def main() -> None:

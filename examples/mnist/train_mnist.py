@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 import torchmn
 from torchmn.data import EmptyBatchCollate
 from torchmn.errors import UsageError
-from torchmn.train.evaluation import batch_to
 from torchmn.train import Classifier, extend_with_reports
+from torchmn.train.evaluation import batch_to
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets import load_images

@@ -25,9 +25,9 @@ from torch.utils.data import DataLoader
 
 import torchmn
 from torchmn.errors import UsageError
-from torchmn.train.evaluation import GenericMultiNodeEvaluator
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.train import EpochLoader
+from torchmn.train.evaluation import GenericMultiNodeEvaluator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models.seq2seq import PAD, AttentionLSTM, TranslationTransformer, Translator

@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from torchmn import checkpoint as checkpoint
     from torchmn import cluster as cluster
@@ -27,11 +29,10 @@ if TYPE_CHECKING:
     from torchmn import submit as submit
     from torchmn import testing as testing
     from torchmn import train as train
-    from torchmn.comm import codecs as codecs
-    from torchmn.exchange import schedules as schedules
-    from torchmn.train import frameworks as frameworks
     from torchmn.checkpoint import create_multi_node_checkpointer, seed_ranks
-    from torchmn.comm import Communicator, Grid, create_communicator
+    from torchmn.cluster import RankPlacement, Topology
+    from torchmn.comm import Communicator, Grid, codecs, create_communicator
+    from torchmn.control.script import run_main
     from torchmn.data import (
         GlobalSampler,
         SerialIterator,
@@ -44,13 +45,12 @@ if TYPE_CHECKING:
     )
     from torchmn.data.scatter_loader import scatter_loader
     from torchmn.errors import TorchmnError
-    from torchmn.train.evaluation import GenericMultiNodeEvaluator, Ratio, create_multi_node_evaluator
+    from torchmn.exchange import schedules as schedules
+    from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+    from torchmn.exchange.replica_check import ReplicaCheck
+    from torchmn.run import Preemption
     from torchmn.run.launch_local import launch_local
     from torchmn.run.multiprocess_updater import MultiprocessParallelUpdater
-    from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
-    from torchmn.run import Preemption, ReplicaCheck
-    from torchmn.control.script import run_main
-    from torchmn.cluster import RankPlacement, Topology
     from torchmn.train import (
         AllreducePersistent,
         MultiNodeEarlyStoppingTrigger,
@@ -58,6 +58,14 @@ if TYPE_CHECKING:
         StandardUpdater,
         Trainer,
     )
+    from torchmn.train import frameworks as frameworks
+    from torchmn.train.evaluation import (
+        GenericMultiNodeEvaluator,
+        Ratio,
+        create_multi_node_evaluator,
+    )
+
+    compression = codecs
 
 _HOME = {
     "AllreducePersistent": "torchmn.train",
@@ -72,7 +80,7 @@ _HOME = {
     "RankPlacement": "torchmn.cluster",
     "Preemption": "torchmn.run",
     "Ratio": "torchmn.train.evaluation",
-    "ReplicaCheck": "torchmn.run",
+    "ReplicaCheck": "torchmn.exchange.replica_check",
     "SerialIterator": "torchmn.data",
     "StandardUpdater": "torchmn.train",
     "Topology": "torchmn.cluster",

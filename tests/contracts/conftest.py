@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from tests.mpi_pool import MpiPool
+from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 Run = Callable[[Callable[[Communicator], None]], object]
 SIZES = (1, 2, 3, 4)

@@ -7,8 +7,8 @@ from tests.contracts.suites import batch_norm_contracts as contracts
 from tests.contracts.suites.batch_norm_contracts import check_all
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.mpi_pool import MpiPool
-from torchmn.testing import run_ranks
 from torchmn.cluster import Topology
+from torchmn.testing import run_ranks
 
 PLACEMENTS = {
     "1": ("flat", Topology.blocks([1])),

@@ -9,15 +9,15 @@ from tests.contracts.broken import calls as broken
 from tests.contracts.suites import call_contracts
 from tests.contracts.suites.call_contracts import check_calls
 from tests.contracts.suites.communicator_contracts import ContractError
-from tests.mpi_pool import MpiPool
 from tests.limits import limit
-from torchmn.comm import create, create_communicator
-from torchmn.testing import run_ranks
-from torchmn.testing.ranks import run_threads
+from tests.mpi_pool import MpiPool
 from torchmn.cluster import Topology
+from torchmn.comm import create, create_communicator
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
+from torchmn.testing import run_ranks
+from torchmn.testing.ranks import run_threads
 
 SIZES = (1, 2, 3, 4)
 

@@ -11,11 +11,11 @@ from tests.contracts.suites.chain_contracts import (
 )
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.mpi_pool import MpiPool
+from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError
 from torchmn.nn import chain_list, pipeline
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 SIZES = (1, 2, 3, 4)
 

@@ -8,7 +8,15 @@ import torch
 from tests.contracts.broken import codecs as broken
 from tests.contracts.suites import codec_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
-from torchmn.comm.codecs import CODECS, BFloat16, ErrorFeedback, Float16, Quantized, create_codec, residuals
+from torchmn.comm.codecs import (
+    CODECS,
+    BFloat16,
+    ErrorFeedback,
+    Float16,
+    Quantized,
+    create_codec,
+    residuals,
+)
 from torchmn.comm.codecs.base import StripeCodec
 
 pytestmark = [

@@ -4,10 +4,10 @@ import pytest
 
 from tests.contracts.suites.communicator_contracts import check_all
 from tests.mpi_pool import MpiPool
+from torchmn.cluster import Topology
 from torchmn.comm import ROUTES
 from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 CPU_ROUTES = [name for name in ROUTES if name != "pure_nccl"]
 PLACEMENTS = {

@@ -18,6 +18,7 @@ from tests.contracts.suites.resume_contracts import (
     check_resume_is_exact,
     leave,
 )
+from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS, Quantized
 from torchmn.exchange.optimizer import SCHEDULES
 from torchmn.exchange.schedules import (
@@ -32,7 +33,6 @@ from torchmn.exchange.schedules import (
     Warmup,
 )
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 PLACEMENTS = {
     "1": ("flat", Topology.blocks([1])),

@@ -16,12 +16,12 @@ from tests.contracts.suites.schedule_contracts import (
     check_option,
 )
 from tests.mpi_pool import MpiPool
+from torchmn.cluster import Topology
 from torchmn.comm import ROUTES
 from torchmn.comm.codecs import CODECS
 from torchmn.exchange.optimizer import SCHEDULES
 from torchmn.exchange.schedules import EveryStep
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 PLACEMENTS = {
     "1": ("flat", Topology.blocks([1])),

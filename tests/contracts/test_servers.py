@@ -6,8 +6,8 @@ from tests.contracts.broken import servers as broken
 from tests.contracts.suites import server_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
 from tests.mpi_pool import MpiPool
-from torchmn.testing import run_ranks
 from torchmn.cluster import Topology
+from torchmn.testing import run_ranks
 
 SAMPLE = [
     (world_size, servers, codec)

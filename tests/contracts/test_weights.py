@@ -17,11 +17,11 @@ from tests.contracts.suites.weight_contracts import (
     check_weighted_join,
     check_weighted_means,
 )
+from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
 from torchmn.exchange.optimizer import SCHEDULES
 from torchmn.exchange.schedules import EveryStep
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 

@@ -22,8 +22,8 @@ from tests.netlab.construction import (
     shape,
 )
 from tests.netlab.namespaces import call, entering, missing_requirement, pinned, tool
-from torchmn.errors import LaunchError, UsageError
 from torchmn.cluster.network import rate_bytes_per_s
+from torchmn.errors import LaunchError, UsageError
 
 _START = '[ -e "$0" ] && cd -- "$1" && shift && exec "$@"'
 Stream = int | IO[Any] | None

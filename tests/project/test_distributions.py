@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import limit
-from torchmn.version import __version__
+from torchmn import __version__
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = (".ci/", ".github/", ".pre-commit-config.yaml", ".gitattributes")

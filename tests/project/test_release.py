@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
-from torchmn.version import __version__
+from torchmn import __version__
 
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "docs" / "project" / "deprecation.md"
@@ -75,7 +75,7 @@ def test_version_is_semantic() -> None:
 
 
 def test_the_version_is_in_one_place() -> None:
-    """Builds read it from version.py."""
+    """Builds read it from the package."""
     assert re.search(r'^version = "', (ROOT / "pyproject.toml").read_text(), re.MULTILINE) is None
 
 

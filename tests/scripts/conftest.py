@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchmn.exchange.auto import tuner
 from torchmn.comm.link_speed import LinkSpeed
+from torchmn.exchange.auto import tuner
 
 
 @pytest.fixture(autouse=True)

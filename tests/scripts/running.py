@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.errors import TorchmnError
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 from .registry import Refused, Script
 from .worker import IsolatedRank, Rank, Worker

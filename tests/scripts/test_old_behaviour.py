@@ -11,9 +11,9 @@ from torchmn.errors import TorchmnError
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
+from torchmn.exchange.optimizer import closure, create, multi_node_optimizer
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.weights import Contribution
-from torchmn.exchange.optimizer import closure, create, multi_node_optimizer
 
 from .running import check_exact, on_ranks
 from .suite import all_scripts

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.data import EmptyBatchCollate, scatter_loader, shard_bounds
-from torchmn.nn import convert_batch_norm
 from torchmn.exchange.schedules.base import Schedule
+from torchmn.nn import convert_batch_norm
 
 NUM_STEPS = 8
 """Enough for each schedule to have measured, planned and deferred updates."""

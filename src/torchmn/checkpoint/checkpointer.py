@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmn.data import rng_state
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.folder_owner import FolderOwner
@@ -25,6 +24,7 @@ from torchmn.checkpoint.snapshot import CopyMemory, Stateful
 from torchmn.checkpoint.storage import Storage
 from torchmn.checkpoint.writer import Outcome, Request, Writer, read_manifest
 from torchmn.comm import Communicator, Grid
+from torchmn.data import rng_state
 from torchmn.errors import (
     CommunicationError,
     DataError,

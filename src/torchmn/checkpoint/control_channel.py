@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torchmn.comm.base import Communicator
 from torchmn.comm.flight_recorder import FlightRecorder
-from torchmn.errors import PeerLostError, TimeLimitError
-from torchmn.control import script_monitor
 from torchmn.comm.transports.base import BackoffTimeLimit, Transport, abort_pending_receives
+from torchmn.control import script_monitor
+from torchmn.errors import PeerLostError, TimeLimitError
 
 _SLOWEST_BYTES_PER_S = 10e6
 _LONGEST_PAUSE_S = 0.01

@@ -15,9 +15,9 @@ from torchmn.checkpoint.folder_owner import FolderOwner
 from torchmn.checkpoint.retention import Best
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.comm import Communicator, Grid
-from torchmn.errors import DataError, RankMismatchError, UnsupportedError, UsageError
-from torchmn.control.script_monitor import checkpoint_saved
 from torchmn.control.script import record_progress
+from torchmn.control.script_monitor import checkpoint_saved
+from torchmn.errors import DataError, RankMismatchError, UnsupportedError, UsageError
 
 _TOKEN = ".token-"
 _VISIBILITY_LIMIT_S = 5.0  # network file systems cache absence for seconds

@@ -13,8 +13,8 @@ from typing import Annotated
 
 from msgspec import Meta, MsgspecError, convert
 
-from torchmn.data.batch_settings import BatchSettings
 from torchmn.comm.checksums import digest
+from torchmn.data.batch_settings import BatchSettings
 from torchmn.errors import DataError
 
 FORMAT = 1

@@ -8,8 +8,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.data import rng_state
-from torchmn.data.batch_settings import batch_settings_by_name
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.parts import place_parts, targets_of
 from torchmn.checkpoint.reader import SavedCheckpoint
@@ -17,6 +15,8 @@ from torchmn.checkpoint.snapshot import RANDOM, HasReplicatedTensors, Stateful
 from torchmn.comm import Communicator, Grid
 from torchmn.comm.grid import num_model_parts
 from torchmn.comm.local_tensors import is_divided
+from torchmn.data import rng_state
+from torchmn.data.batch_settings import batch_settings_by_name
 from torchmn.errors import UsageError
 from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.resharding import (

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torchmn import __version__
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.manifest import BEGIN, FileEntry, Manifest, parse
 from torchmn.checkpoint.retention import (
@@ -37,7 +38,6 @@ from torchmn.comm.checksums import describe_differences, differences, digest
 from torchmn.comm.grid import num_model_parts
 from torchmn.comm.object_codec import as_bytes
 from torchmn.errors import DataError
-from torchmn.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)

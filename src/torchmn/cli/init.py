@@ -13,9 +13,9 @@ import typer
 
 from torchmn.cli.options import values_of
 from torchmn.cli.submit import SCHEDULER_NAMES
+from torchmn.cluster.units import counted
 from torchmn.errors import UnknownNameError, UsageError
 from torchmn.submit.settings import Settings
-from torchmn.cluster.units import counted
 
 KINDS = ("image", "text", "tabular")
 NO_SCHEDULER = "none"

@@ -65,8 +65,8 @@ def submit(
 
     The job script is plain shell: edit it and submit it by hand as you like.
     """
-    from torchmn.run import python_command
     from torchmn import submit as jobs
+    from torchmn.run import python_command
 
     if max_requeues is not None and not requeues:
         raise UsageError(f"--max-requeues {max_requeues} has no effect without --requeue: add it.")

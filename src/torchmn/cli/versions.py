@@ -9,7 +9,7 @@ from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from torchmn.version import __version__
+from torchmn import __version__
 
 
 def versions_text(env: Mapping[str, str]) -> str:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.errors import UsageError
 from torchmn.cluster.gpu_locality import GpuLocality
+from torchmn.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,16 @@ from torchmn.cntk.learners import (
 from torchmn.cntk.losses import classification_error, cross_entropy_with_softmax, squared_error
 from torchmn.cntk.progress_printer import ProgressPrinter, log_number_of_parameters
 from torchmn.cntk.progress_writer import ProgressWriter
+from torchmn.cntk.readers import (
+    FULL_DATA_SWEEP,
+    INFINITELY_REPEAT,
+    MinibatchData,
+    MinibatchSource,
+    MinibatchSourceFromData,
+    StreamDef,
+    StreamDefs,
+    StreamInformation,
+)
 from torchmn.cntk.schedules import (
     IGNORE,
     Schedule,
@@ -52,16 +62,6 @@ from torchmn.cntk.training_session import (
     training_session,
 )
 from torchmn.cntk.training_summary_callback import TrainingSummaryProgressCallback
-from torchmn.cntk.readers import (
-    FULL_DATA_SWEEP,
-    INFINITELY_REPEAT,
-    MinibatchData,
-    MinibatchSource,
-    MinibatchSourceFromData,
-    StreamDef,
-    StreamDefs,
-    StreamInformation,
-)
 
 __all__ = [
     "FULL_DATA_SWEEP",

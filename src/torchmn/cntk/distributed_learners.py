@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cntk.communicator import default_communicator
 from torchmn.cntk.learner import LearnerSet
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.optimizer import cntk as multi_node
-from torchmn.cluster.launcher_env import read_launcher_env
 
 
 @dataclass(frozen=True, kw_only=True)

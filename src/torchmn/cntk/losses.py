@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torchmn.errors import UsageError
 from torchmn.cntk.readers.minibatch import MinibatchData
+from torchmn.errors import UsageError
 
 
 def cross_entropy_with_softmax(

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from torchmn.cntk.schedules import Schedule, minibatch_size_schedule
-from torchmn.errors import UsageError
 from torchmn.cntk.readers import MinibatchSource, UserMinibatchSource, as_minibatch_source
 from torchmn.cntk.readers.streams import wanted_streams
+from torchmn.cntk.schedules import Schedule, minibatch_size_schedule
+from torchmn.errors import UsageError
 
 Callback = Callable[[int, float, int, int], bool | None]
 """Gets the index of a cross validation, the mean error, its samples and minibatches."""

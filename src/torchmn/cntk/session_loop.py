@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchmn.checkpoint import MultiNodeCheckpointer
-from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
-from torchmn.record import recording
 from torchmn.cntk.readers import MinibatchSource
 from torchmn.cntk.readers.user import UserSourceMinibatches
+from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
+from torchmn.record import recording
 
 if TYPE_CHECKING:
     from torchmn.cntk.training_session import TrainingSession

@@ -27,13 +27,13 @@ from torchmn.cntk.communicator import default_communicator
 from torchmn.cntk.distributed_learners import optimizers_of
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.minibatch_sums import MinibatchSums, mean_and_sum, start_sum
+from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.data.batch_size import num_samples
 from torchmn.errors import DataError, UnsupportedError, UsageError
-from torchmn.train.evaluation import evaluation_mode
-from torchmn.nn.layer_communicator import has_collective_layers
 from torchmn.exchange.optimizer import MultiNodeOptimizer
-from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.exchange.schedules.local_updates.base import LocalUpdateSchedule
+from torchmn.nn.layer_communicator import has_collective_layers
+from torchmn.train.evaluation import evaluation_mode
 
 Criterion = Callable[..., Tensor]
 Argument = Tensor | MinibatchData | np.ndarray[Any, Any] | Sequence[Any]

@@ -18,6 +18,13 @@ from typing import Any
 import torch
 
 from torchmn.cntk.communicator import default_communicator
+from torchmn.cntk.readers import (
+    MinibatchData,
+    MinibatchSource,
+    as_minibatch_source,
+)
+from torchmn.cntk.readers.streams import wanted_streams
+from torchmn.cntk.readers.user import UserSourceMinibatches
 from torchmn.cntk.schedules import minibatch_size_schedule
 from torchmn.cntk.session_checkpoints import SessionCheckpoints
 from torchmn.cntk.session_config import (
@@ -41,15 +48,8 @@ from torchmn.cntk.session_loop import (
 from torchmn.cntk.trainer import Trainer
 from torchmn.comm import Communicator
 from torchmn.errors import UsageError
-from torchmn.train.evaluation import sync_buffers_
-from torchmn.cntk.readers import (
-    MinibatchData,
-    MinibatchSource,
-    as_minibatch_source,
-)
-from torchmn.cntk.readers.streams import wanted_streams
-from torchmn.cntk.readers.user import UserSourceMinibatches
 from torchmn.run import Preemption
+from torchmn.train.evaluation import sync_buffers_
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchmn.comm.group import Group
 from torchmn.comm.codecs import Codec, Layout, PowerSGD, StripeCodec
 from torchmn.comm.codecs.base import Side, aligned, anonymous_layout
+from torchmn.comm.group import Group
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.record import recording
 from torchmn.record.timeline import Mark

@@ -18,6 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchmn.cluster import Topology
+from torchmn.cluster.network import own_addresses
+from torchmn.cluster.units import MiB
 from torchmn.comm import object_codec
 from torchmn.comm.allreduce import (
     AllReduceAlgorithm,
@@ -25,23 +28,20 @@ from torchmn.comm.allreduce import (
     ReduceBlock,
     create_allreduce,
 )
-from torchmn.comm.engine_jobs import CollectiveJobs
+from torchmn.comm.codecs import Codec
 from torchmn.comm.collectives import Collectives
-from torchmn.comm.scattered_loaders import DividedBatches
 from torchmn.comm.engine import Engine, Work
+from torchmn.comm.engine_jobs import CollectiveJobs
 from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.group import Group
 from torchmn.comm.groups import Groups
 from torchmn.comm.point_to_point import PointToPoint
 from torchmn.comm.process_groups import make_process_group, mesh_of_groups
-from torchmn.comm.codecs import Codec
-from torchmn.errors import UnsupportedError
-from torchmn.control import script_monitor
-from torchmn.record import recording
-from torchmn.cluster import Topology
-from torchmn.cluster.network import own_addresses
+from torchmn.comm.scattered_loaders import DividedBatches
 from torchmn.comm.transports.base import Transport
-from torchmn.cluster.units import MiB
+from torchmn.control import script_monitor
+from torchmn.errors import UnsupportedError
+from torchmn.record import recording
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -19,24 +19,33 @@ from typing import Any
 
 import torch
 
-from torchmn.comm.base import Communicator
-from torchmn.comm.collective_checks import raise_if_values_differ
-from torchmn.comm.routes.flat import FlatCommunicator
-from torchmn.comm.routes.hierarchical import HierarchicalCommunicator
-from torchmn.comm.routes.naive import NaiveCommunicator
-from torchmn.comm.routes.non_cuda_aware import NonCudaAwareCommunicator
-from torchmn.comm.object_codec import Trust
-from torchmn.comm.routes.pure_nccl import PureNcclCommunicator
-from torchmn.comm.routes.route_trials import candidate_routes, fastest
-from torchmn.comm.routes.single_node import SingleNodeCommunicator
-from torchmn.comm.routes.two_dimensional import TwoDimensionalCommunicator
-from torchmn.comm.codecs import BFloat16, Codec, Float16
+from torchmn.cluster import RankPlacement, Topology
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
     RECORD_VARIABLE,
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
 )
+from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
+from torchmn.cluster.network import rdma_adapters
+from torchmn.comm.base import Communicator
+from torchmn.comm.codecs import BFloat16, Codec, Float16
+from torchmn.comm.collective_checks import raise_if_values_differ
+from torchmn.comm.object_codec import Trust
+from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.comm.routes.hierarchical import HierarchicalCommunicator
+from torchmn.comm.routes.naive import NaiveCommunicator
+from torchmn.comm.routes.non_cuda_aware import NonCudaAwareCommunicator
+from torchmn.comm.routes.pure_nccl import PureNcclCommunicator
+from torchmn.comm.routes.route_trials import candidate_routes, fastest
+from torchmn.comm.routes.single_node import SingleNodeCommunicator
+from torchmn.comm.routes.two_dimensional import TwoDimensionalCommunicator
+from torchmn.comm.transports.base import TimeLimit, Transport
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.comm.transports.join import choose_transport, join_world
+from torchmn.comm.transports.mpi import MpiTransport
+from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
+from torchmn.control import script_monitor
 from torchmn.errors import (
     TopologyError,
     TorchmnError,
@@ -44,16 +53,7 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.control import script_monitor
 from torchmn.record import recording
-from torchmn.cluster import RankPlacement, Topology
-from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
-from torchmn.cluster.network import rdma_adapters
-from torchmn.comm.transports.base import TimeLimit, Transport
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.comm.transports.join import choose_transport, join_world
-from torchmn.comm.transports.mpi import MpiTransport
-from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
 
 ROUTES: dict[str, type[Communicator]] = {
     "naive": NaiveCommunicator,

@@ -15,8 +15,8 @@ from typing import Generic, TypeVar, cast
 
 import torch
 
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.control import script_monitor
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.record import recording
 
 Result = TypeVar("Result")

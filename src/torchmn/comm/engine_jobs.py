@@ -22,8 +22,8 @@ from torchmn.comm.local_tensors import local_part, placement_of
 from torchmn.comm.object_exchange import ObjectExchange
 from torchmn.comm.reductions import Reduction, dense, dense_parts, described
 from torchmn.comm.sums import summand, sums_of
-from torchmn.errors import UsageError
 from torchmn.comm.transports.base import fold
+from torchmn.errors import UsageError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from torchmn.control.messages.monitor import CollectiveStatus
 from torchmn.control import script_monitor
+from torchmn.control.messages.monitor import CollectiveStatus
 
 State = Literal["running", "done", "failed", "late"]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from torchmn.comm.engine import Engine
 from torchmn.comm.flight_recorder import FlightRecorder
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.comm.transports.base import Message, ReduceOp, TimeLimit, Transport
 from torchmn.comm.transports.staging import await_stream
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 
 Result = TypeVar("Result")
 

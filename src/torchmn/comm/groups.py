@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchmn.comm.group import Group
-from torchmn.errors import UnsupportedError
 from torchmn.cluster import Topology
+from torchmn.comm.group import Group
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.shared_memory import SharedMemoryTransport
+from torchmn.errors import UnsupportedError
 
 
 class Groups:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchmn.comm.group import Group
 from torchmn.cluster.units import KiB, MiB
+from torchmn.comm.group import Group
 
 _CPU = torch.device("cpu")
 _NUM_LATENCY_ROUNDS = 9

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from torchmn.errors import UnsupportedError
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.comm.transports.join import meet
+from torchmn.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from torchmn.cluster.environment_variables import HEARTBEAT_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages.monitor import Alive, HeartbeatRequest, StoppedProcess
 from torchmn.control.processes import ancestors, children, is_stopped, process_name
-from torchmn.cluster.environment_variables import HEARTBEAT_VARIABLE
 from torchmn.errors import UsageError
 
 _DEFAULT_LIMIT_S = 30.0

@@ -18,6 +18,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from torchmn.cluster.launcher_env import read_launcher_env
+from torchmn.control import script_monitor
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.loop_clock import LoopClock
 from torchmn.control.processes import (
@@ -29,8 +31,6 @@ from torchmn.control.processes import (
     send,
 )
 from torchmn.errors import TopologyError
-from torchmn.control import script_monitor
-from torchmn.cluster.launcher_env import read_launcher_env
 
 _PERIOD_S = 0.2
 

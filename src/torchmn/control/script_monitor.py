@@ -30,6 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
+from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.job import Terminate
@@ -44,7 +45,6 @@ from torchmn.control.messages.monitor import (
     StatusReply,
     StatusRequest,
 )
-from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.script import (
     frames_of_script,
     is_consequence,

@@ -22,16 +22,16 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from torchmn.cluster.units import GiB
 from torchmn.comm import object_codec
-from torchmn.data.sub_dataset import SizedDataset, is_starting_process
-from torchmn.errors import DataError, TorchmnError, UnsupportedError
 from torchmn.comm.transports.shared_segment import (
     SHARED_DIRECTORY,
     ErrorContext,
     SharedMemorySegment,
     memory_error_from,
 )
-from torchmn.cluster.units import GiB
+from torchmn.data.sub_dataset import SizedDataset, is_starting_process
+from torchmn.errors import DataError, TorchmnError, UnsupportedError
 
 COPY = ErrorContext(
     "the node's copy of the data set",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchmn.errors import UsageError
 from torchmn.data.keyed_permutation import Order as Order
 from torchmn.data.keyed_permutation import keyed_permutation
+from torchmn.errors import UsageError
 
 SEED_RULE = "A seed must be an integer from 0 to 2**32 - 1, or None."
 

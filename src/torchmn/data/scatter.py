@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from torchmn.cluster.units import MiB
+from torchmn.comm.transports.shared_segment import SHARED_DIRECTORY
 from torchmn.data.node_shared_dataset import copy_to_nodes
 from torchmn.data.permutations import SEED_RULE, draw_seed, is_seed, permutation
 from torchmn.data.sub_dataset import SizedDataset, SubDataset
 from torchmn.errors import RankMismatchError, UsageError
-from torchmn.comm.transports.shared_segment import SHARED_DIRECTORY
-from torchmn.cluster.units import MiB
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
+from torchmn.cluster.units import counted
 from torchmn.comm.scattered_loaders import PassParts
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_position import SamplerPass, iterating_loader
@@ -27,7 +28,6 @@ from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_s
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import DataError, RankMismatchError, UsageError
-from torchmn.cluster.units import counted
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

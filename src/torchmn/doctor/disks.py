@@ -6,10 +6,10 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 
+from torchmn.cluster.units import GiB, MiB
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding
 from torchmn.doctor.orders import Request
-from torchmn.cluster.units import GiB, MiB
 
 _FULL_SHARE = 0.02
 

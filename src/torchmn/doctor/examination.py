@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from torchmn.cluster.units import counted
 from torchmn.control.codec import Record
 from torchmn.doctor.checks import CHECKS
 from torchmn.doctor.clocks import clock_findings
@@ -28,7 +29,6 @@ from torchmn.doctor.orders import Begin, Examine, LinkMeasured, MeasureLink, Req
 from torchmn.doctor.tournament import Pair, apart, rounds_of
 from torchmn.errors import LaunchError, UsageError
 from torchmn.run.starters.remote import remote_shell
-from torchmn.cluster.units import counted
 
 _START_S = 20.0
 _CHECK_S = 60.0

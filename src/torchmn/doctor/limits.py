@@ -7,10 +7,10 @@ import resource
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from torchmn.cluster.units import GiB, MiB, counted
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding
 from torchmn.doctor.orders import Request
-from torchmn.cluster.units import GiB, MiB, counted
 
 _SHM = "/dev/shm"
 _MIN_SHM_BYTES = 256 * MiB

@@ -14,12 +14,12 @@ import threading
 import time
 from contextlib import suppress
 
+from torchmn.cluster.units import KiB
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.ports import listen_on
 from torchmn.doctor.orders import LinkMeasured, MeasureLink
 from torchmn.errors import LaunchError
-from torchmn.cluster.units import KiB
 
 _ROLE = "doctor's link probe"
 _CONNECT_S = 3.0

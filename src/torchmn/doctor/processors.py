@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torchmn.control.codec import Record
-from torchmn.doctor.findings import Finding
-from torchmn.doctor.orders import Request
 from torchmn.cluster import available_processors
 from torchmn.cluster.memory import memory_of_host
 from torchmn.cluster.units import GiB, counted
+from torchmn.control.codec import Record
+from torchmn.doctor.findings import Finding
+from torchmn.doctor.orders import Request
 
 _MIN_FREE_SHARE = 0.1
 _MIN_LIMIT_PER_RANK = 2 * GiB

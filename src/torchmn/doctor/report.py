@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import msgspec
 
-from torchmn.doctor.examination import Examination
-from torchmn.doctor.findings import Finding, worst
 from torchmn.cluster.exit_status import DOCTOR_STATUS
 from torchmn.cluster.units import GiB, counted
+from torchmn.doctor.examination import Examination
+from torchmn.doctor.findings import Finding, worst
 
 _MAX_HOSTS = 16
 _WIDTH = 100

@@ -1,1 +1,1 @@
-"""Gradients from the hooks of parameters to the sums of buckets."""
+"""From autograd's hooks to means in ``p.grad``: buckets, the optimizer, schedules, their choice."""

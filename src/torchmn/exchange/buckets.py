@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.base import Granularity
-from torchmn.comm.engine import Work
 from torchmn.comm.codecs import Layout
+from torchmn.comm.engine import Work
 from torchmn.exchange.gradient_memory import CAN_COUNT, num_references
 
 NamedParameter = tuple[str, nn.Parameter]

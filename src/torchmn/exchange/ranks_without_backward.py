@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from torchmn.cluster.units import listed
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.sparse_gradients import sparse_gradient
-from torchmn.cluster.units import listed
 
 _CHANGED = (
     "gradients were changed before they were exchanged, as by clip_grad_norm_: the last backward "

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.assign_means import MeanAssignment
 from torchmn.exchange.backward_pass import AtEnd, BackwardPass
 from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, Slot
@@ -30,7 +31,6 @@ from torchmn.exchange.exchange_buffers import ExchangeBuffers
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.exchange.footer import GIVEN_UP, OTHER_LAYOUT
 from torchmn.exchange.gradient_memory import GradientState, gradient_state
-from torchmn.exchange.assign_means import MeanAssignment
 from torchmn.exchange.nonfinite import NonfiniteGradients
 from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched

@@ -25,8 +25,8 @@ from torchmn.comm.local_tensors import (
 )
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
-from torchmn.exchange.sparse_gradients import sparse_parameters
 from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.sparse_gradients import sparse_parameters
 
 _OF_SHARDS = (
     " A model of which ranks hold parts is exchanged between those that hold the same part: give "

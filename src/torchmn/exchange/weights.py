@@ -25,8 +25,8 @@ from torch import nn
 
 from torchmn.comm import Communicator
 from torchmn.data.batch_size import num_samples
-from torchmn.exchange.sample_proportions import BatchShares, Shares
 from torchmn.exchange.replica_divergence import Replica
+from torchmn.exchange.sample_proportions import BatchShares, Shares
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.comm import Communicator
-from torchmn.nn.functions import pseudo_connect
 from torchmn.nn.chain_graph import BACKWARD, FORWARD, Action, ChainGraph, Link
 from torchmn.nn.differentiable_once import differentiable_once
+from torchmn.nn.functions import pseudo_connect
 from torchmn.nn.messages import Messages, Place, Samples
 from torchmn.nn.micro_batches import tensors_of, with_tensors
 from torchmn.nn.pipeline import explained

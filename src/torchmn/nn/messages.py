@@ -21,6 +21,12 @@ from torch import Tensor
 
 from torchmn.comm import Communicator, object_codec
 from torchmn.comm.engine import Engine, Work
+from torchmn.comm.transports.base import (
+    BackoffTimeLimit,
+    TimeLimit,
+    Transport,
+    abort_pending_receives,
+)
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,
@@ -31,7 +37,6 @@ from torchmn.errors import (
 )
 from torchmn.nn.chain_graph import BACKWARD, FORWARD, Edge
 from torchmn.record import recording
-from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport, abort_pending_receives
 
 _HEADER = 8
 _TAG = 1

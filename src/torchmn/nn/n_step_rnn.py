@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmn.nn import functions
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
+from torchmn.nn import functions
 
 
 class MultiNodeNStepRNN(nn.Module):

@@ -26,8 +26,8 @@ from torchmn.comm.local_tensors import Division, divide
 from torchmn.compiling import not_compiled
 from torchmn.data import shard_bounds
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
-from torchmn.nn.replicated_values import raise_if_values_differ
 from torchmn.nn.layer_communicator import Ranks
+from torchmn.nn.replicated_values import raise_if_values_differ
 
 Split = Literal["output", "input"]
 _CURE = "Make the model again with its communicator, and load the state into it."

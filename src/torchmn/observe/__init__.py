@@ -1,0 +1,1 @@
+"""What the records of runs say: reading them, reports, and plans for other clusters."""

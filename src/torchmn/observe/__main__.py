@@ -1,19 +1,19 @@
-"""``python -m torchmn.record FOLDER``: put together the profiles of a run's ranks."""
+"""``python -m torchmn.observe FOLDER``: put together the profiles of a run's ranks."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from torchmn.observe.read.finished_profile import finish_profile
 from torchmn.control.script import run_main
+from torchmn.observe.read.finished_profile import finish_profile
 
 
 def main() -> None:
     """Merge and print where the result is."""
     folders = [Path(text) for text in sys.argv[1:]]
     if not folders:
-        print("usage: python -m torchmn.record FOLDER...", file=sys.stderr)
+        print("usage: python -m torchmn.observe FOLDER...", file=sys.stderr)
         raise SystemExit(2)
     for folder in folders:
         for line in finish_profile(folder) or [f"{folder} has no profiles."]:

@@ -21,9 +21,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.ports import listen_on
-from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.record.records import ClockOffset
 

@@ -6,8 +6,8 @@ import marshal
 from collections import defaultdict
 from pathlib import Path
 
-from torchmn.control.private_files import open_private
 from torchmn.cluster.units import counted
+from torchmn.control.private_files import open_private
 
 TABLE = "cprofile.txt"
 _NUM_SHOWN = 60

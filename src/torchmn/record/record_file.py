@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
+from torchmn.cluster.units import MiB
 from torchmn.control import codec
 from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.record.records import FORMAT, Line, RunStart, Step
-from torchmn.cluster.units import MiB
 
 FOLDER = "steps"
 MAX_FILE_BYTES = 64 * MiB

@@ -23,8 +23,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchmn.control.private_files import make_private_folder
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
+from torchmn.cluster.network import nominal_speed, route_of
+from torchmn.control.private_files import make_private_folder
 from torchmn.errors import UsageError
 from torchmn.record.clock_offsets import ClockAddress, ClockServer, measure_offset
 from torchmn.record.observers import Observers
@@ -36,7 +37,6 @@ from torchmn.record.records import FORMAT, ClockOffset, Memory, Phase, RunEnd, R
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.step_trace import RequestedTrace, StepTrace, running
 from torchmn.record.timeline import Mark, clock_of
-from torchmn.cluster.network import nominal_speed, route_of
 
 _PERIOD_S = 1.0
 _MEMORY_PERIOD_S = 10.0

@@ -1,4 +1,4 @@
-"""Start the ranks of a job and supervise them. Starts without torch.
+"""Starting the ranks of a job and supervising them; preemption and crash handling. Starts without torch.
 
 The names load on first use: an agent, which runs once per rank, needs few of them.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchmn.run.backend import BACKENDS, Machine, choose_backend, this_machine
+    from torchmn.run.crash import install_crash_handler
     from torchmn.run.exported_variables import split_words
     from torchmn.run.job import Job, python_command
     from torchmn.run.plan import (
@@ -19,19 +20,23 @@ if TYPE_CHECKING:
         plan_elastic,
         plan_job,
     )
+    from torchmn.run.preemption import SAVED_STATUS, Preemption
     from torchmn.run.rank_environment import run_as_rank
     from torchmn.run.start import dry_run, dry_run_elastic, run_elastic_job, run_job
 
 __all__ = [
     "BACKENDS",
     "LAUNCHERS",
+    "SAVED_STATUS",
     "Job",
     "Machine",
+    "Preemption",
     "RunOptions",
     "choose_backend",
     "detect_existing_rank",
     "dry_run",
     "dry_run_elastic",
+    "install_crash_handler",
     "plan_elastic",
     "plan_job",
     "python_command",
@@ -43,9 +48,11 @@ __all__ = [
 ]
 _NAMES = {
     "backend": ("BACKENDS", "Machine", "choose_backend", "this_machine"),
+    "crash": ("install_crash_handler",),
     "exported_variables": ("split_words",),
     "job": ("Job", "python_command"),
     "plan": ("LAUNCHERS", "RunOptions", "detect_existing_rank", "plan_elastic", "plan_job"),
+    "preemption": ("SAVED_STATUS", "Preemption"),
     "rank_environment": ("run_as_rank",),
     "start": ("dry_run", "dry_run_elastic", "run_elastic_job", "run_job"),
 }

@@ -23,6 +23,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from torchmn.cluster import CpuAssignment
+from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
+from torchmn.cluster.exit_status import shell_code
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
 from torchmn.control.memory_kills import count_memory_kills, describe_sigkill
@@ -50,14 +53,11 @@ from torchmn.control.processes import (
     send_group,
     signal_name,
 )
-from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
+from torchmn.control.script_connection import ScriptLink
 from torchmn.errors import LaunchError
-from torchmn.cluster.exit_status import shell_code
+from torchmn.run.monitor.bootstrap import with_bootstrap
 from torchmn.run.script_input import open_input
 from torchmn.run.script_output import ScriptOutput
-from torchmn.run.monitor.bootstrap import with_bootstrap
-from torchmn.control.script_connection import ScriptLink
-from torchmn.cluster import CpuAssignment
 
 _LEFTOVER_S = 1.0
 """How long processes that the script left may take to exit before they get SIGTERM."""

@@ -12,18 +12,6 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import connect_authenticated
-from torchmn.control.connection import Channel
-from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
-from torchmn.control.ports import reserve_port
-from torchmn.control.processes import adopt_orphans, signal_socket
-from torchmn.cluster.environment_variables import HOSTS_VARIABLE, SECRET_VARIABLE, SUPERVISOR_VARIABLE
-from torchmn.errors import LaunchError, TorchmnError
-from torchmn.run.agent import HANDLED_SIGNALS, Agent
-from torchmn.run.host_checks import find_problem, versions
-from torchmn.run.open_mpi_folders import open_mpi_memory
-from torchmn.run.rank_environment import bind_cores, script_environment
 from torchmn.cluster import (
     Route,
     available_processors,
@@ -32,6 +20,22 @@ from torchmn.cluster import (
     read_launcher_env,
     route_of,
 )
+from torchmn.cluster.environment_variables import (
+    HOSTS_VARIABLE,
+    SECRET_VARIABLE,
+    SUPERVISOR_VARIABLE,
+)
+from torchmn.control import connection as channels
+from torchmn.control.authenticated_listener import connect_authenticated
+from torchmn.control.connection import Channel
+from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
+from torchmn.control.ports import reserve_port
+from torchmn.control.processes import adopt_orphans, signal_socket
+from torchmn.errors import LaunchError, TorchmnError
+from torchmn.run.agent import HANDLED_SIGNALS, Agent
+from torchmn.run.host_checks import find_problem, versions
+from torchmn.run.open_mpi_folders import open_mpi_memory
+from torchmn.run.rank_environment import bind_cores, script_environment
 
 _ALL_RANKS_S = 3600.0
 """The supervisor disconnects much earlier if the other ranks do not start."""

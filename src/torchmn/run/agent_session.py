@@ -10,6 +10,7 @@ import signal
 import socket
 from pathlib import Path
 
+from torchmn.cluster.units import counted, listed
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
@@ -28,7 +29,6 @@ from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
 from torchmn.run.host_checks import differences
 from torchmn.run.job import Job
-from torchmn.run.worker_environment import torchrun_variables
 from torchmn.run.monitor.hang_report import HangReport
 from torchmn.run.monitor.job_result import JobResult, RankRecord
 from torchmn.run.monitor.rank_session import (
@@ -38,7 +38,7 @@ from torchmn.run.monitor.rank_session import (
     write_failure_report,
     write_hang_report,
 )
-from torchmn.cluster.units import counted, listed
+from torchmn.run.worker_environment import torchrun_variables
 
 _MAX_HANG_LINES = 200
 

@@ -13,8 +13,8 @@ import threading
 from collections import deque
 from typing import TextIO
 
-from torchmn.control.messages.job import Stream
 from torchmn.cluster.units import counted
+from torchmn.control.messages.job import Stream
 
 _MAX_WAITING_BYTES = 1 << 20
 _NAMES: dict[Stream, str] = {"out": "standard output", "err": "standard error"}

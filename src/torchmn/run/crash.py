@@ -21,16 +21,16 @@ from collections.abc import Sequence
 
 from torch._C._distributed_c10d import PrefixStore
 
+from torchmn.cluster import LauncherInfo, read_launcher_env, route_to
+from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.comm import Communicator
+from torchmn.comm.transports.join import meet
+from torchmn.control import script_monitor
 from torchmn.control.codec import Record, encode
 from torchmn.control.processes import python_module
-from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.errors import CommunicationError, TimeLimitError
 from torchmn.run.monitor import rank_monitor, server
-from torchmn.control import script_monitor
 from torchmn.run.monitor.job_result import LOG_DIR, run_name
-from torchmn.cluster import LauncherInfo, read_launcher_env, route_to
-from torchmn.comm.transports.join import meet
 
 _MEET_S = 300.0
 """How long ranks wait for each other without a communicator, as in `create_communicator`."""
@@ -109,7 +109,9 @@ def _monitor(rank: int, secret: str, address: str, problem: str, grace_s: float)
         grace_s=grace_s,
         descriptor=other.fileno(),
     )
-    _start("torchmn.run.monitor.rank_monitor", order, stdout=subprocess.DEVNULL, keep=(other.fileno(),))
+    _start(
+        "torchmn.run.monitor.rank_monitor", order, stdout=subprocess.DEVNULL, keep=(other.fileno(),)
+    )
     other.close()
     script_monitor.install_exit_hooks(script_monitor.install(own))
 

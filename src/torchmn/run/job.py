@@ -14,9 +14,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
+from torchmn.cluster import Host
 from torchmn.control.processes import python_module
 from torchmn.errors import UsageError
-from torchmn.cluster import Host
 
 Backend = Literal["gloo", "nccl", "mpi"]
 Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]

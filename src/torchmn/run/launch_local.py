@@ -30,6 +30,9 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal, TextIO, TypeVar, overload
 
+from torchmn.cluster import read_launcher_env
+from torchmn.cluster.units import counted
+from torchmn.control.script import is_consequence
 from torchmn.errors import (
     LaunchError,
     RankError,
@@ -42,9 +45,6 @@ from torchmn.run.backend import choose_backend, this_machine
 from torchmn.run.job import FAILURE_GRACE_S
 from torchmn.run.local_ranks import AttachedOutput, LocalRanks, start_local_ranks
 from torchmn.run.monitor.job_result import LOG_DIR
-from torchmn.control.script import is_consequence
-from torchmn.cluster import read_launcher_env
-from torchmn.cluster.units import counted
 
 _BACKENDS = ("auto", "gloo", "nccl")
 _END_LIMIT_S = FAILURE_GRACE_S + 5.0

@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.optim import Optimizer
 
+from torchmn.cluster import Topology
+from torchmn.cluster.cpus import assign_cpus, available_processors
+from torchmn.comm.transports.store import serve_store
 from torchmn.errors import (
     CommunicationError,
     LaunchError,
@@ -34,7 +37,7 @@ from torchmn.errors import (
     UnknownNameError,
     UsageError,
 )
-from torchmn.train.evaluation import Ratio
+from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.replicas import named_parameters
 from torchmn.run.local_ranks import (
     LocalRanks,
@@ -43,13 +46,10 @@ from torchmn.run.local_ranks import (
 )
 from torchmn.run.updater_devices import Device, named_devices
 from torchmn.run.updater_replica import MAIN, Order, Replica, run_worker
-from torchmn.exchange.optimizer import MultiNodeOptimizer
-from torchmn.cluster import Topology
-from torchmn.cluster.cpus import assign_cpus, available_processors
 from torchmn.train.batch_source import batch_source
+from torchmn.train.evaluation import Ratio
 from torchmn.train.log_report import OBSERVATIONS, Observations
 from torchmn.train.standard_updater import StandardUpdater
-from torchmn.comm.transports.store import serve_store
 
 _START_LIMIT_S = 300.0
 _REPORT_LIMIT_S = 5.0

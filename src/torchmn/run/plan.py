@@ -8,8 +8,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torchmn.cluster import (
+    Allocation,
+    Host,
+    LauncherInfo,
+    allocation,
+    available_processors,
+    is_scheduled,
+    is_this_host,
+    parse_hostfile,
+    parse_hosts,
+    read_launcher_env,
+    select_hosts,
+)
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE
+from torchmn.cluster.units import counted
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
 from torchmn.run.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
 from torchmn.run.elastic.rendezvous_state import Limits
@@ -22,11 +37,8 @@ from torchmn.run.job import (
     Job,
     Launcher,
 )
-from torchmn.run.starters.mpirun import problem_between_hosts
 from torchmn.run.monitor.job_result import LOG_DIR
-from torchmn.record.profile_request import ProfileRequest, is_record_off
-from torchmn.cluster import Allocation, Host, LauncherInfo, allocation, available_processors, is_scheduled, is_this_host, parse_hostfile, parse_hosts, read_launcher_env, select_hosts
-from torchmn.cluster.units import counted
+from torchmn.run.starters.mpirun import problem_between_hosts
 
 LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from torchmn.comm import Communicator
-from torchmn.errors import UsageError
 from torchmn.cluster.exit_status import SAVED_STATUS
-from torchmn.control.script import record_progress
 from torchmn.cluster.walltime import job_end
+from torchmn.comm import Communicator
+from torchmn.control.script import record_progress
+from torchmn.errors import UsageError
 
 __all__ = ["SAVED_STATUS", "Preemption"]
 

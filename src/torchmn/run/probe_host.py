@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 
+from torchmn.cluster import local_address_among, route_of
 from torchmn.control.codec import decode, encode
 from torchmn.control.ports import find_free_port
 from torchmn.run.host_checks import HostFacts, find_problem, versions
 from torchmn.run.orders import ProbeHost
-from torchmn.cluster import local_address_among, route_of
 
 
 def main() -> None:

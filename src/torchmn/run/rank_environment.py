@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from torchmn.cluster.environment_variables import SUPERVISOR_VARIABLE
 from torchmn.cluster import (
     CpuAssignment,
     LauncherInfo,
@@ -18,6 +17,7 @@ from torchmn.cluster import (
     gpu_localities,
     memory_nodes,
 )
+from torchmn.cluster.environment_variables import SUPERVISOR_VARIABLE
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RENDEZVOUS = frozenset({"MASTER_ADDR", "MASTER_PORT"})

@@ -12,13 +12,16 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
+from torchmn.cluster import Route, available_processors, route_to
+from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
+from torchmn.cluster.units import counted
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.open_files import allow_connections
 from torchmn.control.ports import find_free_port
-from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
 from torchmn.errors import DataError, LaunchError
+from torchmn.observe.read.finished_profile import finish_profile
 from torchmn.run.backend import find_mpirun
 from torchmn.run.console import RankOutput, open_standard_streams
 from torchmn.run.elastic.job import ElasticJob, host_process, rendezvous_process
@@ -31,9 +34,6 @@ from torchmn.run.script_input import input_path
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.supervisor import Supervisor
 from torchmn.run.worker_environment import worker_environment
-from torchmn.observe.read.finished_profile import finish_profile
-from torchmn.cluster import Route, available_processors, route_to
-from torchmn.cluster.units import counted
 
 
 def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:

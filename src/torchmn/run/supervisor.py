@@ -8,18 +8,18 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchmn.cluster.exit_status import SAVED_STATUS
+from torchmn.cluster.units import listed
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.processes import is_stopped, send_group, signal_name
 from torchmn.control.stopped_processes import StoppedProcesses
-from torchmn.cluster.exit_status import SAVED_STATUS
 from torchmn.run.agent_session import AgentSession
+from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Command, Job
-from torchmn.run.open_mpi_folders import remove_abandoned
-from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.monitor.rank_session import STOPPED
-from torchmn.cluster.units import listed
+from torchmn.run.open_mpi_folders import remove_abandoned
 
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace period we wait before we kill the agents themselves."""

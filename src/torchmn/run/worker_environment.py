@@ -12,8 +12,8 @@ from torchmn.cluster.environment_variables import (
     SUPERVISOR_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.run.job import Job
 from torchmn.cluster.launcher_env import LAUNCHERS
+from torchmn.run.job import Job
 
 _DROPPED_NAMES = frozenset(
     name

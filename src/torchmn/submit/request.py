@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from torchmn.cluster.walltime import parse_duration
 from torchmn.errors import UsageError
 from torchmn.submit.settings import Settings
-from torchmn.cluster.walltime import parse_duration
 
 DEFAULT_LOG_DIR = "torchmn-logs"
 

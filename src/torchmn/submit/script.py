@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shlex
 
+from torchmn.cluster.walltime import parse_duration
 from torchmn.errors import UsageError
 from torchmn.submit.request import JobRequest, PythonEnvironment
 from torchmn.submit.requeue import first_lines, last_lines
 from torchmn.submit.scheduler import Scheduler
-from torchmn.cluster.walltime import parse_duration
 
 ENDED = "torchmn: job ended with exit status"
 """Start of the last line of a job's log, from which `Follower` reads the exit status."""

@@ -9,10 +9,10 @@ from typing import TypeVar
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from torchmn.comm import Communicator, create_communicator
-from torchmn.control.script import is_consequence
 from torchmn.cluster import Topology
+from torchmn.comm import Communicator, create_communicator
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.control.script import is_consequence
 
 Result = TypeVar("Result")
 

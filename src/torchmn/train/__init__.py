@@ -1,22 +1,27 @@
-"""The training loop: additions to pytorch-pfn-extras for distributed training."""
+"""The training loop: additions to pytorch-pfn-extras for distributed training.
+
+The names load on first use and need the extra ``trainer``; `evaluation`, `frameworks` and
+`large_batch` do not.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from torchmn.errors import require
 
-try:
-    import pytorch_pfn_extras  # noqa: F401
-except ImportError:
-    require("pytorch_pfn_extras", "torchmn.train", "torchmn[trainer]")
-
-from torchmn.train.allreduce_persistent import AllreducePersistent
-from torchmn.train.batch_source import BatchSource, EpochLoader
-from torchmn.train.classifier import Classifier
-from torchmn.train.early_stopping import MultiNodeEarlyStoppingTrigger
-from torchmn.train.log_report import LogReport
-from torchmn.train.observation_aggregator import ObservationAggregator
-from torchmn.train.reports import extend_with_reports
-from torchmn.train.standard_updater import StandardUpdater
-from torchmn.train.trainer import Trainer
-from torchmn.train.updater import Updater
+if TYPE_CHECKING:
+    from torchmn.train.allreduce_persistent import AllreducePersistent
+    from torchmn.train.batch_source import BatchSource, EpochLoader
+    from torchmn.train.classifier import Classifier
+    from torchmn.train.early_stopping import MultiNodeEarlyStoppingTrigger
+    from torchmn.train.log_report import LogReport
+    from torchmn.train.observation_aggregator import ObservationAggregator
+    from torchmn.train.reports import extend_with_reports
+    from torchmn.train.standard_updater import StandardUpdater
+    from torchmn.train.trainer import Trainer
+    from torchmn.train.updater import Updater
 
 __all__ = [
     "AllreducePersistent",
@@ -31,3 +36,23 @@ __all__ = [
     "Updater",
     "extend_with_reports",
 ]
+_HOME = {
+    "AllreducePersistent": "allreduce_persistent",
+    "BatchSource": "batch_source",
+    "Classifier": "classifier",
+    "EpochLoader": "batch_source",
+    "LogReport": "log_report",
+    "MultiNodeEarlyStoppingTrigger": "early_stopping",
+    "ObservationAggregator": "observation_aggregator",
+    "StandardUpdater": "standard_updater",
+    "Trainer": "trainer",
+    "Updater": "updater",
+    "extend_with_reports": "reports",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'torchmn.train' has no attribute {name!r}")
+    require("pytorch_pfn_extras", f"torchmn.train.{name}", "torchmn[trainer]")
+    return getattr(import_module(f"torchmn.train.{_HOME[name]}"), name)

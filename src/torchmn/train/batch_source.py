@@ -8,8 +8,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from torchmn.data.batch_settings import BatchSettings
 from torchmn.data import GlobalSampler
+from torchmn.data.batch_settings import BatchSettings
 from torchmn.data.serial_iterator import Ranks
 from torchmn.errors import UsageError
 

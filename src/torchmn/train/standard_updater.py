@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.data.batch_size import num_samples
 from torchmn.errors import UsageError
-from torchmn.train.evaluation import batch_to, call_with_batch
+from torchmn.exchange.resharding import reshard_object, warnings_of
 from torchmn.nn.layer_communicator import has_collective_layers
 from torchmn.record import recording
-from torchmn.exchange.resharding import reshard_object, warnings_of
 from torchmn.train.batch_source import batch_source, iterations_per_epoch
+from torchmn.train.evaluation import batch_to, call_with_batch
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

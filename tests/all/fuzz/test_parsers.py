@@ -23,6 +23,14 @@ from hypothesis import strategies as st
 from tests.limits import limit
 from torchmn.checkpoint import manifest, shard_file
 from torchmn.checkpoint.reader import SavedCheckpoint
+from torchmn.cluster.allocation import allocation
+from torchmn.cluster.hostlists import (
+    parse_hostfile,
+    parse_hosts,
+    parse_node_list,
+    parse_task_counts,
+)
+from torchmn.cluster.walltime import parse_duration
 from torchmn.comm import object_codec
 from torchmn.comm.object_codec import Trust
 from torchmn.control import connection as channels
@@ -35,14 +43,6 @@ from torchmn.control.connection import Channel
 from torchmn.control.messages import decode, encode
 from torchmn.errors import CommunicationError, DataError, LaunchError, TopologyError, UsageError
 from torchmn.submit.site import read_site
-from torchmn.cluster.allocation import allocation
-from torchmn.cluster.hostlists import (
-    parse_hostfile,
-    parse_hosts,
-    parse_node_list,
-    parse_task_counts,
-)
-from torchmn.cluster.walltime import parse_duration
 
 fuzzed = settings(
     derandomize=True,

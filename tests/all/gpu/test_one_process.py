@@ -11,21 +11,21 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
-from torchmn.data import rng_state
 from torchmn.checkpoint.snapshot import CopyMemory
-from torchmn.comm.engine import Engine
 from torchmn.comm.codecs import Quantized, Segment
 from torchmn.comm.codecs.kernels import reference
 from torchmn.comm.codecs.layout import Layout
+from torchmn.comm.engine import Engine
+from torchmn.comm.transports.base import TimeLimit
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.comm.transports.staging import Staging, await_stream
+from torchmn.data import rng_state
 from torchmn.errors import TimeLimitError
 from torchmn.exchange.buckets import plan_buckets
 from torchmn.exchange.finiteness import Finiteness
 from torchmn.record.recording import _memory
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.timeline import clock_of
-from torchmn.comm.transports.base import TimeLimit
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.comm.transports.staging import Staging, await_stream
 
 pytestmark = [
     pytest.mark.gpu,

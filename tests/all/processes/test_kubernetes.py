@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
+from tests.all.processes.runner import PYTHON_PATH
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import netlab
-from tests.all.processes.runner import PYTHON_PATH
 from torchmn.cluster import read_launcher_env
 
 PAGE = next(

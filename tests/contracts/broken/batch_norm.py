@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from torchmn.comm import Communicator
+from torchmn.exchange.optimizer import multi_node_optimizer
 from torchmn.nn import batch_norm
 from torchmn.nn.batch_norm import _BatchNorm
 from torchmn.nn.layer_communicator import LayerCommunicator, Ranks
-from torchmn.exchange.optimizer import multi_node_optimizer
 
 _gather = LayerCommunicator.gather_rows
 _forward, _backward = _BatchNorm.forward, _BatchNorm.backward

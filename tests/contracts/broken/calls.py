@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torchmn.comm.collective_checks import Call
-from torchmn.comm.routes.flat import FlatCommunicator
 from torchmn.comm.point_to_point import ANY_TAG
+from torchmn.comm.routes.flat import FlatCommunicator
 
 
 class ComparesNothing(FlatCommunicator):

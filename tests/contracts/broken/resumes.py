@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.contracts.suites.resume_contracts import Recipe
 from torchmn.comm.codecs import ErrorFeedback, Quantized
-from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.optimizer import MultiNodeOptimizer, resume
+from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules import (
     DoubleBuffering,
     EveryStep,

@@ -20,13 +20,13 @@ from torch.utils.data import default_collate
 
 from tests.contracts.suites.communicator_contracts import require
 from torchmn.cntk import trainer as cntk_trainer
+from torchmn.cntk.readers import MinibatchData
 from torchmn.data import EmptyBatchCollate, num_samples
 from torchmn.errors import UsageError
-from torchmn.train.evaluation.recorder import Recorder
-from torchmn.train.frameworks.lightning import TrainerStrategy
 from torchmn.exchange.weights import Contribution
 from torchmn.nn.micro_batches import samples_to_cut, tensors_of
-from torchmn.cntk.readers import MinibatchData
+from torchmn.train.evaluation.recorder import Recorder
+from torchmn.train.frameworks.lightning import TrainerStrategy
 
 Count = Callable[[Any], int | None]
 """None: the number is not known."""

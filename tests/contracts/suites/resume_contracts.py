@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import ExponentialLR
 from tests.contracts.suites.communicator_contracts import require, seeded
 from tests.contracts.suites.schedule_contracts import block_schedule
 from torchmn.comm import Communicator
-from torchmn.comm.object_codec import Trust, as_bytes, pack, unpack, unpack_head
 from torchmn.comm.codecs import Codec
+from torchmn.comm.object_codec import Trust, as_bytes, pack, unpack, unpack_head
 from torchmn.data import GlobalSampler
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.optimizer.multi_node_optimizer import Weight

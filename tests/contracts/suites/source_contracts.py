@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from tests.contracts.suites.communicator_contracts import require
-from torchmn.errors import DataError
 from torchmn.cntk.readers import ChunkInfo, MinibatchSource, StreamInformation
+from torchmn.errors import DataError
 
 NUMBER = {"n": "number"}
 PARTITIONS = (1, 2, 3, 4)

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchmn
 from tests.unit.checkpoint.training import checkpointer_of, on_ranks
 from tests.unit.models import fill
-from torchmn.data.batch_settings import BatchSettings
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import read_manifest
 from torchmn.data import GlobalSampler
-from torchmn.train.large_batch import BatchGrowth, GlobalBatch, LinearScaling
+from torchmn.data.batch_settings import BatchSettings
 from torchmn.train import Classifier
+from torchmn.train.large_batch import BatchGrowth, GlobalBatch, LinearScaling
 
 NUM_SAMPLES = 60
 Make = Callable[[torchmn.Communicator], GlobalBatch]

@@ -16,10 +16,10 @@ import torch
 
 import torchmn
 from tests.unit.checkpoint.training import Training, checkpointer_of, names, on_ranks, train
-from torchmn.data import rng_state
 from torchmn.checkpoint import manifest as manifest_file
 from torchmn.checkpoint import shard_file
 from torchmn.checkpoint.manifest import Manifest
+from torchmn.data import rng_state
 from torchmn.errors import DataError
 
 NUM_RANKS = 2

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import torchmn
 from tests.unit.models import batch, fill, loss_of
 from torchmn.checkpoint import MultiNodeCheckpointer
+from torchmn.cluster import Topology
 from torchmn.comm.codecs import ErrorFeedback, Quantized
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 Result = TypeVar("Result")
 

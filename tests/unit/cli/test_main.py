@@ -140,10 +140,10 @@ def test_bash_itself_completes(tmp_path: Path) -> None:
 
 def test_completed_names_are_the_registered_ones() -> None:
     from torchmn.cli import plan, submit
-    from torchmn.comm.create import ROUTES
     from torchmn.comm.codecs import CODECS
-    from torchmn.submit import NAMES
+    from torchmn.comm.create import ROUTES
     from torchmn.exchange.optimizer.create import SCHEDULES
+    from torchmn.submit import NAMES
 
     assert tuple(CODECS) == plan.CODEC_NAMES
     assert tuple(SCHEDULES) == plan.SCHEDULE_NAMES

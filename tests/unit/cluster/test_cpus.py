@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmn.errors import UsageError
 from torchmn.cluster import Processors, assign_cpus, available_processors
 from torchmn.cluster.cpus import cpu_quota
+from torchmn.errors import UsageError
 
 
 def plain(num_cores: int, quota: float | None = None) -> Processors:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmn.errors import TopologyError, TorchmnError, UsageError
 from torchmn.cluster.hostlists import (
     Host,
     parse_hostfile,
@@ -16,6 +15,7 @@ from torchmn.cluster.hostlists import (
     parse_node_list,
     select_hosts,
 )
+from torchmn.errors import TopologyError, TorchmnError, UsageError
 
 
 def texts(hosts: tuple[Host, ...]) -> list[str]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.errors import TopologyError
 from torchmn.cluster.walltime import job_end, parse_duration
+from torchmn.errors import TopologyError
 
 
 def test_no_source() -> None:

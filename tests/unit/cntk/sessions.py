@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import torchmn.cntk as C
-from torchmn.comm import Communicator
 from torchmn.cntk.readers import MinibatchSourceFromData
+from torchmn.comm import Communicator
 
 NUM_SAMPLES = 25
 

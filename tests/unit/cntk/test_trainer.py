@@ -14,12 +14,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchmn
 import torchmn.cntk as C
-from torchmn.comm import Communicator
-from torchmn.errors import DataError, UnsupportedError, UsageError
-from torchmn.nn import convert_batch_norm
-from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.cntk.readers import MinibatchSourceFromData
 from torchmn.cntk.readers.minibatch import MinibatchData
+from torchmn.comm import Communicator
+from torchmn.errors import DataError, UnsupportedError, UsageError
+from torchmn.exchange.optimizer import MultiNodeOptimizer
+from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 
 FEATURES, CLASSES = 5, 3

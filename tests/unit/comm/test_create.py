@@ -13,7 +13,9 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
 from torchmn import create_communicator
+from torchmn.cluster import Topology
 from torchmn.comm.create import gpus_in_use
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import (
     RankMismatchError,
     TopologyError,
@@ -23,8 +25,6 @@ from torchmn.errors import (
 )
 from torchmn.testing import run_ranks
 from torchmn.testing.ranks import run_threads
-from torchmn.cluster import Topology
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 
 
 def alone() -> TorchDistributedTransport:

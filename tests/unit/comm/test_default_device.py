@@ -9,10 +9,10 @@ from torch._C._distributed_c10d import HashStore
 import torchmn
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
 from tests.limits import limit
-from torchmn.comm import ROUTES, Communicator
-from torchmn.testing.ranks import run_threads
 from torchmn.cluster import Topology
+from torchmn.comm import ROUTES, Communicator
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.testing.ranks import run_threads
 
 CPU = torch.device("cpu")
 

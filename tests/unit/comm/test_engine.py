@@ -17,9 +17,9 @@ from tests.contracts.suites.communicator_contracts import (
 from tests.limits import limit
 from torchmn import create_multi_node_optimizer
 from torchmn.comm.engine import Engine, _tensors_in
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 from torchmn.testing import run_ranks
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 
 CPU = torch.device("cpu")
 

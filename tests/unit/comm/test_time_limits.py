@@ -12,12 +12,11 @@ import torch
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
 from tests.limits import limit
 from torchmn import create_multi_node_optimizer
-from torchmn.nn import functions
+from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError, TimeLimitError
-from torchmn.nn import MultiNodeBatchNorm1d, ParallelLinear
+from torchmn.nn import MultiNodeBatchNorm1d, ParallelLinear, functions
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 CALLS: dict[str, Callable[[Communicator], object]] = {
     "barrier": lambda comm: comm.barrier(),

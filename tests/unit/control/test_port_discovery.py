@@ -18,9 +18,9 @@ import pytest
 
 import torchmn
 from tests.limits import limit
+from torchmn.cluster import read_launcher_env
 from torchmn.control import port_discovery
 from torchmn.errors import LaunchError
-from torchmn.cluster import read_launcher_env
 
 SLURM = {
     "SLURM_JOB_ID": "7",

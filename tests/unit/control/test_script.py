@@ -7,9 +7,9 @@ from types import TracebackType
 
 import pytest
 
+from torchmn.control.script import show_exception, traceback_text
 from torchmn.errors import PeerLostError, UsageError
 from torchmn.exchange.schedules import DoubleBuffering
-from torchmn.control.script import show_exception, traceback_text
 
 
 def error_of(delay_compensation: float) -> UsageError:

@@ -10,9 +10,12 @@ import time
 
 import pytest
 
+from torchmn.cluster.environment_variables import MONITOR_VARIABLE
+from torchmn.control import script_monitor
 from torchmn.control.connection import Channel
 from torchmn.control.messages.monitor import Leaving, ProcessState, StatusReply, StatusRequest
-from torchmn.cluster.environment_variables import MONITOR_VARIABLE
+from torchmn.control.script import is_consequence
+from torchmn.control.script_connection import ScriptLink
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,
@@ -20,9 +23,6 @@ from torchmn.errors import (
     TimeLimitError,
     UsageError,
 )
-from torchmn.control import script_monitor
-from torchmn.control.script_connection import ScriptLink
-from torchmn.control.script import is_consequence
 from torchmn.testing import run_ranks
 
 

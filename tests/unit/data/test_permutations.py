@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from torchmn.data.keyed_permutation import keyed_permutation
 from torchmn.data.permutations import draw_seed, epoch_permutation, is_seed, permutation
 from torchmn.errors import UsageError
-from torchmn.data.keyed_permutation import keyed_permutation
 
 
 def test_permutations_never_change() -> None:

@@ -15,14 +15,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.mpi_pool import MpiPool
 from tests.limits import limit
+from tests.mpi_pool import MpiPool
+from torchmn.cluster import Topology
+from torchmn.comm.transports.shared_segment import SharedMemorySegment
 from torchmn.data import scatter_dataset, scatter_index, shard_bounds
 from torchmn.data.packed_samples import PackedSamples
 from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
-from torchmn.comm.transports.shared_segment import SharedMemorySegment
 
 SIZES = range(1, 9)
 LENGTHS = range(51)

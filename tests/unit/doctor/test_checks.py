@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from torchmn.cluster.units import GiB, MiB
 from torchmn.control.codec import decode, encode
 from torchmn.doctor.checks import CHECKS
 from torchmn.doctor.clocks import clock_findings
@@ -20,7 +21,6 @@ from torchmn.doctor.network import Interface, NetworkFacts
 from torchmn.doctor.orders import Request
 from torchmn.doctor.processors import ProcessorFacts
 from torchmn.doctor.versions import VersionFacts
-from torchmn.cluster.units import GiB, MiB
 
 THREE = Request(slots={"a": 2, "b": 2, "c": 2}, cwd="/")
 PROCESSORS = ProcessorFacts(

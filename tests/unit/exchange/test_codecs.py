@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.unit.models import batch, equal, fill, local_grads, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
-from torchmn.testing import run_ranks
 from torchmn.cluster import Topology
+from torchmn.testing import run_ranks
 
 SCHEDULES = ["every_step", "double_buffering"]
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}

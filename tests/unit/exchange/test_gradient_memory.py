@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.unit.models import batch, equal, grads, loss_of, mlp, near
 from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
 from torchmn.exchange.gradient_memory import GradientMemory
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 HOLDERS = {
     "the tensor": lambda g: g,

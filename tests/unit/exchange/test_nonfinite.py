@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.unit.models import batch, equal, fill, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
 from torchmn.errors import NonFiniteGradientError
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 CODECS = [None, "float16", "int8", "1bit", "power_sgd"]
 ROUTES = [("flat", [3]), ("hierarchical", [2, 1]), ("single_node", [3])]

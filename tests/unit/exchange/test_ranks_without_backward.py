@@ -12,10 +12,10 @@ from torch import nn
 
 from tests.unit.models import batch, equal, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.schedules import DiLoCo, EveryStep, PeriodicAverage, Phases
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 NUM_ROWS = (6, 1, 7, 2, 0, 5)
 """Of the global batches, so that there is none, one and more than one late rank among three."""

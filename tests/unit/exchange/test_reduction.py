@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from tests.unit.models import batch, equal, fill, mlp, near, values
 from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.schedules import BlockMomentum
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 NUM_STEPS = 5
 SIZES = {1: [9], 2: [6, 3], 3: [4, 1, 4], 4: [3, 2, 0, 4]}

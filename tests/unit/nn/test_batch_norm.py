@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.nn import (
     MultiNodeBatchNorm1d,
@@ -21,7 +22,6 @@ from torchmn.nn import (
     revert_batch_norm,
 )
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 TWO_NODES = Topology.blocks([1, 1])
 

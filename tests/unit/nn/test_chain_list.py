@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from tests.contracts.suites.communicator_contracts import seeded
+from torchmn.cluster import Topology
 from torchmn.comm import Communicator, Grid
 from torchmn.errors import (
     CommunicationError,
@@ -21,11 +22,10 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.nn import MultiNodeChainList, convert_batch_norm
 from torchmn.exchange.optimizer import create_multi_node_optimizer
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
+from torchmn.nn import MultiNodeChainList, convert_batch_norm
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 mse = nn.functional.mse_loss
 

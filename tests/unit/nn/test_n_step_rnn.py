@@ -11,10 +11,9 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 from tests.contracts.suites.communicator_contracts import seeded
-from torchmn.nn import functions
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
-from torchmn.nn import create_multi_node_n_step_rnn
+from torchmn.nn import create_multi_node_n_step_rnn, functions
 from torchmn.testing import run_ranks
 
 KINDS = {

@@ -25,7 +25,6 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.train.large_batch import LAMB, LARS
 from torchmn.nn import (
     ParallelConv2d,
     ParallelLinear,
@@ -35,6 +34,7 @@ from torchmn.nn import (
 )
 from torchmn.nn.parallel_layer import Split
 from torchmn.testing import run_ranks
+from torchmn.train.large_batch import LAMB, LARS
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

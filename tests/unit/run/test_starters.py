@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from torchmn.cluster import Host, Route
 from torchmn.control.ports import reserve_port
 from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UnsupportedError, UsageError
@@ -21,7 +22,6 @@ from torchmn.run.job import Command, worker_command
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.starters.remote import PBS_SHELL, QRSH_SHELL, SSH, remote_shell, to_host
 from torchmn.run.worker_environment import worker_environment
-from torchmn.cluster import Host, Route
 
 ROUTE = Route(address="10.1.0.1", interface="eth1", network="10.1.0.0/24")
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.netlab.shaping import tc_batch
-from torchmn.errors import UsageError
 from torchmn.cluster.network import rate_bytes_per_s
+from torchmn.errors import UsageError
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from pytorch_pfn_extras.training import ExtensionsManager
 from tests.limits import limit
 from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError
-from torchmn.train.evaluation import Ratio
 from torchmn.testing import run_ranks
 from torchmn.train import MultiNodeEarlyStoppingTrigger, ObservationAggregator, Trainer
+from torchmn.train.evaluation import Ratio
 
 from .setups import Line, sgd
 from .test_trainer import Counter

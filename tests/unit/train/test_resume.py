@@ -17,10 +17,10 @@ from torchmn import (
     SerialIterator,
     create_multi_node_optimizer,
 )
+from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 from torchmn.train import (
     EpochLoader,
     LogReport,

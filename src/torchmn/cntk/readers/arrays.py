@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchmn.errors import UsageError
 from torchmn.cntk.readers.assembly import join, rows_of, select
 from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, Indices, Seed, StreamData
 from torchmn.cntk.readers.sparse import csr_tensor
 from torchmn.cntk.readers.streams import StreamInformation
+from torchmn.errors import UsageError
 
 
 class ArrayChunk:

@@ -8,10 +8,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from torchmn.errors import DataError
 from torchmn.cntk.readers.deserializer import Chunk, ChunkPart, Indices, Seed, StreamData
 from torchmn.cntk.readers.sparse import csr_tensor
 from torchmn.cntk.readers.streams import StreamInformation
+from torchmn.errors import DataError
 
 
 def gather(

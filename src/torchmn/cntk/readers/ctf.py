@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from torchmn.errors import DataError, UsageError
+from torchmn.cluster.units import MiB
 from torchmn.cntk.readers.ctf_columns import columns_of
 from torchmn.cntk.readers.ctf_errors import describe
 from torchmn.cntk.readers.ctf_index import ChunkPlace, Index, make_index
@@ -18,7 +18,7 @@ from torchmn.cntk.readers.ctf_parse import Sequences, parse
 from torchmn.cntk.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
 from torchmn.cntk.readers.process_lock import ProcessLock
 from torchmn.cntk.readers.streams import StreamDef, StreamInformation
-from torchmn.cluster.units import MiB
+from torchmn.errors import DataError, UsageError
 
 Array = np.ndarray[Any, Any]
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from torchmn.errors import UsageError
 from torchmn.cntk.readers.streams import StreamDef, StreamInformation
+from torchmn.errors import UsageError
 
 Array = np.ndarray[Any, Any]
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchmn.errors import require
 from torchmn.cntk.readers.ctf_columns import Columns
 from torchmn.cntk.readers.deserializer import ChunkPart, StreamData
 from torchmn.cntk.readers.sparse import csr_tensor
+from torchmn.errors import require
 
 Array = np.ndarray[Any, Any]
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from torchmn.errors import DataError
 from torchmn.cntk.readers.assembly import select
 from torchmn.cntk.readers.chunk_infos import InfosOnDemand
 from torchmn.cntk.readers.deserializer import (
@@ -20,6 +19,7 @@ from torchmn.cntk.readers.deserializer import (
 )
 from torchmn.cntk.readers.process_lock import ProcessLock
 from torchmn.cntk.readers.streams import StreamInformation
+from torchmn.errors import DataError
 
 
 class FrameDeserializer:

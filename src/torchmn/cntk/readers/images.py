@@ -15,15 +15,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchmn.errors import DataError, UsageError
+from torchmn.cluster.units import KiB, MiB
 from torchmn.cntk.readers.decoding import ImageMemory, decode
 from torchmn.cntk.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
 from torchmn.cntk.readers.files import open_file
 from torchmn.cntk.readers.process_lock import ProcessLock
 from torchmn.cntk.readers.sparse import csr_tensor
 from torchmn.cntk.readers.streams import StreamDef, StreamInformation
-from torchmn.cntk.readers.transforms import NUM_VIEWS, Color, Crop, Draw, ImageTransform, Mean, Scale
-from torchmn.cluster.units import KiB, MiB
+from torchmn.cntk.readers.transforms import (
+    NUM_VIEWS,
+    Color,
+    Crop,
+    Draw,
+    ImageTransform,
+    Mean,
+    Scale,
+)
+from torchmn.errors import DataError, UsageError
 
 Image = np.ndarray[Any, Any]
 

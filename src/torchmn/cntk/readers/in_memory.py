@@ -11,10 +11,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from torchmn.errors import DataError, UnknownNameError, UsageError
 from torchmn.cntk.readers.arrays import ArrayChunk, ArrayDeserializer
 from torchmn.cntk.readers.minibatch_plan import INFINITELY_REPEAT
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 Columns: TypeAlias = "str | Sequence[str]"
 """One column, whose samples have the shape ``()``, or several, ``(num_columns,)``."""

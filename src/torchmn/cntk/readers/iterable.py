@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchmn.errors import UnsupportedError, UsageError
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.cntk.readers.streams import InputMap, wanted_streams
+from torchmn.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

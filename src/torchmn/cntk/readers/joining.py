@@ -8,7 +8,6 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import torch
 
-from torchmn.errors import DataError, UsageError
 from torchmn.cntk.readers.assembly import gather, select
 from torchmn.cntk.readers.chunk_infos import sequence_lengths
 from torchmn.cntk.readers.deserializer import (
@@ -22,6 +21,7 @@ from torchmn.cntk.readers.deserializer import (
 )
 from torchmn.cntk.readers.process_lock import ProcessLock
 from torchmn.cntk.readers.streams import StreamInformation
+from torchmn.errors import DataError, UsageError
 
 
 class JoinedDeserializer:

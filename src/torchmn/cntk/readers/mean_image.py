@@ -9,9 +9,9 @@ from xml.parsers import expat
 
 import numpy as np
 
-from torchmn.errors import DataError, UnknownNameError, UsageError
-from torchmn.cntk.readers.files import open_file
 from torchmn.cluster.units import MiB
+from torchmn.cntk.readers.files import open_file
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 Array = np.ndarray[Any, Any]
 MeanLayout = Literal["hwc-bgr", "chw-rgb"]

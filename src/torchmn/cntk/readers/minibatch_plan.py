@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torchmn.errors import UsageError
 from torchmn.cntk.readers.deserializer import ChunkInfo
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.randomization import Position, SequenceOrder
 from torchmn.cntk.readers.truncation import TruncatedOrder
+from torchmn.errors import UsageError
 
 INFINITELY_REPEAT = 2**64 - 1
 """``max_samples`` or ``max_sweeps`` of a source without end."""

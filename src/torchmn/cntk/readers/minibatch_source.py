@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from torchmn.errors import DataError, UnknownNameError, UsageError
 from torchmn.cntk.readers.deserializer import Deserializer, has_one_sample
 from torchmn.cntk.readers.frames import FrameDeserializer
 from torchmn.cntk.readers.joining import JoinedDeserializer
@@ -22,6 +21,7 @@ from torchmn.cntk.readers.user import (
     UserMinibatchSource,
     UserSourceMinibatches,
 )
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 
 class MinibatchSource:

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from torchmn.errors import DataError, TorchmnError
 from torchmn.cntk.readers.deserializer import Chunk
+from torchmn.errors import DataError, TorchmnError
 
 Result = TypeVar("Result")
 

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchmn.errors import DataError
 from torchmn.cntk.readers.assembly import empty, gather, join, select
 from torchmn.cntk.readers.deserializer import Chunk, StreamData
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.process_lock import ProcessLock
 from torchmn.cntk.readers.randomization import Block, Position, SequenceOrder
 from torchmn.cntk.readers.streams import StreamInformation
+from torchmn.errors import DataError
 
 
 @dataclass(frozen=True)

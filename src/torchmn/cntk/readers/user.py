@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from torchmn.errors import DataError, UnsupportedError
 from torchmn.cntk.readers.arrays import ArrayChunk
 from torchmn.cntk.readers.chunk_infos import InfosOnDemand
 from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo
@@ -16,6 +15,7 @@ from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.process_lock import ProcessLock
 from torchmn.cntk.readers.read_ahead import named_error
 from torchmn.cntk.readers.streams import InputMap, Record, StreamInformation, wanted_streams
+from torchmn.errors import DataError, UnsupportedError
 
 
 class UserDeserializer(ABC):

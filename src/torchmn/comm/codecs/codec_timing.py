@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from torchmn.cluster.units import MiB
 from torchmn.comm.codecs.base import Codec, StripeCodec, aligned
 from torchmn.comm.codecs.layout import Layout
-from torchmn.cluster.units import MiB
 
 _NUMEL = MiB // 2
 _NUM_ROUNDS = 3

@@ -1,0 +1,1 @@
+"""Routes: the paths by which a sum travels over ranks and nodes, one class each."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.comm.base import Communicator
-from torchmn.errors import UnsupportedError
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.errors import UnsupportedError
 
 
 class PureNcclCommunicator(Communicator):

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from torchmn.comm.base import Communicator
 from torchmn.cluster import Topology
 from torchmn.cluster.units import MiB
+from torchmn.comm.base import Communicator
 
 _NUM_TRIALS = 3
 _TRIAL_BYTES = MiB

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from torchmn.errors import PeerLostError, TimeLimitError, TorchmnError, UnsupportedError
 from torchmn.comm.transports.base import (
     MAX_DIRECT_RANKS,
     Message,
@@ -43,6 +42,7 @@ from torchmn.comm.transports.base import (
     poll_until,
 )
 from torchmn.comm.transports.staging import Staging
+from torchmn.errors import PeerLostError, TimeLimitError, TorchmnError, UnsupportedError
 
 _GLOO_REDUCES = {
     torch.float32,

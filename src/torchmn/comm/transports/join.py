@@ -15,9 +15,16 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
+from torchmn.cluster import route_to
+from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
+from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
+from torchmn.cluster.network import addresses_of_host, is_loopback
+from torchmn.comm.transports.base import TimeLimit, Transport
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.comm.transports.mpi import MpiTransport
+from torchmn.comm.transports.store import serve_store
 from torchmn.control import port_discovery
 from torchmn.control.ports import listen_on
-from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.errors import (
     LaunchError,
     PeerLostError,
@@ -25,13 +32,6 @@ from torchmn.errors import (
     TopologyError,
     UnknownNameError,
 )
-from torchmn.cluster import route_to
-from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
-from torchmn.cluster.network import addresses_of_host, is_loopback
-from torchmn.comm.transports.base import TimeLimit, Transport
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.comm.transports.mpi import MpiTransport
-from torchmn.comm.transports.store import serve_store
 
 TRANSPORTS = ("auto", "mpi", "torch")
 

@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 
 from torchmn.cluster.environment_variables import EXIT_TIMEOUT_VARIABLE
-from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
-from torchmn.control.mpi_start import limited_mpi_start
+from torchmn.cluster.units import GiB, KiB
 from torchmn.comm.transports.base import (
     SYNCHRONOUS_TAG,
     Message,
@@ -39,7 +38,8 @@ from torchmn.comm.transports.base import (
     poll_until,
 )
 from torchmn.comm.transports.staging import Staging
-from torchmn.cluster.units import GiB, KiB
+from torchmn.control.mpi_start import limited_mpi_start
+from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
 
 _NATIVE_BYTES = 16 * KiB
 _POLLS_BEFORE_YIELD = 2000

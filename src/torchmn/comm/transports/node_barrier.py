@@ -8,8 +8,8 @@ from __future__ import annotations
 import threading
 from functools import partial
 
-from torchmn.errors import TimeLimitError
 from torchmn.comm.transports.base import TimeLimit, poll_until
+from torchmn.errors import TimeLimitError
 
 ARRIVED, FOLDED, NUM_COUNTERS = 0, 1, 2
 LINE_BYTES = 128

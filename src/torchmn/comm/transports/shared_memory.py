@@ -35,11 +35,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchmn.errors import TorchmnError, UnsupportedError
+from torchmn.cluster.units import KiB, MiB
 from torchmn.comm.transports.base import ReduceOp, TimeLimit, Transport, WrappingTransport, fold
 from torchmn.comm.transports.node_barrier import ARRIVED, FOLDED, NodeCounters, counters_nbytes
 from torchmn.comm.transports.shared_segment import Address, ErrorContext, SharedMemorySegment
-from torchmn.cluster.units import KiB, MiB
+from torchmn.errors import TorchmnError, UnsupportedError
 
 CHUNK_BYTES = 2 * MiB
 _SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller

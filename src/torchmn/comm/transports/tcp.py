@@ -37,11 +37,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.control.ports import listen_on
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
-from torchmn.errors import CommunicationError, LaunchError, TimeLimitError
 from torchmn.cluster.network import own_addresses
+from torchmn.cluster.units import KiB, MiB
 from torchmn.comm.transports.base import (
     COMBINE,
     Message,
@@ -52,7 +50,9 @@ from torchmn.comm.transports.base import (
     fold,
 )
 from torchmn.comm.transports.tcp_stream import Stream, memory_of
-from torchmn.cluster.units import KiB, MiB
+from torchmn.control.authenticated_listener import AuthenticatedListener, connect
+from torchmn.control.ports import listen_on
+from torchmn.errors import CommunicationError, LaunchError, TimeLimitError
 
 MAX_PEERS = 15
 """With more peers the many connections of an all-to-all cost more than they save."""

@@ -26,12 +26,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from torchmn.cluster.units import MiB
+from torchmn.comm.link_speed import LinkSpeed
+from torchmn.errors import UnknownNameError
 from torchmn.exchange.auto.adapter_traffic import Crossing, crossing
 from torchmn.exchange.auto.step_simulation import Part, StepSimulation
 from torchmn.exchange.auto.stragglers import waiting_share
-from torchmn.comm.link_speed import LinkSpeed
-from torchmn.errors import UnknownNameError
-from torchmn.cluster.units import MiB
 
 SCHEDULES = ("every_step", "double_buffering", "blocks")
 _NUM_STEPS = 4  # simulated, of which the last is in the steady state

@@ -8,8 +8,8 @@ import time
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from torchmn.exchange.auto.predict import ReadyGradient, StepFacts
 from torchmn.comm.codecs.layout import is_small
+from torchmn.exchange.auto.predict import ReadyGradient, StepFacts
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.parameter_hook import watch_gradient
 

@@ -22,14 +22,21 @@ from typing import Any, Protocol
 
 import torch
 
-from torchmn.exchange.auto.predict import CodecFacts, Plan, ReadyGradient, StepFacts, ranked, shortlist
-from torchmn.exchange.auto.step_timer import StepTimer
-from torchmn.comm.link_speed import LinkSpeed, measure_links
+from torchmn.cluster.units import MiB
 from torchmn.comm.codecs import Codec, create_codec
 from torchmn.comm.codecs.codec_timing import measure_codec
+from torchmn.comm.link_speed import LinkSpeed, measure_links
+from torchmn.exchange.auto.predict import (
+    CodecFacts,
+    Plan,
+    ReadyGradient,
+    StepFacts,
+    ranked,
+    shortlist,
+)
+from torchmn.exchange.auto.step_timer import StepTimer
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule
-from torchmn.cluster.units import MiB
 
 NUM_WARM_UP = 2
 NUM_TIMED = 4

@@ -8,12 +8,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchmn.exchange.auto.tuner import Autotuner, SearchSpace
 from torchmn.comm import Communicator
-from torchmn.comm.local_tensors import is_distributed
 from torchmn.comm.codecs import Codec
+from torchmn.comm.local_tensors import is_distributed
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
-from torchmn.exchange.sample_proportions import BatchShares
+from torchmn.exchange.auto.tuner import Autotuner, SearchSpace
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.codec_state import own_codec, warn_if_it_encodes_nothing
 from torchmn.exchange.model_tensors import parameters_of
@@ -21,6 +20,7 @@ from torchmn.exchange.optimizer.chains import find_chains
 from torchmn.exchange.optimizer.dropout_check import warn_of_equal_dropout
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight
 from torchmn.exchange.optimizer.nonfinite_policy import OnNonfinite
+from torchmn.exchange.sample_proportions import BatchShares
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
 from torchmn.exchange.schedules.every_step import EveryStep

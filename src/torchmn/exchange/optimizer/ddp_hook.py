@@ -27,13 +27,15 @@ from torch._C._distributed_c10d import GradBucket, PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel
 
+from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.comm.allreduce import ReduceBlock
-from torchmn.comm.engine import Work
-from torchmn.comm.routes.flat import FlatCommunicator
-from torchmn.comm.object_codec import Trust
-from torchmn.compiling import not_compiled
 from torchmn.comm.codecs import Codec, Layout
+from torchmn.comm.engine import Work
+from torchmn.comm.object_codec import Trust
+from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.compiling import not_compiled
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import shape_in_memory
 from torchmn.exchange.codec_state import (
@@ -46,8 +48,6 @@ from torchmn.exchange.nonfinite import NonfiniteGradients
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.resharding import reshard_codec
-from torchmn.cluster import Topology
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 
 
 class DdpHook:

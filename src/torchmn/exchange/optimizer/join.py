@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchmn.exchange.auto.tuner import Autotuner
+from torchmn.exchange.optimizer.recorded_steps import RecordedSteps
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank, named_tensors
-from torchmn.exchange.optimizer.recorded_steps import RecordedSteps
 from torchmn.exchange.schedules.base import Schedule
 
 

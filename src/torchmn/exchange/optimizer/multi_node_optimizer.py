@@ -11,16 +11,34 @@ from weakref import ref
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.comm import Communicator
-from torchmn.compiling import not_compiled
 from torchmn.comm.codecs import Codec, ErrorFeedback
+from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
-from torchmn.exchange.sample_proportions import BatchShares
+from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.model_hooks import ModelHooks
+from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.nonfinite import NonfiniteGradients
+from torchmn.exchange.optimizer import resume
+from torchmn.exchange.optimizer.chains import find_chains
+from torchmn.exchange.optimizer.closure import over_ranks
+from torchmn.exchange.optimizer.join import joined
+from torchmn.exchange.optimizer.nonfinite_policy import (
+    OnNonfinite,
+    act_on_nonfinite,
+    record_own_nonfinite,
+)
+from torchmn.exchange.optimizer.recorded_steps import RecordedSteps
+from torchmn.exchange.optimizer.scaler_without_backward import LateScalerSteps
+from torchmn.exchange.optimizer.step_hook import before_step, raise_if_it_has_no_hooks
+from torchmn.exchange.optimizer.steps_without_samples import UncountedSteps
+from torchmn.exchange.optimizer.untrained_parameters import (
+    untrained_parameters,
+    warn_of_untrained_parameters,
+)
+from torchmn.exchange.optimizer.wrapped_optimizer import WrappedOptimizer
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replica_divergence import buffers_of_replicas
@@ -32,32 +50,14 @@ from torchmn.exchange.replicas import (
     raise_if_ranks_differ,
     sum_of_rates,
 )
+from torchmn.exchange.resharding import raise_if_other_optimizer
+from torchmn.exchange.sample_proportions import BatchShares
+from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.sparse_gradients import sparse_parameters
 from torchmn.exchange.weights import Contribution
 from torchmn.nn.batch_norm import weigh_losses_by, weigh_losses_by_samples
 from torchmn.nn.chain_list import MultiNodeChainList
 from torchmn.nn.clipping import clip_grad_norm_
-from torchmn.exchange.model_tensors import parameters_of
-from torchmn.exchange.optimizer import resume
-from torchmn.exchange.optimizer.chains import find_chains
-from torchmn.exchange.optimizer.closure import over_ranks
-from torchmn.exchange.optimizer.join import joined
-from torchmn.exchange.optimizer.scaler_without_backward import LateScalerSteps
-from torchmn.exchange.optimizer.nonfinite_policy import (
-    OnNonfinite,
-    act_on_nonfinite,
-    record_own_nonfinite,
-)
-from torchmn.exchange.optimizer.recorded_steps import RecordedSteps
-from torchmn.exchange.optimizer.step_hook import before_step, raise_if_it_has_no_hooks
-from torchmn.exchange.optimizer.steps_without_samples import UncountedSteps
-from torchmn.exchange.optimizer.untrained_parameters import (
-    untrained_parameters,
-    warn_of_untrained_parameters,
-)
-from torchmn.exchange.optimizer.wrapped_optimizer import WrappedOptimizer
-from torchmn.exchange.resharding import raise_if_other_optimizer
-from torchmn.exchange.schedules.base import Schedule
 
 Weight = Literal["rank", "samples"]
 

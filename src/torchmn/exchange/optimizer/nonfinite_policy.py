@@ -9,10 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from torchmn.control import script_monitor
 from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.nonfinite import NonfiniteGradients
 from torchmn.exchange.reducer import GradientReducer
-from torchmn.control import script_monitor
 
 OnNonfinite = Literal["raise", "warn", "ignore"]
 _MAX_IN_A_ROW = 100

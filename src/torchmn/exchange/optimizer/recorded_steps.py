@@ -17,10 +17,10 @@ from torchmn.exchange.local_shards import whole_of
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.parameter_hook import watch_gradient
 from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.schedules.base import Schedule
 from torchmn.record import recording
 from torchmn.record.records import Phase
 from torchmn.record.step_recorder import GradientFacts, StepRecorder
-from torchmn.exchange.schedules.base import Schedule
 
 
 class Recorded(Protocol):

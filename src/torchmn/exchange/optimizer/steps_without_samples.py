@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchmn.errors import UsageError
-from torchmn.exchange.weights import miscount
 from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.weights import miscount
 
 if TYPE_CHECKING:
     from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
 from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import named_tensors
-from torchmn.exchange.model_tensors import parameters_of
 
 
 def untrained_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:

@@ -18,6 +18,9 @@ from pathlib import Path
 
 import msgspec
 
+from torchmn.cluster.units import MiB
+from torchmn.comm.link_speed import LinkSpeed
+from torchmn.errors import UsageError
 from torchmn.exchange.auto.predict import (
     SCHEDULES,
     Cluster,
@@ -28,9 +31,6 @@ from torchmn.exchange.auto.predict import (
     StepFacts,
     predict_step,
 )
-from torchmn.comm.link_speed import LinkSpeed
-from torchmn.errors import UsageError
-from torchmn.cluster.units import MiB
 
 PAYLOAD_SHARE = 1448 / 1514
 """Share of an Ethernet frame, header included, that TCP carries."""

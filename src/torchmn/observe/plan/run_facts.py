@@ -14,14 +14,14 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from torchmn.cluster.units import MiB
+from torchmn.errors import DataError
 from torchmn.exchange.auto.adapter_traffic import crossing
 from torchmn.exchange.auto.predict import CodecFacts, ReadyGradient
-from torchmn.errors import DataError
 from torchmn.observe.plan.facts import PAYLOAD_SHARE, Training, predict
 from torchmn.observe.read.recorded_run import RankRecord
-from torchmn.record.records import PHASES
 from torchmn.observe.read.run_reader import read_run
-from torchmn.cluster.units import MiB
+from torchmn.record.records import PHASES
 
 _NOT_COMPUTED = ("exchange", "encode", "decode", "evaluation", "checkpoint")
 _COMPUTED = [PHASES.index(phase) for phase in PHASES if phase not in _NOT_COMPUTED]

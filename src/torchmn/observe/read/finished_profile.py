@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchmn.record.function_times import merge_profiles
 from torchmn.observe.read.merged_trace import merge_traces
+from torchmn.record.function_times import merge_profiles
 from torchmn.record.profile_request import FOLDER
 
 

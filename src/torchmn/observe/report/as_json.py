@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
 
-from torchmn.record.records import PHASES
 from torchmn.observe.report.findings import Finding
 from torchmn.observe.report.scaling import Scaling
 from torchmn.observe.report.summary import Summary
+from torchmn.record.records import PHASES
 
 FORMAT = 1
 

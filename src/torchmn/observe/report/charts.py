@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchmn.record.records import PHASES
 from torchmn.observe.report.quantities import bits, duration, megabytes, rank_list
 from torchmn.observe.report.scaling import Scaling
 from torchmn.observe.report.summary import Summary, grouped
+from torchmn.record.records import PHASES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

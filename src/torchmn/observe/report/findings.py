@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from torchmn.record.records import PHASES, Phase
+from torchmn.cluster.units import KiB
 from torchmn.observe.report.quantities import bits, duration, listed, megabytes, rank_list
 from torchmn.observe.report.summary import COLLECTIVE_PHASES, Summary, grouped
-from torchmn.cluster.units import KiB
+from torchmn.record.records import PHASES, Phase
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

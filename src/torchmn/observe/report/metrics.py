@@ -9,9 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from torchmn.errors import TorchmnError, UsageError
-from torchmn.record.records import PHASES
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.summary import Summary, summarize
+from torchmn.record.records import PHASES
 
 LAST_STEPS = 100
 """Means are over this number of steps."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from html import escape
 
+from torchmn import __version__
 from torchmn.errors import require
 from torchmn.observe.report.charts import (
     Chart,
@@ -26,7 +27,6 @@ from torchmn.observe.report.page_style import SCRIPT, STYLE
 from torchmn.observe.report.quantities import duration
 from torchmn.observe.report.scaling import Scaling
 from torchmn.observe.report.summary import Summary
-from torchmn.version import __version__
 
 
 def plotly_script() -> str:

@@ -10,8 +10,8 @@ import numpy as np
 
 from torchmn.errors import DataError
 from torchmn.observe.read.recorded_run import RankRecord, Run
-from torchmn.record.records import NOISE_SCALE, PHASES, Phase
 from torchmn.observe.report.quantities import listed, rank_list
+from torchmn.record.records import NOISE_SCALE, PHASES, Phase
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

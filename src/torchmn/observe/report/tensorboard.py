@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from torchmn.errors import UnsupportedError
-from torchmn.record.records import PHASES
 from torchmn.observe.report.summary import Summary
+from torchmn.record.records import PHASES
 
 MAX_POINTS = 1000
 MAX_RANKS = 64

@@ -9,12 +9,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from torchmn.record.records import PHASES
+from torchmn.cluster.units import counted
 from torchmn.observe.report.findings import Finding
 from torchmn.observe.report.quantities import bits, duration, megabytes
 from torchmn.observe.report.scaling import Scaling
 from torchmn.observe.report.summary import Summary
-from torchmn.cluster.units import counted
+from torchmn.record.records import PHASES
 
 MAX_ROWS = 16
 COLORS = ("blue", "cyan", "green", "yellow", "red", "magenta", "magenta", "white", "white", "white")

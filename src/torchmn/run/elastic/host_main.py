@@ -15,15 +15,15 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from torchmn.control.authenticated_listener import connect_authenticated
-from torchmn.control.codec import decode
-from torchmn.control.messages.elastic import HostHello, Round
-from torchmn.control.processes import adopt_orphans, kill_descendants
 from torchmn.cluster.environment_variables import (
     JOB_VARIABLE,
     ROUND_VARIABLE,
     SECRET_VARIABLE,
 )
+from torchmn.control.authenticated_listener import connect_authenticated
+from torchmn.control.codec import decode
+from torchmn.control.messages.elastic import HostHello, Round
+from torchmn.control.processes import adopt_orphans, kill_descendants
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.elastic.host import Host, round_secret
 from torchmn.run.elastic.rendezvous import ROLE

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmn.control.processes import kill_descendants, send_group, signal_name
-from torchmn.run.job import Command
 from torchmn.run.child_processes import start_process
+from torchmn.run.job import Command
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 

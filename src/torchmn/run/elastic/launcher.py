@@ -14,6 +14,8 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
+from torchmn.cluster.exit_status import SAVED_STATUS, shell_code
+from torchmn.cluster.units import counted
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.connection import Channel
@@ -32,7 +34,7 @@ from torchmn.control.messages.elastic import (
 from torchmn.control.messages.monitor import Alive, CheckpointSaved
 from torchmn.control.processes import is_stopped, send_group, signal_name
 from torchmn.errors import LaunchError
-from torchmn.cluster.exit_status import SAVED_STATUS, shell_code
+from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.console import RankOutput
 from torchmn.run.elastic.host import round_secret
 from torchmn.run.elastic.host_processes import HostProcesses
@@ -40,10 +42,8 @@ from torchmn.run.elastic.job import ElasticJob, host_process, rendezvous_process
 from torchmn.run.elastic.rendezvous import ROLE
 from torchmn.run.elastic.round_session import RoundSession, num_ranks_of
 from torchmn.run.job import Command
-from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.monitor.job_result import JobResult
 from torchmn.run.monitor.rank_session import STOPPED, write_failure_report
-from torchmn.cluster.units import counted
 
 _RENDEZVOUS_START_S = 20.0
 _MARGIN_S = 10.0

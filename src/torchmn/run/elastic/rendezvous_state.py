@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torchmn.cluster.units import counted
 from torchmn.control.messages.elastic import (
     ElasticMessage,
     HostHello,
@@ -26,7 +27,6 @@ from torchmn.control.messages.elastic import (
 )
 from torchmn.errors import UsageError
 from torchmn.run.host_checks import differences
-from torchmn.cluster.units import counted
 
 LAUNCHER = ""
 """The recipient of messages for the launcher; no host has an empty name."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchmn.cluster.exit_status import SAVED_STATUS
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import Round
 from torchmn.control.messages.monitor import CheckpointSaved
-from torchmn.cluster.exit_status import SAVED_STATUS
 from torchmn.run.agent_session import AgentSession
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Job

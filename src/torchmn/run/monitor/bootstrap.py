@@ -35,8 +35,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from torchmn.control import script_monitor
-from torchmn.run.monitor.gloo_threads import wait_for_gloo_threads
 from torchmn.control.script import show_exception
+from torchmn.run.monitor.gloo_threads import wait_for_gloo_threads
 
 _FLAGS = re.compile("-[bBdEIOPqsSuvx]+")
 """Options of the interpreter that take no argument."""

@@ -41,8 +41,8 @@ from torchmn.control.processes import (
     send,
     zombie_returncode,
 )
-from torchmn.errors import LaunchError
 from torchmn.control.script_connection import ScriptLink
+from torchmn.errors import LaunchError
 from torchmn.run.monitor.server import ROLE
 
 _PERIOD_S = 0.2

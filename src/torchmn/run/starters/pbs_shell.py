@@ -20,6 +20,8 @@ import threading
 from contextlib import closing, suppress
 from pathlib import Path
 
+from torchmn.cluster import local_address_for
+from torchmn.cluster.exit_status import shell_code
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.codec import decode, encode
@@ -30,10 +32,8 @@ from torchmn.control.processes import (
     python_module,
 )
 from torchmn.errors import LaunchError, TorchmnError
-from torchmn.cluster.exit_status import shell_code
 from torchmn.run.orders import RunForShell
 from torchmn.run.starters.remote import PBS_COMMAND, PBS_SHELL
-from torchmn.cluster import local_address_for
 
 _ROLE = "remote shell"
 _STREAMS = ("stdio", "stderr", "status")

@@ -12,9 +12,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from torchmn.cluster import is_this_host
+from torchmn.cluster.environment_variables import RSH_VARIABLE
+from torchmn.cluster.units import counted
 from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
-from torchmn.cluster.environment_variables import RSH_VARIABLE
 from torchmn.errors import LaunchError
 from torchmn.run.exported_variables import split_words
 from torchmn.run.host_checks import HostFacts, differences
@@ -22,8 +24,6 @@ from torchmn.run.job import Command, Job
 from torchmn.run.orders import ProbeHost, ProcessOrder, StartProcesses
 from torchmn.run.starters import local
 from torchmn.run.worker_environment import deciding_hosts
-from torchmn.cluster import is_this_host
-from torchmn.cluster.units import counted
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.run.starters.pbs_shell"

@@ -19,12 +19,12 @@ from torch.utils.data import DataLoader
 
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.record import recording
 from torchmn.train.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
-from torchmn.train.evaluation.modes import evaluation_mode
 from torchmn.train.evaluation.evaluation_batches import named_loaders
+from torchmn.train.evaluation.modes import evaluation_mode
 from torchmn.train.evaluation.recorder import Recorder
 from torchmn.train.evaluation.sums import Sums, means_of, merge_sums
-from torchmn.record import recording
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

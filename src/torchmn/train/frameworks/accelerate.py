@@ -16,10 +16,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions
-from torchmn.train.frameworks.optimizer import FrameworkOptimizer
 from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.optimizer import MultiNodeOptimizer
+from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions
+from torchmn.train.frameworks.optimizer import FrameworkOptimizer
 
 _Base: Any = object
 """At run time the class of the object follows in the order of base classes."""

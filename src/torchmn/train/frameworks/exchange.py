@@ -17,22 +17,22 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchmn.cluster import Topology
+from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.comm import Communicator, create_communicator
-from torchmn.comm.local_tensors import is_distributed
 from torchmn.comm.codecs import Codec
+from torchmn.comm.local_tensors import is_distributed
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.data.scatter_loader import divided_by
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
-from torchmn.train.evaluation import sync_buffers_
-from torchmn.train.frameworks.optimizer import FrameworkOptimizer
 from torchmn.exchange.model_tensors import parameters_of, persistent_buffers
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.optimizer.multi_node_optimizer import Weight
 from torchmn.exchange.optimizer.nonfinite_policy import OnNonfinite
 from torchmn.exchange.schedules import ParameterServer, Schedule
-from torchmn.cluster import Topology
-from torchmn.cluster.launcher_env import read_launcher_env
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.train.evaluation import sync_buffers_
+from torchmn.train.frameworks.optimizer import FrameworkOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)

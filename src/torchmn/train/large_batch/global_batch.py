@@ -23,22 +23,22 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmn.data.batch_settings import BatchSettings
+from torchmn.cluster.units import counted, listed
 from torchmn.comm import Communicator
+from torchmn.data.batch_settings import BatchSettings
 from torchmn.data.global_sampler import GlobalSampler
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import RankMismatchError, UsageError
-from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
+from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 from torchmn.nn.batch_norm import (
     MultiNodeBatchNorm1d,
     MultiNodeBatchNorm2d,
     MultiNodeBatchNorm3d,
 )
 from torchmn.nn.micro_batches import samples_to_cut, split
-from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 from torchmn.record import recording
-from torchmn.cluster.units import counted, listed
+from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
 
 
 class MicroBatch(NamedTuple):

@@ -22,15 +22,15 @@ import math
 import warnings
 from collections.abc import Mapping
 
+from torchmn.cluster.units import counted
 from torchmn.comm.codecs.half_precision import ReducedPrecision
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.gradient_norms import GradientNorms
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
-from torchmn.record import recording
-from torchmn.record.records import NOISE_SCALE
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
 from torchmn.exchange.schedules.every_step import EveryStep
-from torchmn.cluster.units import counted
+from torchmn.record import recording
+from torchmn.record.records import NOISE_SCALE
 
 _MIN_DIFFERENCE = 1e-6
 """Of a and m, in parts of a: all weight on one rank leaves one equation."""

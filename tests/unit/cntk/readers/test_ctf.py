@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from tests.limits import limit
-from torchmn.errors import DataError, UnsupportedError, UsageError
 from torchmn.cntk.readers import ctf_index, ctf_parse
 from torchmn.cntk.readers.assembly import gather
 from torchmn.cntk.readers.ctf import CTFDeserializer
 from torchmn.cntk.readers.iterable import MinibatchDataset
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.cntk.readers.streams import StreamDef, StreamDefs
+from torchmn.errors import DataError, UnsupportedError, UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 

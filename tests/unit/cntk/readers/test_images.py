@@ -17,12 +17,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmn.errors import DataError, UnsupportedError, UsageError
 from torchmn.cntk.readers import decoding, images, other_formats
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.cntk.readers.streams import StreamDef
 from torchmn.cntk.readers.transforms import color, crop, scale
+from torchmn.errors import DataError, UnsupportedError, UsageError
 
 PIL = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 

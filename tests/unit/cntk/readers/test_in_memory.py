@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchmn.errors import DataError, UnknownNameError, UsageError
 from torchmn.cntk.readers import MinibatchSourceFromData, from_csv, from_pandas
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 
 def whole(source: MinibatchSourceFromData, name: str = "x") -> Any:

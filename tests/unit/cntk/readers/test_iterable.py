@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader
 
 from tests.limits import limit
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
-from torchmn.comm import Communicator
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.cntk.readers import (
     INFINITELY_REPEAT,
     MinibatchDataset,
@@ -25,6 +23,8 @@ from torchmn.cntk.readers import (
     StreamInformation,
     UserDeserializer,
 )
+from torchmn.comm import Communicator
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train import StandardUpdater, Trainer
 

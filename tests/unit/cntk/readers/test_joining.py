@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from torchmn.errors import DataError, UsageError
 from torchmn.cntk.readers import (
     ChunkInfo,
     CTFDeserializer,
@@ -16,6 +15,7 @@ from torchmn.cntk.readers import (
     StreamDef,
     StreamInformation,
 )
+from torchmn.errors import DataError, UsageError
 
 
 class Keyed:

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from tests.limits import limit
-from torchmn.errors import DataError, UnknownNameError, UsageError
 from torchmn.cntk.readers import (
     FULL_DATA_SWEEP,
     MinibatchSource,
@@ -23,6 +22,7 @@ from torchmn.cntk.readers import (
     StreamDefs,
     StreamInformation,
 )
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 from ...contracts.suites.source_contracts import NUMBER, Numbers
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from torchmn.errors import DataError, UnsupportedError
 from torchmn.cntk.readers import (
     MinibatchData,
     MinibatchSource,
@@ -16,6 +15,7 @@ from torchmn.cntk.readers import (
     UserMinibatchSource,
     as_minibatch_source,
 )
+from torchmn.errors import DataError, UnsupportedError
 
 
 class Chunks(UserDeserializer):

@@ -8,11 +8,11 @@ from torch._C._distributed_c10d import HashStore
 
 import torchmn
 from tests.limits import limit
-from torchmn.testing.ranks import run_threads
 from torchmn.cluster import Topology
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
+from torchmn.testing.ranks import run_threads
 
 LARGE = 70_001
 

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
+from torchmn.cluster import Topology
 from torchmn.comm.link_speed import measure_links
 from torchmn.comm.routes.route_trials import candidate_routes, fastest
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 
 @pytest.mark.parametrize(

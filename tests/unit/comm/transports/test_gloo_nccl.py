@@ -13,10 +13,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
-from torchmn.testing.ranks import run_threads
 from torchmn.comm.transports import base, gloo_nccl
 from torchmn.comm.transports.base import MAX_DIRECT_RANKS, TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.testing.ranks import run_threads
 
 SCRIPT = """
 import time

@@ -13,9 +13,9 @@ import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
-from torchmn.errors import TopologyError
 from torchmn.cluster import read_launcher_env
 from torchmn.comm.transports import join
+from torchmn.errors import TopologyError
 
 TORCHRUN = {
     "RANK": "1",

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from torchmn.comm.transports.shared_segment import (
+    ErrorContext,
+    SharedMemorySegment,
+    memory_error_from,
+)
 from torchmn.errors import SharedMemoryError, UnsupportedError
-from torchmn.comm.transports.shared_segment import ErrorContext, SharedMemorySegment, memory_error_from
 
 TEST = ErrorContext("a test", "Ask for less.")
 

@@ -15,14 +15,14 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.limits import limit
-from torchmn.comm import create_communicator
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
-from torchmn.testing.ranks import run_threads
 from torchmn.cluster import Topology
+from torchmn.comm import create_communicator
 from torchmn.comm.transports import tcp, tcp_stream
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
+from torchmn.testing.ranks import run_threads
 
 LARGE = 70_001  # elements
 

@@ -4,8 +4,8 @@ import threading
 import time
 
 from tests.limits import limit
-from torchmn.testing import run_ranks
 from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, poll_until
+from torchmn.testing import run_ranks
 
 
 def test_a_long_wait_polls_less_and_less() -> None:

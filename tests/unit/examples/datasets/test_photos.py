@@ -21,9 +21,9 @@ from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader
 
 from tests.unit.examples.datasets.makers import unpack_flowers
-from torchmn.errors import DataError
 from torchmn.cntk.readers.decoding import decode
 from torchmn.cntk.readers.transforms import Draw
+from torchmn.errors import DataError
 from torchmn.testing import run_ranks
 
 pytest.importorskip("PIL", reason="Pillow is not installed")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchmn.exchange.auto.adapter_traffic import ROUTES as MODELLED
-from torchmn.exchange.auto.adapter_traffic import crossing
 from torchmn.comm.create import ROUTES
 from torchmn.errors import UnknownNameError, UsageError
+from torchmn.exchange.auto.adapter_traffic import ROUTES as MODELLED
+from torchmn.exchange.auto.adapter_traffic import crossing
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from torchmn.cluster.units import MiB
+from torchmn.comm.link_speed import LinkSpeed
+from torchmn.errors import UnknownNameError
 from torchmn.exchange.auto.predict import (
     Cluster,
     CodecFacts,
@@ -17,9 +20,6 @@ from torchmn.exchange.auto.predict import (
     ranked,
     shortlist,
 )
-from torchmn.comm.link_speed import LinkSpeed
-from torchmn.errors import UnknownNameError
-from torchmn.cluster.units import MiB
 
 LINK = LinkSpeed(latency_s=0.0, bandwidth_bytes_per_s=1e6)
 FLOAT32 = CodecFacts(name="float32")

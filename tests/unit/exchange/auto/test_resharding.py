@@ -9,13 +9,13 @@ from tests.contracts.suites.resume_contracts import described
 from tests.unit.exchange.auto.test_tuner import MAX_STEPS, train, wrap
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
-from torchmn.exchange.auto import tuner
+from torchmn.cluster import Topology
 from torchmn.comm.codecs import ErrorFeedback, Quantized
 from torchmn.errors import UsageError
+from torchmn.exchange.auto import tuner
 from torchmn.exchange.resharding import mean_state, mean_tensor, reshard_codec
 from torchmn.exchange.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 
 def test_means_keep_what_is_equal_and_take_counts_from_rank_0() -> None:

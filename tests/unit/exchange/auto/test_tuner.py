@@ -11,13 +11,13 @@ import torch
 
 from tests.unit.models import batch, equal, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
-from torchmn.exchange.auto import tuner
-from torchmn.exchange.auto.predict import Plan
+from torchmn.cluster import Topology
 from torchmn.comm.codecs import Float16
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.exchange.auto import tuner
+from torchmn.exchange.auto.predict import Plan
 from torchmn.exchange.schedules import DoubleBuffering, EveryStep
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
 MAX_TURN_STEPS = 1 + DoubleBuffering.staleness_steps + tuner.NUM_TIMED

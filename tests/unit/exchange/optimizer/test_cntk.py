@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.models import batch, equal, local_grads, mlp, near, values
 from tests.unit.exchange.schedules.local_updates.runs import momentum, sgd, train
+from tests.unit.models import batch, equal, local_grads, mlp, near, values
 from torchmn.errors import UsageError
-from torchmn.exchange.optimizer import block_momentum_distributed_learner, data_parallel_distributed_learner
+from torchmn.exchange.optimizer import (
+    block_momentum_distributed_learner,
+    data_parallel_distributed_learner,
+)
 from torchmn.exchange.schedules import BlockMomentum, Warmup
 from torchmn.testing import run_ranks
 

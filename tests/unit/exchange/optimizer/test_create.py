@@ -7,12 +7,12 @@ import torch
 
 from tests.unit.models import mlp
 from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.optimizer import SCHEDULES
 from torchmn.exchange.schedules import DoubleBuffering
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 
 def wrap(comm, **options):

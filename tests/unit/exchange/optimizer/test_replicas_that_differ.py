@@ -12,9 +12,9 @@ from torch import nn
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import RankMismatchError
-from torchmn.train.evaluation import sync_buffers_
 from torchmn.exchange.replica_divergence import EVERY, ReplicaWatch
 from torchmn.testing import run_ranks
+from torchmn.train.evaluation import sync_buffers_
 
 DIFFER = "the parameters of the ranks differ"
 SCHEDULES = ["every_step", "double_buffering"]

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.limits import limit
-from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
+from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer, scatter_loader
+from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import (
@@ -22,7 +23,6 @@ from torchmn.exchange.schedules import (
     Phases,
 )
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 
 def num_encoded(comm) -> int:

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 
-from tests.unit.models import equal, mlp, values
 from tests.unit.exchange.schedules.local_updates.runs import momentum, train
+from tests.unit.models import equal, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from tests.unit.observe.plan.tables import TEXT
-from torchmn.exchange.auto.predict import ReadyGradient
 from torchmn.errors import TorchmnError, UsageError
+from torchmn.exchange.auto.predict import ReadyGradient
 from torchmn.observe.plan.facts import PAYLOAD_SHARE, Training, predict, read_table
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "imagenet" / "240_gpus.toml"

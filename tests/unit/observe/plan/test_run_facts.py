@@ -13,8 +13,8 @@ from tests.unit.recorded_runs import ImitatedRun
 from torchmn.errors import TorchmnError
 from torchmn.observe.plan.facts import PAYLOAD_SHARE, predict, rate_bytes_per_s
 from torchmn.observe.plan.run_facts import facts_of
-from torchmn.record.records import Line, Step
 from torchmn.observe.read.run_reader import read_run
+from torchmn.record.records import Line, Step
 
 RUN = ImitatedRun(
     num_ranks=2,

@@ -14,8 +14,8 @@ import pytest
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn.control.codec import encode
 from torchmn.errors import DataError
-from torchmn.record.records import PHASES, RunStart, Step
 from torchmn.observe.read.run_reader import find_records, read_lines, read_run
+from torchmn.record.records import PHASES, RunStart, Step
 
 
 def records_of(folder: Path, rank: int = 0) -> Path:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.unit.recorded_runs import ImitatedRun
-from torchmn.record.records import Phase
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.findings import MAX_FINDINGS, Finding, find
 from torchmn.observe.report.summary import Summary, summarize
+from torchmn.record.records import Phase
 
 
 def summary_of(imitated: ImitatedRun, folder: Path) -> Summary:

@@ -14,10 +14,10 @@ import pytest
 
 import torchmn
 from tests.limits import limit
+from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message
 from torchmn.control.messages.monitor import Failed, Leaving
-from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.run.monitor import bootstrap
 from torchmn.run.monitor.bootstrap import with_bootstrap
 

@@ -6,8 +6,8 @@ from torch import nn
 
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UnknownNameError
-from torchmn.train.evaluation import sync_buffers_
 from torchmn.testing import run_ranks
+from torchmn.train.evaluation import sync_buffers_
 
 
 def model_of(rank: int) -> nn.Sequential:

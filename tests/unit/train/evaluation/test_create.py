@@ -25,8 +25,8 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.train.evaluation import Ratio, create_multi_node_evaluator
 from torchmn.testing import run_ranks
+from torchmn.train.evaluation import Ratio, create_multi_node_evaluator
 
 Tokens = namedtuple("Tokens", "values lengths")
 

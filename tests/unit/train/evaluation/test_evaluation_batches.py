@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn import GenericMultiNodeEvaluator, SerialIterator
 from torchmn.errors import UsageError
-from torchmn.train.evaluation import create_multi_node_evaluator
 from torchmn.testing import run_ranks
+from torchmn.train.evaluation import create_multi_node_evaluator
 
 VALUES = torch.arange(11, dtype=torch.float64)
 

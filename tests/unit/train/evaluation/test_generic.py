@@ -12,8 +12,8 @@ from torch import nn
 from tests.limits import limit
 from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError, UsageError
-from torchmn.train.evaluation import GenericMultiNodeEvaluator
 from torchmn.testing import run_ranks
+from torchmn.train.evaluation import GenericMultiNodeEvaluator
 
 
 class Numbers(GenericMultiNodeEvaluator):

@@ -9,9 +9,9 @@ from torch import nn
 
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError, UsageError
+from torchmn.testing import run_ranks
 from torchmn.train.frameworks import ExchangeOptions
 from torchmn.train.frameworks.exchange import Exchange
-from torchmn.testing import run_ranks
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ from torch import nn
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
-from torchmn.train.large_batch import BatchGrowth, GlobalBatch
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
+from torchmn.train.large_batch import BatchGrowth, GlobalBatch
 
 
 class Placement:

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.train.large_batch import LAMB, LARS
 from torchmn.testing import run_ranks
+from torchmn.train.large_batch import LAMB, LARS
 
 RATE, DECAY, TRUST, MOMENTUM, EPS = 0.3, 0.02, 0.01, 0.9, 1e-6
 BETAS = (0.9, 0.99)

@@ -25,17 +25,17 @@ from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.gradient_norms import GradientNorms, squared_norms
-from torchmn.train.large_batch import GlobalBatch, GradientNoiseScale
-from torchmn.train.large_batch.noise_scale import estimate
-from torchmn.nn import MultiNodeChainList
 from torchmn.exchange.optimizer import MultiNodeOptimizer
-from torchmn.record import record
+from torchmn.nn import MultiNodeChainList
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.as_json import as_json
 from torchmn.observe.report.page import page
 from torchmn.observe.report.summary import summarize
 from torchmn.observe.report.text import show
+from torchmn.record import record
 from torchmn.testing import run_ranks
+from torchmn.train.large_batch import GlobalBatch, GradientNoiseScale
+from torchmn.train.large_batch.noise_scale import estimate
 
 SIZE = 40
 MEAN = torch.linspace(-0.3, 0.5, SIZE, dtype=torch.float64)

@@ -12,6 +12,8 @@ from torch.nn.utils import parametrize
 
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError, UsageError
+from torchmn.nn import convert_batch_norm
+from torchmn.testing import run_ranks
 from torchmn.train.large_batch import (
     GhostBatchNorm1d,
     GhostBatchNorm2d,
@@ -20,8 +22,6 @@ from torchmn.train.large_batch import (
     revert_ghost_batch_norm,
     weight_decay_groups,
 )
-from torchmn.nn import convert_batch_norm
-from torchmn.testing import run_ranks
 
 
 def model() -> nn.Sequential:

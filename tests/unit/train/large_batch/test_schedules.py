@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmn.comm import Communicator
 from torchmn.data import EmptyBatchCollate
 from torchmn.errors import UnknownNameError, UsageError
+from torchmn.testing import run_ranks
 from torchmn.train.large_batch import (
     BatchGrowth,
     BatchSchedule,
@@ -34,7 +35,6 @@ from torchmn.train.large_batch import (
     Polynomial,
     SquareRootScaling,
 )
-from torchmn.testing import run_ranks
 
 NUM_SAMPLES = 50
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
 from torchmn.comm import Communicator
+from torchmn.testing import run_ranks
 from torchmn.train.large_batch import (
     LAMB,
     LARS,
@@ -32,7 +33,6 @@ from torchmn.train.large_batch import (
     convert_to_ghost_batch_norm,
     weight_decay_groups,
 )
-from torchmn.testing import run_ranks
 
 NUM_SAMPLES, NUM_EPOCHS, BATCH = 45, 3, 14
 Parameters = list[Tensor]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.comm import Communicator
-from torchmn.comm.local_tensors import local_part
 from torchmn.comm.codecs import Codec
+from torchmn.comm.local_tensors import local_part
 from torchmn.errors import UsageError
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import NamedParameter, plan_buckets

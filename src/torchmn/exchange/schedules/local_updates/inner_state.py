@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from torchmn.comm import Communicator
 from torchmn.comm.local_tensors import local_part
 from torchmn.errors import RankMismatchError
-from torchmn.exchange.replicas import broadcast_optimizer_state
 from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.replicas import broadcast_optimizer_state
 
 
 @torch.no_grad()

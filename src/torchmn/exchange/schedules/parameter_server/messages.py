@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from torchmn.comm import object_codec
-from torchmn.comm.engine import Engine, Work
 from torchmn.comm.codecs import ErrorFeedback, StripeCodec
 from torchmn.comm.codecs.nonfinite import NonfiniteTracker
+from torchmn.comm.engine import Engine, Work
+from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
-from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport
 
 _REQUEST, _RESPONSE = 1, 2
 _YEAR_S = 365 * 86400.0

@@ -29,16 +29,20 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from torchmn.comm import Communicator
-from torchmn.comm.engine import Engine, Work
 from torchmn.comm.codecs import StripeCodec
+from torchmn.comm.engine import Engine, Work
+from torchmn.comm.transports.base import abort_pending_receives
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.nonfinite import NonfiniteGradients
 from torchmn.exchange.reducer import GradientReducer
-from torchmn.exchange.model_tensors import parameters_of
-from torchmn.record import recording
 from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
-from torchmn.exchange.schedules.parameter_server.messages import Messages, ServerClient, WorkerThread
+from torchmn.exchange.schedules.parameter_server.messages import (
+    Messages,
+    ServerClient,
+    WorkerThread,
+)
 from torchmn.exchange.schedules.parameter_server.pulled_parameters import PulledParameters
 from torchmn.exchange.schedules.parameter_server.server import Reply, Rules, ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import (
@@ -49,7 +53,7 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     hyper_parameters,
 )
 from torchmn.exchange.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
-from torchmn.comm.transports.base import abort_pending_receives
+from torchmn.record import recording
 
 _GRACE_S = 2.0
 

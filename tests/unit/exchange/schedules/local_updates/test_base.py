@@ -11,6 +11,16 @@ import torch
 from torch import nn
 
 from tests.limits import limit
+from tests.unit.exchange.schedules.local_updates.runs import (
+    adam,
+    average,
+    momentum,
+    set_values,
+    sgd,
+    simulate,
+    train,
+    wrap,
+)
 from tests.unit.models import (
     OfObject,
     batch,
@@ -23,22 +33,12 @@ from tests.unit.models import (
     near,
     values,
 )
-from tests.unit.exchange.schedules.local_updates.runs import (
-    adam,
-    average,
-    momentum,
-    set_values,
-    sgd,
-    simulate,
-    train,
-    wrap,
-)
 from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
 from torchmn.errors import NonFiniteGradientError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage, Warmup
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 SCHEDULES = [PeriodicAverage, BlockMomentum, DiLoCo]
 INNER = {"sgd": sgd, "momentum": momentum, "adam": adam}

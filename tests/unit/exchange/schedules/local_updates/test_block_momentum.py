@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.models import equal, near, values
 from tests.unit.exchange.schedules.local_updates.runs import (
     Worker,
     adam,
@@ -18,10 +17,11 @@ from tests.unit.exchange.schedules.local_updates.runs import (
     train,
     wrap,
 )
+from tests.unit.models import equal, near, values
+from torchmn.cluster import Topology
 from torchmn.errors import UsageError
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 
 class Cntk:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.models import near, values
 from tests.unit.exchange.schedules.local_updates.runs import adam, simulate, train, wrap
+from tests.unit.models import near, values
 from torchmn.errors import UsageError
 from torchmn.exchange.schedules import DiLoCo
 from torchmn.testing import run_ranks

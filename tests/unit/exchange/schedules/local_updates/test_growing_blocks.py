@@ -5,14 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.unit.exchange.schedules.local_updates.runs import (
+    average,
+    momentum,
+    simulate,
+    train,
+    wrap,
+)
 from tests.unit.models import equal, near, values
-from tests.unit.exchange.schedules.local_updates.runs import average, momentum, simulate, train, wrap
+from torchmn.cluster import Topology
 from torchmn.errors import UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, GrowingBlocks, PeriodicAverage, Warmup
 from torchmn.exchange.schedules.local_updates.growing_blocks import BlockLength
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 
 def test_the_quadratic_rule() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.models import batch, local_grads, mlp, near, values
 from tests.unit.exchange.schedules.local_updates.runs import set_values, train, wrap
+from tests.unit.models import batch, local_grads, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage

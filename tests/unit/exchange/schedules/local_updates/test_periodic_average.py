@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.models import near, values
 from tests.unit.exchange.schedules.local_updates.runs import adam, average, simulate, train, wrap
+from tests.unit.models import near, values
 from torchmn.exchange.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
 

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from tests.unit.models import batch, equal, loss_of, mlp, near, values
 from tests.unit.exchange.schedules.local_updates.runs import average, sgd, simulate, train, wrap
+from tests.unit.models import batch, equal, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, LocalUpdateSchedule, PeriodicAverage
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
 
 SCHEDULES = [PeriodicAverage, BlockMomentum, DiLoCo]
 OPTIONS: list[dict[str, Any]] = [

@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.unit.exchange.schedules.local_updates.runs import (
+    adam,
+    average,
+    sgd,
+    simulate,
+    train,
+    wrap,
+)
 from tests.unit.models import equal, near, values
-from tests.unit.exchange.schedules.local_updates.runs import adam, average, sgd, simulate, train, wrap
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, LocalUpdateSchedule, PeriodicAverage
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 from torchmn.exchange.schedules.local_updates.short_block import take_partial_step

@@ -12,7 +12,10 @@ from torch import nn
 
 from tests.limits import limit
 from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
+from torchmn.cluster import Topology
 from torchmn.comm import Communicator, create_communicator
+from torchmn.comm.transports.base import TimeLimit
+from torchmn.comm.transports.tcp import TcpTransport
 from torchmn.errors import (
     CommunicationError,
     NonFiniteGradientError,
@@ -25,9 +28,6 @@ from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_opt
 from torchmn.exchange.schedules import ParameterServer
 from torchmn.exchange.schedules.parameter_server.messages import WorkerThread
 from torchmn.testing import run_ranks
-from torchmn.cluster import Topology
-from torchmn.comm.transports.base import TimeLimit
-from torchmn.comm.transports.tcp import TcpTransport
 
 
 def make(
