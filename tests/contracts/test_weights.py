@@ -37,8 +37,8 @@ PLACEMENTS = {
 
 
 @pytest.mark.parametrize(
-    ("codec", "schedule", "label"),
-    in_pairs(CODECS, SYNCHRONOUS, PLACEMENTS, excluded=[("power_sgd", "2+2")]),
+    ("codec", "label", "schedule"),
+    in_pairs(CODECS, PLACEMENTS, SYNCHRONOUS, excluded=[("power_sgd", "2+2")]),
 )
 def test_contracts(schedule: str, codec: str, label: str) -> None:
     name, topology = PLACEMENTS[label]

@@ -263,7 +263,7 @@ def test_ranks_fill_buckets_at_different_times() -> None:
     assert torch.equal(first, second)
 
 
-def test_while_gradients_of_an_earlier_step_are_exchanged(schedule) -> None:
+def test_while_gradients_of_an_earlier_step_are_exchanged() -> None:
     def rank_main(comm):
         comm.bucket_bytes = 64
         torch_model = convert_batch_norm(network(), comm)
