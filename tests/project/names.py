@@ -15,8 +15,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "names.md"
 TITLE = """# Public names
 
-The names of `torchmn` and of its packages. `help(torchmn.scatter_loader)` prints the documentation of one, with its arguments and an
-example; the site that `make docs` builds has all of them. `python -m tests.project.names` writes this page from the source.
+The names of `torchmn` and of its packages. `help(torchmn.scatter_loader)` prints the documentation
+of one, with its arguments and an example; the site that `make docs` builds has all of them.
+`python -m tests.project.names` writes this page from the source.
 """
 
 

@@ -16,8 +16,8 @@ Each item is a short training script in plain PyTorch. The tests run it in one p
 batches without torchmn, and on 1 and 2 ranks with torchmn, each rank with its part of every batch.
 Parameters, buffers and everything that the script logs are compared, in float64 to 1e-12 of 1 plus
 the value, under each of the schedules `every_step`, `every_step_next_forward` and `auto`. The
-result is the same under all of them unless the item names them. The scripts are in `tests/scripts/`;
-`python -m tests.scripts.page` writes this page.
+result is the same under all of them unless the item names them. The scripts are in
+`tests/scripts/`; `python -m tests.scripts.page` writes this page.
 
 The numbers are those of one process, on every rank, unless the item ends with
 
