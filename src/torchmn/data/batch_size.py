@@ -93,7 +93,7 @@ def _of_field(field: Any, later: Sequence[Any]) -> int | None:
 
 
 def _has_one_kind(value: Any) -> TypeGuard[list[Any] | tuple[Any, ...]]:
-    """Whether a list may have one item for each sample: fields are rarely alike."""
+    """Whether a list may have one item for each sample: fields often differ."""
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields"):
         return False
     if all(isinstance(item, (Tensor, np.ndarray)) for item in value):

@@ -38,7 +38,7 @@ class Pair(NamedTuple):
 
 
 @dataclass
-class Sentences:
+class Tokens:
     scale: float
     tokens: Tensor
 
@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[Any, int | None]] = {
     "jagged tensor": ({"x": _nested(torch.jagged)}, 3),
     "graphs": (SimpleNamespace(x=torch.zeros(30, 2), num_graphs=6), 6),
     "named tuple": (Pair(X, LABELS), 7),
-    "dataclass": (Sentences(0.5, torch.zeros(6, 9)), 6),
+    "dataclass": (Tokens(0.5, torch.zeros(6, 9)), 6),
     "texts": (["a", "b"], 2),
     "texts by name": ({"text": ("a", "b"), "label": LABELS[:2]}, 2),
     "tensor without rows": (torch.zeros(0, 5), 0),
