@@ -16,7 +16,7 @@ _QUIET_S = 0.03
 
 
 def limit(seconds: float) -> float:
-    """What may take so many seconds on a quiet machine may take this long here."""
+    """The seconds that something may take here, if it may take ``seconds`` on a quiet machine."""
     return seconds * slowness()
 
 

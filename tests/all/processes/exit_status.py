@@ -153,6 +153,13 @@ IN_SMOKE = ("All ranks end", "A rank raises an exception", "SIGTERM to the launc
 """What happens under the launchers that need no hosts in `tests/smoke`."""
 
 
+def _is_in_smoke(launcher: Launcher, row: Row) -> bool:
+    # On a busy machine Open MPI's own mpirun ends with another status, now and then.
+    is_left_to_chance = launcher == "plain mpirun" and row.signum != ""
+    needs_hosts = launcher in ("ssh", "srun")
+    return row.what in IN_SMOKE and not needs_hosts and not is_left_to_chance
+
+
 def cases(*, in_smoke: bool) -> list[object]:
     """The entries of the table that one of the two folders tests: launchers and rows."""
     return [
@@ -160,7 +167,7 @@ def cases(*, in_smoke: bool) -> list[object]:
         for launcher in LAUNCHERS
         for row in ROWS
         if launcher in row.statuses
-        if (row.what in IN_SMOKE and launcher not in ("ssh", "srun")) == in_smoke
+        if _is_in_smoke(launcher, row) == in_smoke
     ]
 
 
