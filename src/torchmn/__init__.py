@@ -46,7 +46,11 @@ if TYPE_CHECKING:
     from torchmn.data.scatter_loader import scatter_loader
     from torchmn.errors import TorchmnError
     from torchmn.exchange import schedules as schedules
-    from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+    from torchmn.exchange.optimizer import (
+        MultiNodeOptimizer,
+        create_multi_node_optimizer,
+        ddp_hook,
+    )
     from torchmn.exchange.replica_check import ReplicaCheck
     from torchmn.run import Preemption
     from torchmn.run.launch_local import launch_local
@@ -93,6 +97,7 @@ _HOME = {
     "create_multi_node_iterator": "torchmn.data",
     "create_multi_node_optimizer": "torchmn.exchange.optimizer",
     "create_synchronized_iterator": "torchmn.data",
+    "ddp_hook": "torchmn.exchange.optimizer",
     "launch_local": "torchmn.run.launch_local",
     "run_main": "torchmn.control.script",
     "scatter_dataset": "torchmn.data",
@@ -128,6 +133,7 @@ __all__ = [
     "create_multi_node_iterator",
     "create_multi_node_optimizer",
     "create_synchronized_iterator",
+    "ddp_hook",
     "launch_local",
     "run_main",
     "scatter_dataset",

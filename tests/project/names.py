@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 from importlib import import_module
 from pathlib import Path
 
@@ -22,9 +23,12 @@ of one, with its arguments and an example; the site that `make docs` builds has 
 
 
 def packages() -> list[str]:
-    """The root, then the public packages in alphabetical order."""
-    found = [name for name in sorted(torchmn._SUBMODULES) if hasattr(_module(name), "__path__")]
-    return ["", *found]
+    """The root, then all packages that say what they offer, in alphabetical order."""
+    found = [
+        each.name for each in pkgutil.walk_packages(torchmn.__path__, "torchmn.") if each.ispkg
+    ]
+    names = (name.removeprefix("torchmn.") for name in found)
+    return ["", *sorted(name for name in names if hasattr(_module(name), "__all__"))]
 
 
 def _module(package: str) -> object:

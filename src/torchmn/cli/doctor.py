@@ -52,7 +52,7 @@ def doctor(
     from torchmn.cluster import allocation, is_this_host
     from torchmn.cluster.network import rate_bytes_per_s
     from torchmn.doctor.examination import examine
-    from torchmn.doctor.orders import Request
+    from torchmn.doctor.findings import Request
     from torchmn.doctor.report import as_json as json_of
     from torchmn.doctor.report import as_text, exit_status
     from torchmn.errors import UsageError

@@ -8,8 +8,7 @@ from torchmn.cluster.cpus import (
     available_processors,
     cores_near_gpu,
 )
-from torchmn.cluster.gpu_locality import gpu_localities, memory_nodes
-from torchmn.cluster.gpus import count_gpus
+from torchmn.cluster.gpus import count_gpus, gpu_localities, memory_nodes
 from torchmn.cluster.hostlists import Host, parse_hostfile, parse_hosts, select_hosts
 from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
 from torchmn.cluster.network import (

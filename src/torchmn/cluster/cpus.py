@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.cluster.gpu_locality import GpuLocality
+from torchmn.cluster.gpus import GpuLocality
 from torchmn.errors import UsageError
 
 

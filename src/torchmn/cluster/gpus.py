@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 
@@ -31,3 +33,89 @@ def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
         else:
             break
     return count if num_gpus else 0
+
+
+_GPUS = "proc/driver/nvidia/gpus"
+_PCI = "sys/bus/pci/devices"
+_NODES = "sys/devices/system/node"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuLocality:
+    """The cores next to one GPU by number, and its memory node, -1 if there is only one."""
+
+    bus: str
+    cores: frozenset[int]
+    memory_node: int = -1
+
+
+def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuLocality, ...]:
+    """The localities of the GPUs that this process may use, in CUDA's order. Local.
+
+    CUDA's order is taken to be that of the bus, as it is for GPUs of one kind. Empty where the
+    driver reports nothing, or where CUDA_VISIBLE_DEVICES names GPUs other than by number.
+
+    Example:
+        >>> gpu_localities({"CUDA_VISIBLE_DEVICES": ""})  # no GPU
+        ()
+    """
+    folder = root / _GPUS
+    buses = sorted(path.name.lower() for path in folder.iterdir()) if folder.is_dir() else []
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        chosen = []
+        for entry in visible.split(","):
+            if not entry.strip().isdigit() or int(entry) >= len(buses):
+                break
+            chosen.append(buses[int(entry)])
+        buses = chosen
+    return tuple(_around(bus, root) for bus in buses)
+
+
+def memory_nodes(cores: frozenset[int], root: Path = Path("/")) -> tuple[int, ...]:
+    """The memory nodes that these cores belong to. Local; empty where the system has none.
+
+    >>> import pathlib, tempfile
+    >>> from torchmn.cluster.gpus import memory_nodes
+    >>> memory_nodes(frozenset({0}), pathlib.Path(tempfile.mkdtemp()))  # a system that has none
+    ()
+    """
+    folder = root / _NODES
+    if not folder.is_dir():
+        return ()
+    nodes = []
+    for path in folder.glob("node[0-9]*"):
+        if cores & parse_core_list(_text(path / "cpulist")):
+            nodes.append(int(path.name[4:]))
+    return tuple(sorted(nodes))
+
+
+def parse_core_list(text: str) -> frozenset[int]:
+    """The cores of a list of the kernel. Empty if it is none.
+
+    >>> sorted(parse_core_list("0-2,8"))
+    [0, 1, 2, 8]
+    """
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        ends = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        if ends is not None:
+            cores.update(range(int(ends[1]), int(ends[2] or ends[1]) + 1))
+    return frozenset(cores)
+
+
+def _around(bus: str, root: Path) -> GpuLocality:
+    device = root / _PCI / bus
+    node = _text(device / "numa_node").strip()
+    return GpuLocality(
+        bus=bus,
+        cores=parse_core_list(_text(device / "local_cpulist")),
+        memory_node=int(node) if re.fullmatch(r"-?\d+", node) else -1,
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

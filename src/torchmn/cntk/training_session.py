@@ -26,7 +26,6 @@ from torchmn.cntk.readers import (
 from torchmn.cntk.readers.streams import wanted_streams
 from torchmn.cntk.readers.user import UserSourceMinibatches
 from torchmn.cntk.schedules import minibatch_size_schedule
-from torchmn.cntk.session_checkpoints import SessionCheckpoints
 from torchmn.cntk.session_config import (
     CheckpointConfig,
     CrossValidationConfig,
@@ -40,6 +39,7 @@ from torchmn.cntk.session_config import (
 )
 from torchmn.cntk.session_loop import (
     Action,
+    SessionCheckpoints,
     SessionUpdater,
     WaitForWrites,
     has_samples_left_out,

@@ -8,6 +8,7 @@ nothing piles up at a process that does not read.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 
 from torchmn.cluster.environment_variables import HEARTBEAT_VARIABLE
@@ -79,3 +80,23 @@ def share_of(pids: Iterable[int], index: int, num: int) -> list[int]:
     one host would do little else.
     """
     return [pid for i, pid in enumerate(sorted(pids)) if (i - index) % num < 2]
+
+
+_MAX_TICK_S = 1.0
+
+
+class LoopClock:
+    """Monotonic seconds, advanced by `tick` in every turn of a loop, by at most a second.
+
+    A process that was stopped, or whose machine was suspended, has not seen what others sent in the
+    meantime: they must not be late by its own pause.
+    """
+
+    def __init__(self) -> None:
+        self.now = self._ticked_at = time.monotonic()
+
+    def tick(self) -> float:
+        """Advance the clock; the new time."""
+        before, self._ticked_at = self._ticked_at, time.monotonic()
+        self.now += min(self._ticked_at - before, _MAX_TICK_S)
+        return self.now

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.control import script_monitor
 from torchmn.control.codec import Record, decode, encode
-from torchmn.control.loop_clock import LoopClock
+from torchmn.control.heartbeat import LoopClock
 from torchmn.control.processes import (
     ancestors,
     descendants,

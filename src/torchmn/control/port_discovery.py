@@ -26,8 +26,7 @@ from torchmn.cluster import LauncherInfo, allocation, route_of
 from torchmn.cluster.hostlists import parse_node_list
 from torchmn.cluster.network import addresses_of_host, is_loopback
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.control.connection import address_of
-from torchmn.control.ports import listen_on
+from torchmn.control.connection import address_of, listen_on
 from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.errors import LaunchError
 

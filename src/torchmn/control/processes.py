@@ -13,8 +13,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 from torchmn.control.messages.monitor import ProcessState
 
@@ -266,3 +267,34 @@ def python_module(module: str) -> tuple[str, ...]:
     """
     safe_path = ("-P",) if sys.version_info >= (3, 11) else ()
     return (sys.executable, *safe_path, "-m", module)
+
+
+P = TypeVar("P", bound=Hashable)
+
+
+class StoppedProcesses(Generic[P]):
+    """The processes that are stopped, each since it was first seen so.
+
+    ``now`` is always of one `LoopClock`.
+
+    >>> stopped = StoppedProcesses[int]()
+    >>> stopped.update([7, 8], now=0.0)
+    >>> stopped.update([8], now=5.0)
+    >>> stopped.update([7, 8], now=6.0)
+    >>> stopped.for_longer_than(3.0, now=6.0)
+    [8]
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[P, float] = {}
+
+    def __iter__(self) -> Iterator[P]:
+        return iter(self._since)
+
+    def update(self, stopped: Iterable[P], now: float) -> None:
+        """Record which are stopped now; the others have continued or ended."""
+        self._since = {process: self._since.get(process, now) for process in stopped}
+
+    def for_longer_than(self, limit_s: float, now: float) -> list[P]:
+        """Those that have been stopped all the time for at least ``limit_s``."""
+        return [process for process, since in self._since.items() if now - since >= limit_s]

@@ -1,14 +1,19 @@
 """Data on many ranks: shards, global batches and iterators."""
 
 from torchmn.data.batch_size import num_samples
-from torchmn.data.empty_dataset import EmptyDataset, create_empty_dataset
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.multi_node_iterator import (
     MultiNodeIterator,
     MultiNodeLoader,
     create_multi_node_iterator,
 )
-from torchmn.data.scatter import scatter_dataset, scatter_index, shard_bounds
+from torchmn.data.scatter import (
+    EmptyDataset,
+    create_empty_dataset,
+    scatter_dataset,
+    scatter_index,
+    shard_bounds,
+)
 from torchmn.data.scatter_loader import ScatteredBatches, scatter_loader
 from torchmn.data.serial_iterator import SerialIterator
 from torchmn.data.sub_dataset import SubDataset, split_dataset, split_dataset_n_random

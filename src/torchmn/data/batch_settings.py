@@ -1,7 +1,7 @@
 """Which global batch a training has: what a checkpoint records, and what a resume compares.
 
-`GlobalBatch`, `GlobalSampler` and the schedules of `torchmn.train.large_batch` know it. An object that
-holds one of them passes the question on.
+`GlobalBatch`, `GlobalSampler` and the schedules of `torchmn.train.large_batch` know it. An object
+that holds one of them passes the question on.
 """
 
 from __future__ import annotations

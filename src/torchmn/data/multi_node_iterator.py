@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torchmn.data.empty_dataset import EmptyDataset
+from torchmn.data.scatter import EmptyDataset
 from torchmn.errors import DataError, UsageError
 
 if TYPE_CHECKING:

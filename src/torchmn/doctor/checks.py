@@ -7,11 +7,10 @@ from typing import Any, Protocol
 
 from torchmn.control.codec import Record
 from torchmn.doctor.disks import DiskCheck
-from torchmn.doctor.findings import Finding
+from torchmn.doctor.findings import Finding, Request
 from torchmn.doctor.gpus import GpuCheck
 from torchmn.doctor.limits import LimitCheck
 from torchmn.doctor.network import NetworkCheck
-from torchmn.doctor.orders import Request
 from torchmn.doctor.processors import ProcessorCheck
 from torchmn.doctor.versions import VersionCheck
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torchmn.cluster.units import GiB, MiB
 from torchmn.control.codec import Record
-from torchmn.doctor.findings import Finding
-from torchmn.doctor.orders import Request
+from torchmn.doctor.findings import Finding, Request
 
 _FULL_SHARE = 0.02
 

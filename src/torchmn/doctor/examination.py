@@ -22,11 +22,26 @@ from torchmn.cluster.units import counted
 from torchmn.control.codec import Record
 from torchmn.doctor.checks import CHECKS
 from torchmn.doctor.clocks import clock_findings
-from torchmn.doctor.findings import SEVERITIES, Finding
+from torchmn.doctor.findings import (
+    SEVERITIES,
+    Begin,
+    Examine,
+    Finding,
+    LinkMeasured,
+    MeasureLink,
+    Request,
+)
 from torchmn.doctor.host_session import HostSession
-from torchmn.doctor.links import Link, better_link, link_findings, links_between, suspicious
-from torchmn.doctor.orders import Begin, Examine, LinkMeasured, MeasureLink, Request
-from torchmn.doctor.tournament import Pair, apart, rounds_of
+from torchmn.doctor.links import (
+    Link,
+    Pair,
+    apart,
+    better_link,
+    link_findings,
+    links_between,
+    rounds_of,
+    suspicious,
+)
 from torchmn.errors import LaunchError, UsageError
 from torchmn.run.starters.remote import remote_shell
 

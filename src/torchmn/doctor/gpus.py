@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from torchmn.cluster import count_gpus
 from torchmn.control.codec import Record
-from torchmn.doctor.findings import Finding, deviating, listed
-from torchmn.doctor.orders import Request
+from torchmn.doctor.findings import Finding, Request, deviating, listed
 
 _ANSWER_S = 30.0
 _FIELDS = {

@@ -13,8 +13,8 @@ import time
 
 from torchmn.control.codec import Record, decode, decode_union, encode
 from torchmn.doctor.checks import CHECKS
+from torchmn.doctor.findings import AskTime, Begin, Examine, Failed, Order, Ready, TimeIs
 from torchmn.doctor.link_probe import measure_link, serve_probes
-from torchmn.doctor.orders import AskTime, Begin, Examine, Failed, Order, Ready, TimeIs
 from torchmn.doctor.processors import machine_of_host
 
 

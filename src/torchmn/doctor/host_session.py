@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import IO, TypeVar
 
 from torchmn.control.codec import Record, decode_union, encode
-from torchmn.doctor.orders import AskTime, Begin, Failed, Ready, TimeIs
+from torchmn.doctor.findings import AskTime, Begin, Failed, Ready, TimeIs
 from torchmn.errors import LaunchError
 from torchmn.run.starters.remote import to_host
 

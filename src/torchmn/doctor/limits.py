@@ -9,8 +9,7 @@ from pathlib import Path
 
 from torchmn.cluster.units import GiB, MiB, counted
 from torchmn.control.codec import Record
-from torchmn.doctor.findings import Finding
-from torchmn.doctor.orders import Request
+from torchmn.doctor.findings import Finding, Request
 
 _SHM = "/dev/shm"
 _MIN_SHM_BYTES = 256 * MiB

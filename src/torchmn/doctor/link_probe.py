@@ -17,8 +17,8 @@ from contextlib import suppress
 from torchmn.cluster.units import KiB
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.codec import Record, decode, encode
-from torchmn.control.ports import listen_on
-from torchmn.doctor.orders import LinkMeasured, MeasureLink
+from torchmn.control.connection import listen_on
+from torchmn.doctor.findings import LinkMeasured, MeasureLink
 from torchmn.errors import LaunchError
 
 _ROLE = "doctor's link probe"

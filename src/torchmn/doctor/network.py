@@ -12,8 +12,7 @@ from pathlib import Path
 from torchmn.cluster import route_of, route_to
 from torchmn.cluster.network import addresses_of_host, nominal_speed, own_routes
 from torchmn.control.codec import Record
-from torchmn.doctor.findings import Finding, deviating, listed
-from torchmn.doctor.orders import Request
+from torchmn.doctor.findings import Finding, Request, deviating, listed
 
 _MAX_RESOLVED = 16
 _SYS = Path("/sys/class/net")

@@ -10,8 +10,7 @@ from torchmn.cluster import available_processors
 from torchmn.cluster.memory import memory_of_host
 from torchmn.cluster.units import GiB, counted
 from torchmn.control.codec import Record
-from torchmn.doctor.findings import Finding
-from torchmn.doctor.orders import Request
+from torchmn.doctor.findings import Finding, Request
 
 _MIN_FREE_SHARE = 0.1
 _MIN_LIMIT_PER_RANK = 2 * GiB

@@ -11,8 +11,7 @@ from contextlib import suppress
 from importlib import metadata
 
 from torchmn.control.codec import Record
-from torchmn.doctor.findings import Finding, deviating, listed
-from torchmn.doctor.orders import Request
+from torchmn.doctor.findings import Finding, Request, deviating, listed
 from torchmn.run.backend import find_mpirun
 from torchmn.run.host_checks import COMPARED, find_problem, versions
 

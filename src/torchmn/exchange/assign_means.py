@@ -11,9 +11,9 @@ from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.exchange_buffers import ExchangeBuffers
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
+from torchmn.exchange.finiteness import NonfiniteGradients, NonfiniteLog
 from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
 from torchmn.exchange.gradient_norms import NormListener
-from torchmn.exchange.nonfinite import NonfiniteGradients, NonfiniteLog
 
 
 class MeanAssignment:

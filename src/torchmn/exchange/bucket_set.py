@@ -13,7 +13,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.allreduce import AllReduceAlgorithm
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.buckets import Bucket, Slot
-from torchmn.exchange.finiteness import Finiteness
+from torchmn.exchange.finiteness import Finiteness, NonfiniteGradients
 from torchmn.exchange.footer import (
     ACTIVE,
     CHECKSUM,
@@ -33,7 +33,6 @@ from torchmn.exchange.footer import (
     raise_if_flags_differ,
 )
 from torchmn.exchange.gradient_norms import GradientNorms, own_terms, squared_norms, total_of
-from torchmn.exchange.nonfinite import NonfiniteGradients
 from torchmn.exchange.weights import PassContext, WeightAgreement, weight_scale
 from torchmn.record import recording
 

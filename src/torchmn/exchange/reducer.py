@@ -29,9 +29,9 @@ from torchmn.exchange.buckets import NamedParameter, Slot
 from torchmn.exchange.codec_state import codec_state, load_codec_state
 from torchmn.exchange.exchange_buffers import ExchangeBuffers
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
+from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.footer import GIVEN_UP, OTHER_LAYOUT
 from torchmn.exchange.gradient_memory import GradientState, gradient_state
-from torchmn.exchange.nonfinite import NonfiniteGradients
 from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sparse_gradients import mean_sparse_gradients

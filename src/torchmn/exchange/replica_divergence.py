@@ -133,9 +133,9 @@ _OF_BUFFERS = (
     "that forward changes, such as a codebook that is a moving average or a queue of samples, is "
     "computed from this rank's part of each batch. Compute it in forward from the samples of all "
     "ranks (comm.allreduce of sums and counts, comm.allgather of samples), or call "
-    "torchmn.train.evaluation.sync_buffers_([model], comm) before each step(), which averages buffers "
-    "over ranks, or with rule='rank0' takes those of rank 0. (Running statistics of normalization "
-    "layers are not compared. If each rank is meant to have its own, register the buffer with "
+    "torchmn.train.evaluation.sync_buffers_([model], comm) before each step(), which averages "
+    "buffers over ranks, or with rule='rank0' takes those of rank 0. (Running statistics of "
+    "normalization layers are not compared. If each rank is meant to have its own, register the buffer with "
     "persistent=False.)"
 )
 

@@ -11,9 +11,12 @@ from torchmn.nn.batch_norm import (
 from torchmn.nn.chain_list import MultiNodeChainList
 from torchmn.nn.clipping import clip_grad_norm_, share_nonfinite_
 from torchmn.nn.n_step_rnn import MultiNodeNStepRNN, create_multi_node_n_step_rnn
-from torchmn.nn.parallel_convolution import ParallelConv2d
-from torchmn.nn.parallel_layer import gather_state_dict, load_whole_state_dict
-from torchmn.nn.parallel_linear import ParallelLinear
+from torchmn.nn.parallel_layer import (
+    ParallelConv2d,
+    ParallelLinear,
+    gather_state_dict,
+    load_whole_state_dict,
+)
 
 __all__ = [
     "MultiNodeBatchNorm1d",

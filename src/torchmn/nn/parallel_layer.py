@@ -19,15 +19,15 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from torchmn.comm import Communicator
 from torchmn.comm.local_tensors import Division, divide
 from torchmn.compiling import not_compiled
 from torchmn.data import shard_bounds
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.nn.layer_communicator import Ranks
-from torchmn.nn.replicated_values import raise_if_values_differ
 
 Split = Literal["output", "input"]
 _CURE = "Make the model again with its communicator, and load the state into it."
@@ -337,3 +337,146 @@ def _narrowed(whole: Tensor, dim: int, comm: Communicator) -> Tensor:
 
 def _by_channel(bias: Tensor, y: Tensor, dim: int) -> Tensor:
     return bias.view(-1, *[1] * (y.dim() - 1 - dim % y.dim()))
+
+
+# Whether ranks that must compute the same do so, by a sample of the values of a tensor.
+#
+# Ranks with other samples, or other dropout, would train something that no process has: a mistake
+# of the script that no shape shows. Values may differ by rounding, as on other hardware.
+
+_NUM_VALUES = 64
+_TOLERANCE = 0.01
+"""Of the largest value: more than rounding in 16 bits, less than another sample."""
+
+
+@not_compiled
+def raise_if_values_differ(x: Tensor, comm: Communicator, what: str) -> None:
+    """Compare shapes and some values of ``x`` over ranks. *Collective.*
+
+    Raises RankMismatchError on all ranks: they are not the same.
+    """
+    own = _sample(x)
+    gathered = comm.allgather_obj((list(x.shape), own))
+    seen = [f"shape {shape} on rank {rank}" for rank, (shape, _) in enumerate(gathered)]
+    if all(shape == gathered[0][0] for shape, _ in gathered):
+        first = gathered[0][1]
+        finite = first[first.isfinite()].abs()
+        atol = _TOLERANCE * float(finite.max()) if len(finite) else 0.0
+        index = next(
+            (
+                int(is_close.logical_not().nonzero()[0])
+                for _, values in gathered
+                if not (is_close := first.isclose(values, 0.0, atol, equal_nan=True)).all()
+            ),
+            None,
+        )
+        if index is None:
+            return
+        seen = [f"{float(v[index]):.4g} on rank {rank}" for rank, (_, v) in enumerate(gathered)]
+    raise RankMismatchError(
+        f"{comm.rank_label}: {what} must be the same on all ranks that hold the layer, and is "
+        f"{', '.join(seen)}. Give these ranks the same samples, as by a GlobalSampler over "
+        "grid.data, and the same random numbers for dropout (torch.manual_seed)."
+    )
+
+
+def _sample(x: Tensor) -> Tensor:
+    """At most 64 values, from the first to the last, on the CPU."""
+    flat = (torch.view_as_real(x) if x.is_complex() else x).detach().reshape(-1)
+    places = torch.linspace(0, max(len(flat) - 1, 0), min(_NUM_VALUES, len(flat)), device="cpu")
+    return flat[places.long().to(flat.device)].double().cpu()
+
+
+class ParallelLinear(ParallelLayer, nn.Linear):
+    """`torch.nn.Linear` of which each rank holds and computes a part.
+
+    All ranks give it the same input ``(..., in_features)`` and get the same output
+    ``(..., out_features)``. Forward and backward are *collective*. Output, gradients and, under the
+    same ``torch.manual_seed``, initial values are those of the whole layer in one process;
+    ``weight`` and ``bias`` are this rank's part. Features need not be a multiple of the ranks.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as in torch, of the whole layer.
+        comm: the ranks that hold it together.
+        split: ``output``: each rank has some output features, which are gathered at the end;
+            ``input``: some input features, and the outputs are added up. Divide the larger of the
+            two; ``input`` sends less where outputs are few.
+
+    Raises UsageError: fewer features than ranks.
+
+    >>> import torchmn
+    >>> comm = torchmn.create_communicator()
+    >>> layer = torchmn.links.ParallelLinear(3, 7, comm, split="output")
+    >>> layer(torch.rand(2, 3)).shape
+    torch.Size([2, 7])
+    >>> comm.finalize()
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        comm: Communicator,
+        bias: bool = True,
+        *,
+        split: Split = "output",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Linear.__init__(self, in_features, out_features, bias, device, dtype)
+        self._divide(comm, split)
+
+    def _channel_dim(self, x: Tensor) -> int:
+        return x.dim() - 1
+
+    def _apply_part(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return functional.linear(x, self.weight, bias)
+
+
+class ParallelConv2d(ParallelLayer, nn.Conv2d):
+    """`torch.nn.Conv2d` of which each rank holds and computes some channels.
+
+    All ranks give it the same images ``(batch, in_channels, height, width)`` and get the same
+    output. Forward and backward are *collective*. Output, gradients and, under the same
+    ``torch.manual_seed``, initial values are those of the whole layer in one process; ``weight``
+    and ``bias`` are this rank's part. Channels need not be a multiple of the ranks.
+
+    Args:
+        in_channels, out_channels, kernel_size: as in torch, of the whole layer.
+        comm: the ranks that hold it together.
+        split: ``output``: each rank has some output channels, which are gathered at the end;
+            ``input``: some input channels, and the outputs are added up.
+        options: those of `torch.nn.Conv2d`, such as ``stride``, ``padding`` and ``bias``.
+
+    Raises UsageError: fewer channels than ranks; UnsupportedError: ``groups`` is not 1.
+
+    Example:
+        >>> layer = torchmn.links.ParallelConv2d(3, 8, 3, comm, padding=1)
+        >>> layer(torch.rand(2, 3, 4, 4)).shape
+        torch.Size([2, 8, 4, 4])
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        comm: Communicator,
+        *,
+        split: Split = "output",
+        **options: Any,
+    ) -> None:
+        nn.Conv2d.__init__(self, in_channels, out_channels, kernel_size, **options)
+        if self.groups != 1:
+            raise UnsupportedError(
+                f"ParallelConv2d with groups={self.groups}: channels of different groups are "
+                "independent already. Use groups=1, or nn.Conv2d."
+            )
+        self._divide(comm, split)
+
+    def _channel_dim(self, x: Tensor) -> int:
+        return x.dim() - 3
+
+    def _apply_part(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = self._conv_forward(x, self.weight, bias)
+        return y

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from torchmn.control.script import run_main
-from torchmn.observe.read.finished_profile import finish_profile
+from torchmn.observe.read.merged_trace import finish_profile
 
 
 def main() -> None:

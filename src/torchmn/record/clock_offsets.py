@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.control.ports import listen_on
+from torchmn.control.connection import listen_on
 from torchmn.errors import LaunchError
 from torchmn.record.records import ClockOffset
 

@@ -1,4 +1,4 @@
-"""Starting the ranks of a job and supervising them; preemption and crash handling. Starts without torch.
+"""Starting and supervising the ranks of a job; preemption; crashes. Starts without torch.
 
 The names load on first use: an agent, which runs once per rank, needs few of them.
 """

@@ -26,9 +26,9 @@ from typing import Literal
 from torchmn.cluster import CpuAssignment
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
 from torchmn.cluster.exit_status import shell_code
+from torchmn.cluster.memory import count_memory_kills, describe_sigkill
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
-from torchmn.control.memory_kills import count_memory_kills, describe_sigkill
 from torchmn.control.messages.job import (
     EndedBy,
     Exit,

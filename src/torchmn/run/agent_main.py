@@ -27,9 +27,8 @@ from torchmn.cluster.environment_variables import (
 )
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import connect_authenticated
-from torchmn.control.connection import Channel
+from torchmn.control.connection import Channel, reserve_port
 from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
-from torchmn.control.ports import reserve_port
 from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.agent import HANDLED_SIGNALS, Agent

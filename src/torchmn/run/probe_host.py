@@ -9,7 +9,7 @@ import sys
 
 from torchmn.cluster import local_address_among, route_of
 from torchmn.control.codec import decode, encode
-from torchmn.control.ports import find_free_port
+from torchmn.control.connection import find_free_port
 from torchmn.run.host_checks import HostFacts, find_problem, versions
 from torchmn.run.orders import ProbeHost
 

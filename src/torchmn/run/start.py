@@ -17,11 +17,11 @@ from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIA
 from torchmn.cluster.units import counted
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.open_files import allow_connections
-from torchmn.control.ports import find_free_port
 from torchmn.errors import DataError, LaunchError
-from torchmn.observe.read.finished_profile import finish_profile
+from torchmn.observe.read.merged_trace import finish_profile
 from torchmn.run.backend import find_mpirun
 from torchmn.run.console import RankOutput, open_standard_streams
 from torchmn.run.elastic.job import ElasticJob, host_process, rendezvous_process

@@ -3,8 +3,8 @@
 `torchmn.run.Preemption` ends the ranks with `SAVED_STATUS`, `torchmn run` returns it, and
 the last lines of the job script check for it. They resubmit a job only if it was `Preemption` that
 ended the ranks, the newest checkpoint is newer than at the last resubmission, and the limit of
-resubmissions is not reached. `torchmn.control.script.record_progress` writes what they read; one line for
-each resubmission is kept in a file, which follows the job from number to number.
+resubmissions is not reached. `torchmn.control.script.record_progress` writes what they read;
+one line for each resubmission is kept in a file, which follows the job from number to number.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torchmn.train.observation_aggregator import ObservationAggregator
     from torchmn.train.reports import extend_with_reports
     from torchmn.train.standard_updater import StandardUpdater
-    from torchmn.train.trainer import Trainer
-    from torchmn.train.updater import Updater
+    from torchmn.train.trainer import Trainer, Updater
 
 __all__ = [
     "AllreducePersistent",

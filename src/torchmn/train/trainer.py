@@ -17,14 +17,22 @@ from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.exchange.resharding import reshard_object, warnings_of
-from torchmn.train.epoch_triggers import follow_epochs
-from torchmn.train.updater import Updater
 
 if TYPE_CHECKING:
     from pytorch_pfn_extras.training.extension import ExtensionLike
     from torch import Tensor
 
     from torchmn.comm import Communicator
+import math
+from fractions import Fraction
+from typing import Protocol
+
+from pytorch_pfn_extras.training.extension import Extension
+from pytorch_pfn_extras.training.trigger import Trigger  # type: ignore[attr-defined]
+from pytorch_pfn_extras.training.triggers.interval_trigger import IntervalTrigger
+from pytorch_pfn_extras.training.triggers.manual_schedule_trigger import ManualScheduleTrigger
+from torch import nn
+from torch.optim import Optimizer
 
 
 class Trainer(ExtensionsManager):
@@ -295,3 +303,94 @@ def _plain(state: Any) -> Any:
     if type(state) in (list, tuple):
         return type(state)(_plain(value) for value in state)
     return state
+
+
+class Updater(Protocol):
+    """Does the iterations of training. Called by `Trainer` in the same way on every rank."""
+
+    model: nn.Module
+    """Its reports are ``main/...``; it is saved."""
+
+    @property
+    def optimizer(self) -> Optimizer | dict[str, Optimizer]:
+        """The one that is saved, or several by name."""
+
+    @property
+    def iteration(self) -> int:
+        """Iterations done."""
+
+    @property
+    def iterations_per_epoch(self) -> Fraction | None:
+        """The mean number of iterations in an epoch; None if it is not known."""
+
+    @property
+    def epoch(self) -> int:
+        """Epochs done."""
+
+    @property
+    def epoch_detail(self) -> float:
+        """Epochs done, with the fraction of the current one."""
+
+    @property
+    def previous_epoch_detail(self) -> float | None:
+        """``epoch_detail`` before the last iteration; None before the first."""
+
+    def update(self) -> None:
+        """Do one iteration."""
+
+    def finalize(self) -> None:
+        """Release the updater's resources; also called after an error."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The progress of the updater; model and optimizer are saved by the trainer."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a saved state."""
+
+
+# Triggers that follow the epochs of an updater, whatever their lengths.
+#
+# The triggers of pytorch-pfn-extras count an epoch as a fixed number of iterations. With an
+# iterator that wraps, epochs take 79, 78, 78, 78 iterations; these triggers fire in the iteration
+# in which the updater passes a point, as Chainer's did.
+
+_ROUNDING = 1e-9  # epochs; 3 x 0.1 is not 0.3, and no data set has that many batches
+
+
+class _EpochInterval(IntervalTrigger):
+    def __call__(self, manager: Any) -> bool:
+        before, now = (math.floor(x / self.period + _ROUNDING) for x in _last_iteration(manager))
+        return before != now
+
+    def may_fire(self, iteration: int, epoch_length: int) -> bool:
+        return True
+
+
+class _EpochSchedule(ManualScheduleTrigger):
+    points: Any
+
+    def __call__(self, manager: Any) -> bool:
+        before, now = _last_iteration(manager)
+        return any(before + _ROUNDING < point <= now + _ROUNDING for point in self.points)
+
+    def may_fire(self, iteration: int, epoch_length: int) -> bool:
+        return True
+
+
+def follow_epochs(target: Any) -> Any:
+    """A trigger or extension with its epoch triggers replaced, also those inside others."""
+    if type(target) is IntervalTrigger and target.unit == "epoch":
+        return _EpochInterval(target.period, "epoch")
+    if type(target) is ManualScheduleTrigger and target.unit == "epoch":
+        points: Any = target.points
+        return _EpochSchedule(points, "epoch")
+    for name, value in list(getattr(target, "__dict__", {}).items()):
+        if isinstance(value, (Trigger, Extension)):
+            setattr(target, name, follow_epochs(value))
+    return target
+
+
+def _last_iteration(manager: Any) -> tuple[float, float]:
+    """Where the last iteration began and ended, in epochs."""
+    before = manager.updater.previous_epoch_detail
+    return (0.0 if before is None else before, manager.updater.epoch_detail)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchmn.nn import chain_graph, forward_pass, pipeline
+from torchmn.nn import chain_graph, chain_list, pipeline
 
 
 class AddsMeans(pipeline._Step):
@@ -60,7 +60,7 @@ class LastFirst(chain_graph.ChainGraph):
         return connected
 
 
-class NoDelegates(forward_pass.ForwardPass):
+class NoDelegates(chain_list.ForwardPass):
     """Lets backward reach only what the output depends on here."""
 
     def _connected(self, output):

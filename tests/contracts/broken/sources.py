@@ -9,8 +9,8 @@ import numpy as np
 from torchmn.cntk.readers import randomization, read_ahead
 from torchmn.cntk.readers.minibatch_plan import Progress
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
-from torchmn.cntk.readers.minibatches_ahead import MinibatchesAhead
 from torchmn.cntk.readers.randomization import GlobalMinibatch, SequenceOrder
+from torchmn.cntk.readers.read_ahead import MinibatchesAhead
 
 _partition, _take, _next = GlobalMinibatch.partition, SequenceOrder.take, MinibatchSource._next
 

@@ -25,7 +25,7 @@ from torchmn.data import EmptyBatchCollate, num_samples
 from torchmn.errors import UsageError
 from torchmn.exchange.weights import Contribution
 from torchmn.nn.micro_batches import samples_to_cut, tensors_of
-from torchmn.train.evaluation.recorder import Recorder
+from torchmn.train.evaluation.create import Recorder
 from torchmn.train.frameworks.lightning import TrainerStrategy
 
 Count = Callable[[Any], int | None]

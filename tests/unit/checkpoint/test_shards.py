@@ -13,8 +13,8 @@ from tests.unit.checkpoint.training import Training, checkpointer_of, on_ranks, 
 from torchmn.checkpoint import Best, FolderStorage, export_dcp, import_dcp
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.retention import checkpoints_to_delete, name_of, order_of
-from torchmn.checkpoint.shard_assignment import owners
 from torchmn.checkpoint.shard_file import ShardReader, TensorEntry, header_of, in_file_order
+from torchmn.checkpoint.writer import owners
 from torchmn.comm.checksums import digest
 from torchmn.errors import DataError, UnsupportedError, UsageError
 

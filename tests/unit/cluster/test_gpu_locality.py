@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchmn.cluster import Processors, cores_near_gpu, gpu_localities, memory_nodes
-from torchmn.cluster.gpu_locality import parse_core_list
+from torchmn.cluster.gpus import parse_core_list
 
 BUSES = {"0000:07:00.0": ("0-3", 0), "0000:0a:00.0": ("0-3", 0), "0000:87:00.0": ("4-7", 1)}
 EIGHT = Processors(logical=tuple(range(8)), physical=tuple((n // 4, n) for n in range(8)))

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchmn.control import loop_clock
+from torchmn.control import heartbeat
 from torchmn.control.connection import Channel
-from torchmn.control.heartbeat import Heartbeat, answer, share_of
-from torchmn.control.loop_clock import LoopClock
+from torchmn.control.heartbeat import Heartbeat, LoopClock, answer, share_of
 from torchmn.control.messages.monitor import Alive, HeartbeatRequest
 from torchmn.errors import UsageError
 
@@ -72,7 +71,7 @@ def test_the_limit_is_a_number_of_seconds(
 
 def test_a_pause_of_this_process_counts_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(loop_clock.time, "monotonic", lambda: now)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
     clock = LoopClock()
     start = clock.now
     now += 0.25

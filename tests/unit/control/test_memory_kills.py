@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.control.memory_kills import count_memory_kills, describe_sigkill
+from torchmn.cluster.memory import count_memory_kills, describe_sigkill
 
 V2 = "0::/user.slice/job\n"
 V1 = "5:cpu:/\n4:memory:/slurm/job\n0::/\n"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.control.stopped_processes import StoppedProcesses
+from torchmn.control.processes import StoppedProcesses
 
 
 def test_one_that_continues_is_counted_again_from_its_next_stop() -> None:

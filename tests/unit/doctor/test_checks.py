@@ -14,11 +14,10 @@ from torchmn.control.codec import decode, encode
 from torchmn.doctor.checks import CHECKS
 from torchmn.doctor.clocks import clock_findings
 from torchmn.doctor.disks import DiskFacts, Folder
-from torchmn.doctor.findings import Finding
+from torchmn.doctor.findings import Finding, Request
 from torchmn.doctor.gpus import GpuFacts
 from torchmn.doctor.limits import LimitFacts
 from torchmn.doctor.network import Interface, NetworkFacts
-from torchmn.doctor.orders import Request
 from torchmn.doctor.processors import ProcessorFacts
 from torchmn.doctor.versions import VersionFacts
 

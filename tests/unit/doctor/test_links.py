@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchmn.doctor.findings import Finding
+from torchmn.doctor.findings import Finding, LinkMeasured, Request
 from torchmn.doctor.links import (
     Link,
     better_link,
@@ -15,7 +15,6 @@ from torchmn.doctor.links import (
     suspicious,
 )
 from torchmn.doctor.network import Interface, NetworkFacts
-from torchmn.doctor.orders import LinkMeasured, Request
 
 GBIT = 1e9 / 8
 

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from torchmn.doctor.tournament import rounds_of
+from torchmn.doctor.links import rounds_of
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3, 4, 7, 8, 31])

@@ -10,7 +10,7 @@ import psutil
 
 import torchmn
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from setups import Line, points, sgd
 
 

@@ -25,7 +25,7 @@ from torchmn.control.messages.job import (
 )
 from torchmn.run.agent_session import AgentSession
 from torchmn.run.console import RankOutput
-from torchmn.run.elastic.round_session import RoundSession
+from torchmn.run.elastic.launcher import RoundSession
 from torchmn.run.job import Job
 
 VERSIONS = {"torch": "2.13"}

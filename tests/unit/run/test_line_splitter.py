@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmn.run.line_splitter import LineSplitter
+from torchmn.run.script_output import LineSplitter
 
 
 def split(*chunks: bytes) -> list[str]:

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from torchmn.cluster import Host, Route
-from torchmn.control.ports import reserve_port
+from torchmn.control.connection import reserve_port
 from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UnsupportedError, UsageError
 from torchmn.run import Job, python_command

@@ -1,7 +1,15 @@
 """Minibatch sources: deserializers of files, shuffled in a window, divided among the ranks."""
 
 from torchmn.cntk.readers.ctf import CTFDeserializer
-from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, Deserializer
+from torchmn.cntk.readers.deserializer import (
+    CBFDeserializer,
+    Chunk,
+    ChunkInfo,
+    Deserializer,
+    HTKFeatureDeserializer,
+    HTKMLFDeserializer,
+    LatticeDeserializer,
+)
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
 from torchmn.cntk.readers.in_memory import MinibatchSourceFromData, from_csv, from_pandas
 from torchmn.cntk.readers.iterable import MinibatchDataset, MinibatchIterator
@@ -9,12 +17,6 @@ from torchmn.cntk.readers.mean_image import read_mean_image, write_mean_image
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.minibatch_plan import FULL_DATA_SWEEP, INFINITELY_REPEAT
 from torchmn.cntk.readers.minibatch_source import MinibatchSource, as_minibatch_source
-from torchmn.cntk.readers.other_formats import (
-    CBFDeserializer,
-    HTKFeatureDeserializer,
-    HTKMLFDeserializer,
-    LatticeDeserializer,
-)
 from torchmn.cntk.readers.streams import Record, StreamDef, StreamDefs, StreamInformation
 from torchmn.cntk.readers.user import UserDeserializer, UserMinibatchSource
 

@@ -9,8 +9,7 @@ import numpy as np
 import torch
 
 from torchmn.cntk.readers.deserializer import Chunk, ChunkPart, Indices, Seed, StreamData
-from torchmn.cntk.readers.sparse import csr_tensor
-from torchmn.cntk.readers.streams import StreamInformation
+from torchmn.cntk.readers.streams import StreamInformation, csr_tensor
 from torchmn.errors import DataError
 
 

@@ -16,7 +16,7 @@ from torchmn.cntk.readers.ctf_errors import describe
 from torchmn.cntk.readers.ctf_index import ChunkPlace, Index, make_index
 from torchmn.cntk.readers.ctf_parse import Sequences, parse
 from torchmn.cntk.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
-from torchmn.cntk.readers.process_lock import ProcessLock
+from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.streams import StreamDef, StreamInformation
 from torchmn.errors import DataError, UsageError
 

@@ -15,7 +15,7 @@ import torch
 
 from torchmn.cntk.readers.ctf_columns import Columns
 from torchmn.cntk.readers.deserializer import ChunkPart, StreamData
-from torchmn.cntk.readers.sparse import csr_tensor
+from torchmn.cntk.readers.streams import csr_tensor
 from torchmn.errors import require
 
 Array = np.ndarray[Any, Any]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, overload
 
 import numpy as np
 import torch
 
 from torchmn.cntk.readers.streams import StreamInformation
+from torchmn.errors import UnsupportedError
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -120,3 +122,85 @@ def has_one_sample(deserializer: Deserializer) -> dict[str, bool]:
     """Of the streams of which the deserializer says it."""
     known = getattr(deserializer, "has_one_sample", None)
     return {} if known is None else dict(known())
+
+
+class InfosOnDemand(Sequence[ChunkInfo]):
+    """Base class: what is known of a chunk is found when it is asked for, not for all at once."""
+
+    @abstractmethod
+    def info(self, chunk_id: int) -> ChunkInfo:
+        """What is known of a chunk. Raises IndexError: there is no such chunk."""
+
+    @overload
+    def __getitem__(self, chunk_id: int) -> ChunkInfo: ...
+    @overload
+    def __getitem__(self, chunk_id: slice) -> Sequence[ChunkInfo]: ...
+    def __getitem__(self, chunk_id: int | slice) -> ChunkInfo | Sequence[ChunkInfo]:
+        if isinstance(chunk_id, slice):
+            return [self.info(number) for number in range(*chunk_id.indices(len(self)))]
+        return self.info(chunk_id)
+
+    def __iter__(self) -> Iterator[ChunkInfo]:
+        return (self.info(number) for number in range(len(self)))
+
+
+def sequence_lengths(infos: Sequence[ChunkInfo]) -> Indices | None:
+    """The samples of each sequence of some chunks; None where each sequence has one."""
+    if all(info.lengths is None for info in infos):
+        return None
+    return np.concatenate(
+        [
+            np.ones(info.num_sequences, np.int64) if info.lengths is None else info.lengths
+            for info in infos
+        ]
+    )
+
+
+_ARRAYS = (
+    "Convert the files once, with a library that reads them, to arrays for MinibatchSourceFromData "
+    "or to a CTF file; or write a UserDeserializer around that library."
+)
+
+
+def CBFDeserializer(*_: object, **__: object) -> NoReturn:
+    """CNTK's binary format, which only CNTK writes. Raises UnsupportedError.
+
+    >>> torchmn.cntk.readers.CBFDeserializer("train.cbf")  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    torchmn.errors.UnsupportedError: ...
+    """
+    raise UnsupportedError(
+        "CNTK's binary format (CBF) is not read. Give the CTF text that the file was made from to "
+        "CTFDeserializer, which parses it faster than CNTK does. Where samples should be in memory "
+        "as numbers, torchmn.scatter_dataset packs them once for all ranks of a node."
+    )
+
+
+def HTKFeatureDeserializer(*_: object, **__: object) -> NoReturn:
+    """Acoustic features of HTK. Raises UnsupportedError.
+
+    >>> torchmn.cntk.readers.HTKFeatureDeserializer()  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    torchmn.errors.UnsupportedError: ...
+    """
+    raise UnsupportedError(f"Acoustic features of HTK are not read. {_ARRAYS}")
+
+
+def HTKMLFDeserializer(*_: object, **__: object) -> NoReturn:
+    """Label files of HTK. Raises UnsupportedError.
+
+    >>> torchmn.cntk.readers.HTKMLFDeserializer()  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    torchmn.errors.UnsupportedError: ...
+    """
+    raise UnsupportedError(f"Label files of HTK are not read. {_ARRAYS}")
+
+
+def LatticeDeserializer(*_: object, **__: object) -> NoReturn:
+    """Lattices of HTK. Raises UnsupportedError.
+
+    >>> torchmn.cntk.readers.LatticeDeserializer()  # doctest: +IGNORE_EXCEPTION_DETAIL
+    Traceback (most recent call last):
+    torchmn.errors.UnsupportedError: ...
+    """
+    raise UnsupportedError(f"Lattices are not read. {_ARRAYS}")

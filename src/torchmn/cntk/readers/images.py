@@ -18,10 +18,8 @@ import torch
 from torchmn.cluster.units import KiB, MiB
 from torchmn.cntk.readers.decoding import ImageMemory, decode
 from torchmn.cntk.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
-from torchmn.cntk.readers.files import open_file
-from torchmn.cntk.readers.process_lock import ProcessLock
-from torchmn.cntk.readers.sparse import csr_tensor
-from torchmn.cntk.readers.streams import StreamDef, StreamInformation
+from torchmn.cntk.readers.files import ProcessLock, open_file
+from torchmn.cntk.readers.streams import StreamDef, StreamInformation, csr_tensor
 from torchmn.cntk.readers.transforms import (
     NUM_VIEWS,
     Color,

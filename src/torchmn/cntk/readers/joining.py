@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from torchmn.cntk.readers.assembly import gather, select
-from torchmn.cntk.readers.chunk_infos import sequence_lengths
 from torchmn.cntk.readers.deserializer import (
     Chunk,
     ChunkInfo,
@@ -18,8 +17,9 @@ from torchmn.cntk.readers.deserializer import (
     Seed,
     StreamData,
     has_one_sample,
+    sequence_lengths,
 )
-from torchmn.cntk.readers.process_lock import ProcessLock
+from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.streams import StreamInformation
 from torchmn.errors import DataError, UsageError
 

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from torchmn.cntk.readers.assembly import empty, gather, join
-from torchmn.cntk.readers.chunk_infos import sequence_lengths
-from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, Indices
+from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, Indices, sequence_lengths
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.streams import StreamInformation
 from torchmn.data.keyed_permutation import keyed_permutation

@@ -19,8 +19,8 @@ import torch
 
 from torchmn.cntk.readers.assembly import empty, gather, join, select
 from torchmn.cntk.readers.deserializer import Chunk, StreamData
+from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.minibatch import MinibatchData
-from torchmn.cntk.readers.process_lock import ProcessLock
 from torchmn.cntk.readers.randomization import Block, Position, SequenceOrder
 from torchmn.cntk.readers.streams import StreamInformation
 from torchmn.errors import DataError

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from torchmn.cntk.readers.arrays import ArrayChunk
-from torchmn.cntk.readers.chunk_infos import InfosOnDemand
-from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo
+from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, InfosOnDemand
+from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.minibatch import MinibatchData
-from torchmn.cntk.readers.process_lock import ProcessLock
 from torchmn.cntk.readers.read_ahead import named_error
 from torchmn.cntk.readers.streams import InputMap, Record, StreamInformation, wanted_streams
 from torchmn.errors import DataError, UnsupportedError
@@ -62,7 +61,7 @@ class UserMinibatchSource(ABC):
     ...     def next_minibatch(self, num_samples, number_of_workers=1, worker_rank=0, device=None):
     ...         data = torch.ones(num_samples, 2)
     ...         x = self.stream_infos()[0]
-    ...         return {x: torchmn.cntk.readers.MinibatchData(data, num_samples, num_samples, False)}
+    ...         return {x: torchmn.cntk.MinibatchData(data, num_samples, num_samples, False)}
     >>> [data] = Ones().next_minibatch(3).values()
     >>> data.num_samples
     3

@@ -12,9 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import Side, StripeCodec, check_encoded, keep_finite_, span_of
+from torchmn.comm.codecs.base import (
+    Side,
+    StripeCodec,
+    check_encoded,
+    keep_finite_,
+    known_finite,
+    span_of,
+)
 from torchmn.comm.codecs.layout import Layout
-from torchmn.comm.codecs.nonfinite import known_finite
 
 
 class ReducedPrecision(StripeCodec):

@@ -14,3 +14,13 @@ class FlatCommunicator(Communicator):
 
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
         algorithm.sum_(self.world, block)
+
+
+class NaiveCommunicator(Communicator):
+    """Blocking, one collective per parameter, after backward (ChainerMN's `naive`)."""
+
+    name = "naive"
+    granularity = "parameter"
+
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        algorithm.sum_(self.world, block)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from datetime import timedelta
 
+import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 
 from torchmn.cluster import route_to
@@ -22,9 +23,8 @@ from torchmn.cluster.network import addresses_of_host, is_loopback
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.mpi import MpiTransport
-from torchmn.comm.transports.store import serve_store
 from torchmn.control import port_discovery
-from torchmn.control.ports import listen_on
+from torchmn.control.connection import listen_on
 from torchmn.errors import (
     LaunchError,
     PeerLostError,
@@ -270,3 +270,38 @@ def _has_mpi4py() -> bool:
     from importlib.util import find_spec
 
     return "mpi4py" in sys.modules or find_spec("mpi4py") is not None
+
+
+_CAN_TAKE_LISTENER = torch.__version__ >= "2.8"
+"""Before, only the older of torch's two servers can."""
+
+
+def serve_store(
+    listener: socket.socket,
+    address: str,
+    *,
+    timeout_s: float,
+    num_ranks: int | None = None,
+    multi_tenant: bool = False,
+) -> TCPStore:
+    """Serve a store on ``listener``, which it takes over; torch by itself uses all interfaces.
+
+    Args:
+        listener: a TCP socket that listens.
+        address: this host's, as the server reaches itself.
+        timeout_s: the limit of requests.
+        num_ranks: that will connect, if it is known.
+        multi_tenant: whether another TCPStore of this process on this port shares the server.
+    """
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address,
+        port,
+        num_ranks,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=multi_tenant,
+        master_listen_fd=listener.detach(),
+        **({} if _CAN_TAKE_LISTENER else {"use_libuv": False}),
+    )

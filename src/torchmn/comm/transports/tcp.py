@@ -51,7 +51,7 @@ from torchmn.comm.transports.base import (
 )
 from torchmn.comm.transports.tcp_stream import Stream, memory_of
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.control.ports import listen_on
+from torchmn.control.connection import listen_on
 from torchmn.errors import CommunicationError, LaunchError, TimeLimitError
 
 MAX_PEERS = 15

@@ -23,15 +23,14 @@ free; `torchmn.observe.plan` says so where it matters.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchmn.cluster.units import MiB
 from torchmn.comm.link_speed import LinkSpeed
-from torchmn.errors import UnknownNameError
-from torchmn.exchange.auto.adapter_traffic import Crossing, crossing
-from torchmn.exchange.auto.step_simulation import Part, StepSimulation
-from torchmn.exchange.auto.stragglers import waiting_share
+from torchmn.errors import UnknownNameError, UsageError
 
 SCHEDULES = ("every_step", "double_buffering", "blocks")
 _NUM_STEPS = 4  # simulated, of which the last is in the steady state
@@ -302,3 +301,177 @@ def _bucket_of(members: Sequence[ReadyGradient]) -> _Bucket:
         nbytes=sum(member.nbytes for member in members),
         small_nbytes=sum(member.nbytes for member in members if member.is_small),
     )
+
+
+# What crosses a host's network adapter when a buffer is summed, by route.
+#
+#     N bytes, H hosts with k ranks each, W = H k ranks           bytes per adapter and direction
+#     hierarchical, two_dimensional                               2 (H - 1) / H  N
+#     flat, naive, non_cuda_aware: stripes at their owners        2 k (W - k) / W  N
+#     pure_nccl: a ring over all ranks                            2 (W - 1) / W  N
+#     single_node                                                 0
+#
+# Several ranks that send at once share the adapter: the sums above are of all of them. Sums at the
+# owners of stripes take two rounds in which a rank sends to all others; a ring takes 2 (W - 1).
+
+STRIPED = ("flat", "naive", "non_cuda_aware")
+NODE_FIRST = ("hierarchical", "two_dimensional")
+ROUTES = (*NODE_FIRST, *STRIPED, "pure_nccl", "single_node")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """Of one buffer. ``share`` times its bytes cross each adapter in each direction."""
+
+    share: float
+    num_rounds: int
+    """Messages that wait for each other."""
+    num_messages: int
+    """Messages that a rank sends, those of one round to different ranks."""
+
+
+def crossing(route: str, num_hosts: int, ranks_per_host: int, *, is_encoded: bool) -> Crossing:
+    """See above. Raises UnknownNameError, UsageError: single_node with several hosts."""
+    if route not in ROUTES:
+        raise UnknownNameError("route", route, ROUTES)
+    size = num_hosts * ranks_per_host
+    if route == "single_node" and num_hosts > 1:
+        raise UsageError(f"The route single_node is for one host, not {num_hosts}.")
+    if num_hosts == 1:
+        return Crossing(share=0.0, num_rounds=0, num_messages=0)
+    if route == "pure_nccl":
+        num_rounds = 2 * (size - 1)
+        return Crossing(share=num_rounds / size, num_rounds=num_rounds, num_messages=num_rounds)
+    num_parts = num_hosts if route in NODE_FIRST else size
+    swaps = num_parts == 2 and not is_encoded  # both send all they have, see `TcpTransport`
+    if route in NODE_FIRST:
+        share = 2 * (num_hosts - 1) / num_hosts
+    else:
+        share = 2 * ranks_per_host * (size - ranks_per_host) / size
+    num_messages = 1 if swaps else 2 * (num_parts - 1)
+    return Crossing(share=share, num_rounds=1 if swaps else 2, num_messages=num_messages)
+
+
+# What a step loses to the slowest rank, from the distribution of step times.
+#
+#     every step                  all ranks wait for the slowest of W in each step: E max of W draws
+#     double buffering            a rank may be a step late: E max of means over 2 steps
+#     blocks of H steps           ranks wait once per block: E max of means over H steps
+#
+# The draws are deviations from the median step, measured on all recorded ranks. A mean over n steps
+# deviates 1 / sqrt(n) as much. Pure functions of numbers.
+
+
+def expected_maximum(values: Sequence[float], num_draws: int) -> float:
+    """The expected largest of some independent draws from a sample.
+
+    With more draws than values it tends to the largest value: a sample has no rarer events.
+
+    >>> expected_maximum([0.0, 1.0], 2)
+    0.75
+    """
+    ordered = sorted(values)
+    num = len(ordered)
+    return sum(
+        value * ((rank / num) ** num_draws - ((rank - 1) / num) ** num_draws)
+        for rank, value in enumerate(ordered, 1)
+    )
+
+
+def waiting_share(deviations: Sequence[float], num_ranks: int, num_independent: float) -> float:
+    """How much longer than its mean a rank's step is, because it waits for the slowest rank.
+
+    Args:
+        deviations: of single steps from the typical one, as shares of it.
+        num_ranks: how many wait for each other.
+        num_independent: over how many steps a rank may be late before the others wait.
+    """
+    if num_ranks < 2 or len(deviations) < 2:
+        return 0.0
+    mean = math.fsum(deviations) / len(deviations)
+    excess = expected_maximum(deviations, num_ranks) - mean
+    return max(0.0, excess) / math.sqrt(num_independent)
+
+
+# A training thread and the exchange thread beside it, on the cores that a rank has.
+#
+# The training thread computes, starts exchanges and waits for them; the exchange thread does them
+# one after another. Each part of an exchange lasts at least ``duration_s`` (bytes on the link, or
+# its computation) and needs ``cpu_s`` of a core. With fewer cores than both need they share what
+# there is, in equal parts unless one needs less than its part: what an exchange takes from the core
+# delays the training thread by as much, and what falls into a wait of that thread delays nothing.
+#
+# Pure functions of numbers.
+
+_NEGLIGIBLE_S = 1e-12
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an exchange, a transfer or computation."""
+
+    duration_s: float
+    cpu_s: float
+
+
+class StepSimulation:
+    """The time that passes while a training thread computes, starts exchanges and waits for them.
+
+    ``num_cores`` is what the threads of a rank share, below 1 where several ranks share a core.
+    """
+
+    def __init__(self, num_cores: float = 1.0) -> None:
+        self.now_s = 0.0
+        self._num_cores = num_cores
+        self._exchanges: dict[object, deque[Part]] = {}
+        """Started and not complete, in order; the first one is in progress."""
+        self._left_s = 0.0
+        """What the part in progress still takes; 0 before it begins."""
+
+    def compute(self, seconds: float) -> None:
+        """The training thread needs a core for this long; nothing happens if it is not positive."""
+        while seconds > _NEGLIGIBLE_S:
+            seconds -= self._advance(seconds)
+
+    def start(self, key: object, parts: Iterable[Part]) -> None:
+        """The training thread hands an exchange of at least one part to the exchange thread."""
+        self._exchanges[key] = deque(parts)
+
+    def wait(self, key: object) -> None:
+        """The training thread waits for an exchange, which may never have been started."""
+        while key in self._exchanges:
+            self._advance(None)
+
+    def _advance(self, compute_s: float | None) -> float:
+        """Until one of the threads has finished what it does. Returns what was computed."""
+        key = next(iter(self._exchanges), None)
+        parts = self._exchanges.get(key)
+        if parts and self._left_s == 0.0:
+            self._left_s = max(parts[0].duration_s, parts[0].cpu_s, _NEGLIGIBLE_S)
+        rate, part_rate = self._rates(
+            parts[0] if parts else None, is_computing=compute_s is not None
+        )
+        spans = [] if compute_s is None else [compute_s / rate]
+        if parts:
+            spans.append(self._left_s / part_rate)
+        span_s = min(spans)
+        self.now_s += span_s
+        if parts:
+            self._left_s -= span_s * part_rate
+            if self._left_s <= _NEGLIGIBLE_S:
+                self._left_s = 0.0
+                parts.popleft()
+                if not parts:
+                    del self._exchanges[key]
+        return span_s * rate
+
+    def _rates(self, part: Part | None, *, is_computing: bool) -> tuple[float, float]:
+        """Of the training thread, and of the part: 1 where nothing holds it up."""
+        num = self._num_cores
+        if part is None:
+            return min(1.0, num), 1.0
+        needed = part.cpu_s / max(part.duration_s, part.cpu_s, _NEGLIGIBLE_S)
+        if not is_computing:
+            return 0.0, min(1.0, num / needed) if needed else 1.0
+        given = min(needed, max(num / 2, num - 1.0))
+        return min(1.0, num - given), given / needed if needed else 1.0

@@ -44,7 +44,7 @@ from torchmn.exchange.codec_state import (
     own_codec,
     warn_if_it_encodes_nothing,
 )
-from torchmn.exchange.nonfinite import NonfiniteGradients
+from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.resharding import reshard_codec
@@ -294,7 +294,7 @@ def ddp_hook(
 ) -> DdpHook:
     """A communication hook for DistributedDataParallel, with any codec. Local.
 
-    ``torchmn.exchange.optimizer.ddp_hook("1bit").register(model)`` after ``model`` was wrapped; nothing else
+    ``torchmn.ddp_hook("1bit").register(model)`` after ``model`` was wrapped; nothing else
     of the script changes. ``no_sync()``, ``join()``, unused parameters and GradScaler work as DDP
     has them. ``model.register_comm_hook(None, ddp_hook("1bit"))`` does the same among all ranks of
     the default process group; the residuals cannot be saved then.

@@ -17,10 +17,10 @@ from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
+from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.model_tensors import parameters_of
-from torchmn.exchange.nonfinite import NonfiniteGradients
 from torchmn.exchange.optimizer import resume
 from torchmn.exchange.optimizer.chains import find_chains
 from torchmn.exchange.optimizer.closure import over_ranks
@@ -31,14 +31,16 @@ from torchmn.exchange.optimizer.nonfinite_policy import (
     record_own_nonfinite,
 )
 from torchmn.exchange.optimizer.recorded_steps import RecordedSteps
-from torchmn.exchange.optimizer.scaler_without_backward import LateScalerSteps
-from torchmn.exchange.optimizer.step_hook import before_step, raise_if_it_has_no_hooks
-from torchmn.exchange.optimizer.steps_without_samples import UncountedSteps
+from torchmn.exchange.optimizer.steps_without_samples import LateScalerSteps, UncountedSteps
 from torchmn.exchange.optimizer.untrained_parameters import (
     untrained_parameters,
     warn_of_untrained_parameters,
 )
-from torchmn.exchange.optimizer.wrapped_optimizer import WrappedOptimizer
+from torchmn.exchange.optimizer.wrapped_optimizer import (
+    WrappedOptimizer,
+    before_step,
+    raise_if_it_has_no_hooks,
+)
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replica_divergence import buffers_of_replicas
@@ -366,8 +368,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         ``states`` are in rank order, and there may be more or fewer than there are ranks now.
         Residuals, pending means, anchors and half full blocks are distributed again (see
-        `torchmn.exchange.resharding`). Where ranks' parameters differ, in the middle of a block, the state
-        holds what the parameters become, so load the models before the optimizer: any old rank's.
+        `torchmn.exchange.resharding`). Where ranks' parameters differ, in the middle of a block,
+        the state holds what the parameters become, so load the models before the optimizer: any
+        old rank's.
         Raises UsageError: the old ranks were saved at different places.
         """
         schedule, tuner = self.schedule, self.tuner

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchmn.control import script_monitor
 from torchmn.errors import NonFiniteGradientError
-from torchmn.exchange.nonfinite import NonfiniteGradients
+from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.reducer import GradientReducer
 
 OnNonfinite = Literal["raise", "warn", "ignore"]

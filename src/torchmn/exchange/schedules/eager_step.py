@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from torchmn.compiling import not_compiled
 from torchmn.errors import UsageError
+from torchmn.exchange.buckets import is_dense
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.model_tensors import parameters_of
-from torchmn.exchange.schedules.tensor_checksum import differ, fingerprint
 from torchmn.exchange.schedules.trial_step import trial_step
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -216,3 +216,27 @@ def _norm(gradients: Sequence[Tensor | None]) -> float:
         if gradient is not None
     ]
     return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
+
+
+def fingerprint(parameter: Tensor) -> Tensor:
+    """A sum of its bits, as integers: not the same if any one element is changed. Local."""
+    values = parameter.detach()
+    if not is_dense(values):
+        values = values.contiguous()
+    flat = values.as_strided((values.numel(),), (1,))
+    for kind in (torch.int64, torch.int32, torch.int16):
+        if flat.nbytes % kind.itemsize == 0 and flat.data_ptr() % kind.itemsize == 0:
+            break
+    else:
+        kind = torch.uint8
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
+    return flat.view(kind).sum(dtype=torch.int64)
+
+
+def differ(then: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:
+    """Which of the fingerprints are not the same any more. A device is waited for once. Local."""
+    if len({each.device for each in (*then, *now)}) > 1:
+        then, now = [each.cpu() for each in then], [each.cpu() for each in now]
+    found: list[bool] = (torch.stack(list(then)) != torch.stack(list(now))).tolist() if then else []
+    return found

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from torchmn.cluster.units import MiB
 from torchmn.errors import DataError
-from torchmn.exchange.auto.adapter_traffic import crossing
-from torchmn.exchange.auto.predict import CodecFacts, ReadyGradient
+from torchmn.exchange.auto.predict import CodecFacts, ReadyGradient, crossing
 from torchmn.observe.plan.facts import PAYLOAD_SHARE, Training, predict
 from torchmn.observe.read.recorded_run import RankRecord
 from torchmn.observe.read.run_reader import read_run

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchmn.observe.report.quantities import bits, duration, megabytes, rank_list
 from torchmn.observe.report.scaling import Scaling
-from torchmn.observe.report.summary import Summary, grouped
+from torchmn.observe.report.summary import Summary, bits, duration, grouped, megabytes, rank_list
 from torchmn.record.records import PHASES
 
 if TYPE_CHECKING:

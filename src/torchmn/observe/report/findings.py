@@ -15,8 +15,16 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from torchmn.cluster.units import KiB
-from torchmn.observe.report.quantities import bits, duration, listed, megabytes, rank_list
-from torchmn.observe.report.summary import COLLECTIVE_PHASES, Summary, grouped
+from torchmn.observe.report.summary import (
+    COLLECTIVE_PHASES,
+    Summary,
+    bits,
+    duration,
+    grouped,
+    listed,
+    megabytes,
+    rank_list,
+)
 from torchmn.record.records import PHASES, Phase
 
 if TYPE_CHECKING:

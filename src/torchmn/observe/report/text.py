@@ -11,9 +11,8 @@ from rich.text import Text
 
 from torchmn.cluster.units import counted
 from torchmn.observe.report.findings import Finding
-from torchmn.observe.report.quantities import bits, duration, megabytes
 from torchmn.observe.report.scaling import Scaling
-from torchmn.observe.report.summary import Summary
+from torchmn.observe.report.summary import Summary, bits, duration, megabytes
 from torchmn.record.records import PHASES
 
 MAX_ROWS = 16

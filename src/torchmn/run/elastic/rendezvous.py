@@ -15,8 +15,7 @@ from functools import partial
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import UNREACHABLE, Channel
-from torchmn.control.heartbeat import Heartbeat, answer
-from torchmn.control.loop_clock import LoopClock
+from torchmn.control.heartbeat import Heartbeat, LoopClock, answer
 from torchmn.control.messages import Message
 from torchmn.control.messages.elastic import (
     HostFinished,

@@ -14,8 +14,7 @@ import time
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.codec import decode, encode
-from torchmn.control.connection import address_of
-from torchmn.control.ports import listen_on
+from torchmn.control.connection import address_of, listen_on
 from torchmn.run.elastic.rendezvous import GOODBYE_S, ROLE, Rendezvous
 from torchmn.run.elastic.rendezvous_state import RendezvousState
 from torchmn.run.orders import RendezvousStarted, ServeRendezvous

@@ -20,8 +20,7 @@ from contextlib import suppress
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import Channel
-from torchmn.control.heartbeat import Heartbeat, answer
-from torchmn.control.loop_clock import LoopClock
+from torchmn.control.heartbeat import Heartbeat, LoopClock, answer
 from torchmn.control.messages import Message
 from torchmn.control.messages.job import EndedBy, Exit, Terminate
 from torchmn.control.messages.monitor import (

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
-from torchmn.control.heartbeat import Heartbeat, answer
-from torchmn.control.loop_clock import LoopClock
+from torchmn.control.heartbeat import Heartbeat, LoopClock, answer
 from torchmn.control.messages import Message
 from torchmn.control.messages.job import AgentHello, Exit, Terminate
 from torchmn.control.messages.monitor import (
@@ -31,8 +30,7 @@ from torchmn.control.messages.monitor import (
     StoppedProcess,
 )
 from torchmn.control.private_files import make_private_folder, open_private
-from torchmn.control.processes import ancestors, is_stopped
-from torchmn.control.stopped_processes import StoppedProcesses
+from torchmn.control.processes import StoppedProcesses, ancestors, is_stopped
 from torchmn.run.monitor.failure_detector import FailureDetector
 from torchmn.run.monitor.hang_report import HangReport
 from torchmn.run.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize

@@ -16,10 +16,8 @@ import time
 
 from torchmn.cluster.exit_status import shell_code
 from torchmn.control.codec import decode
-from torchmn.control.heartbeat import heartbeat_limit_s
-from torchmn.control.loop_clock import LoopClock
-from torchmn.control.processes import adopt_orphans, is_stopped, kill_descendants
-from torchmn.control.stopped_processes import StoppedProcesses
+from torchmn.control.heartbeat import LoopClock, heartbeat_limit_s
+from torchmn.control.processes import StoppedProcesses, adopt_orphans, is_stopped, kill_descendants
 from torchmn.run.orders import StartProcesses
 
 _PERIOD_S = 0.05

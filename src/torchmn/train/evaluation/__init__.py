@@ -10,11 +10,16 @@ from typing import TYPE_CHECKING
 
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.errors import require
-from torchmn.train.evaluation.batches import batch_to, call_with_batch
 from torchmn.train.evaluation.buffers import BufferRule, sync_buffers_
-from torchmn.train.evaluation.modes import evaluation_mode
-from torchmn.train.evaluation.ratio import Ratio
-from torchmn.train.evaluation.sums import Sums, WeightedSums, means_of, merge_sums, scalars_of
+from torchmn.train.evaluation.evaluation_batches import batch_to, call_with_batch, evaluation_mode
+from torchmn.train.evaluation.sums import (
+    Ratio,
+    Sums,
+    WeightedSums,
+    means_of,
+    merge_sums,
+    scalars_of,
+)
 
 if TYPE_CHECKING:
     from torchmn.train.evaluation.create import create_multi_node_evaluator

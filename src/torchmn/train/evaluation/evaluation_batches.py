@@ -6,8 +6,13 @@ as ``SerialIterator(test, batch_size, repeat=False)``, and reset them at each ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from torchmn.errors import UsageError
 
@@ -63,3 +68,68 @@ def named_loaders(given: Any) -> dict[str, Any]:
             "named 'main'."
         )
     return {name: one_pass(loader) for name, loader in loaders.items()}
+
+
+@contextmanager
+def evaluation_mode(models: Iterable[nn.Module]) -> Iterator[None]:
+    """All modules of models in evaluation mode, and afterwards each as it was. Local.
+
+    A layer that is kept in evaluation mode while the model trains, as frozen batch normalization,
+    stays so.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2).eval())
+        >>> with torchmn.train.evaluation.evaluation_mode([model]):
+        ...     pass
+        >>> [module.training for module in model]
+        [True, False]
+    """
+    models = list(models)
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+Result = TypeVar("Result")
+
+
+def batch_to(batch: Any, device: torch.device | str | None) -> Any:
+    """The batch with its tensors on ``device``; None leaves it as it is. Local.
+
+    Example:
+        >>> batch_to({"x": torch.ones(2), "name": "a"}, "cpu")["x"].device
+        device(type='cpu')
+    """
+    if device is None:
+        return batch
+    if isinstance(batch, (Tensor, PackedSequence)):
+        return batch.to(torch.device(device), non_blocking=True)  # type: ignore[arg-type]
+    if isinstance(batch, Mapping):
+        return {name: batch_to(part, device) for name, part in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(batch_to(part, device) for part in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(batch_to(part, device) for part in batch)
+    return batch
+
+
+def call_with_batch(function: Callable[..., Result], batch: Any) -> Result:
+    """Call a function with a batch as pytorch-pfn-extras' Evaluator does.
+
+    A tuple or list becomes the arguments, a dict the keyword arguments; a named tuple and anything
+    else is the one argument.
+
+    Example:
+        >>> call_with_batch(lambda x, t: x + t, (1, 2)), call_with_batch(lambda x: x, {"x": 3})
+        (3, 3)
+    """
+    if isinstance(batch, (tuple, list)) and not hasattr(batch, "_fields"):
+        return function(*batch)
+    if isinstance(batch, dict):
+        return function(**batch)
+    return function(batch)

@@ -12,9 +12,12 @@ from torch import nn
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.errors import UsageError
 from torchmn.record import recording
-from torchmn.train.evaluation.batches import batch_to, call_with_batch
-from torchmn.train.evaluation.evaluation_batches import one_pass
-from torchmn.train.evaluation.modes import evaluation_mode
+from torchmn.train.evaluation.evaluation_batches import (
+    batch_to,
+    call_with_batch,
+    evaluation_mode,
+    one_pass,
+)
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

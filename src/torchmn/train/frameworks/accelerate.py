@@ -18,8 +18,7 @@ from torch import nn
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.optimizer import MultiNodeOptimizer
-from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions
-from torchmn.train.frameworks.optimizer import FrameworkOptimizer
+from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions, FrameworkOptimizer
 
 _Base: Any = object
 """At run time the class of the object follows in the order of base classes."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.errors import UsageError
-from torchmn.nn.batch_norm_conversion import Model, convert_layers, revert_layers
+from torchmn.nn.batch_norm import Model, convert_layers, revert_layers
 
 
 class _Ghost(nn.modules.batchnorm._BatchNorm):
@@ -117,8 +117,9 @@ def revert_ghost_batch_norm(model: Model) -> Model:
     `torch.nn.utils.parametrize`.
 
     Example:
-        >>> model = torchmn.train.large_batch.convert_to_ghost_batch_norm(torch.nn.BatchNorm1d(4), 8)
-        >>> type(torchmn.train.large_batch.revert_ghost_batch_norm(model)).__name__
+        >>> from torchmn.train import large_batch
+        >>> model = large_batch.convert_to_ghost_batch_norm(torch.nn.BatchNorm1d(4), 8)
+        >>> type(large_batch.revert_ghost_batch_norm(model)).__name__
         'BatchNorm1d'
     """
     for layer in revert_layers(model, _Ghost, _OF_TORCH):

@@ -421,7 +421,7 @@ def test_mutated_text_is_read_within_bounds(tmp_path: Path) -> None:
         "import pathlib, sys; from tests.unit.cntk.readers.test_ctf import parse_mutated; "
         "parse_mutated(pathlib.Path(sys.argv[1]))"
     )
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[4]
     variables = {
         "NUMBA_BOUNDSCHECK": "1",
         "NUMBA_CACHE_DIR": str(tmp_path),

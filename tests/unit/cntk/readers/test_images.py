@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmn.cntk.readers import decoding, images, other_formats
+from torchmn.cntk.readers import decoding, deserializer, images
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.cntk.readers.streams import StreamDef
@@ -395,7 +395,7 @@ class TestBase64:
 )
 def test_other_formats_name_what_to_use(name: str) -> None:
     with pytest.raises(UnsupportedError, match="CTF"):
-        getattr(other_formats, name)("file", {})
+        getattr(deserializer, name)("file", {})
 
 
 # ---- any bytes

@@ -28,7 +28,7 @@ from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train import StandardUpdater, Trainer
 
-from ...contracts.suites.source_contracts import Numbers
+from tests.contracts.suites.source_contracts import Numbers
 
 COUNT = 21
 

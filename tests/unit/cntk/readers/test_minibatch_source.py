@@ -24,7 +24,7 @@ from torchmn.cntk.readers import (
 )
 from torchmn.errors import DataError, UnknownNameError, UsageError
 
-from ...contracts.suites.source_contracts import NUMBER, Numbers
+from tests.contracts.suites.source_contracts import NUMBER, Numbers
 
 
 def ids(minibatch: dict[Any, Any]) -> list[float]:

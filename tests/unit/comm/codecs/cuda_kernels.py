@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from torchmn.comm.codecs import Layout, Quantized, Segment
 from torchmn.comm.codecs.kernels import reference
-from torchmn.comm.codecs.kernels.noise import Noise
+from torchmn.comm.codecs.kernels.wire_format import Noise
 
 SIZES = [(1,), (33,), (512,), (1030, 96), (700, 5, 1999)]
 EXTREMES = [[0.0], [-0.0, 0.1], [1e-42], [3e38, -3e38], [1e25, 1e20], [1e-25], [0.5, 1.5, -2.5]]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from torchmn.cluster import Topology
+from torchmn.comm.create import candidate_routes, fastest
 from torchmn.comm.link_speed import measure_links
-from torchmn.comm.routes.route_trials import candidate_routes, fastest
 from torchmn.testing import run_ranks
 
 

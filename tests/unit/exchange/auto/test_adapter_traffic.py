@@ -6,8 +6,8 @@ import pytest
 
 from torchmn.comm.create import ROUTES
 from torchmn.errors import UnknownNameError, UsageError
-from torchmn.exchange.auto.adapter_traffic import ROUTES as MODELLED
-from torchmn.exchange.auto.adapter_traffic import crossing
+from torchmn.exchange.auto.predict import ROUTES as MODELLED
+from torchmn.exchange.auto.predict import crossing
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchmn.exchange.auto.step_simulation import Part, StepSimulation
+from torchmn.exchange.auto.predict import Part, StepSimulation
 
 CODE = Part(2.0, 2.0)
 SEND = Part(4.0, 1.0)

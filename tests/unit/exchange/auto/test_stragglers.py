@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from torchmn.exchange.auto.stragglers import expected_maximum, waiting_share
+from torchmn.exchange.auto.predict import expected_maximum, waiting_share
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 16])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 
 
 def test_the_training_loss_of_digits_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:

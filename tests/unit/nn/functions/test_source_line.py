@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.nn.functions.source_line import is_before, position, source_line
+from torchmn.nn.functions.exchange import is_before, position, source_line
 
 
 def test_the_line_of_the_script() -> None:

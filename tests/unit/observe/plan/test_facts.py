@@ -12,7 +12,7 @@ from torchmn.errors import TorchmnError, UsageError
 from torchmn.exchange.auto.predict import ReadyGradient
 from torchmn.observe.plan.facts import PAYLOAD_SHARE, Training, predict, read_table
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "imagenet" / "240_gpus.toml"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "imagenet" / "240_gpus.toml"
 
 
 @pytest.fixture

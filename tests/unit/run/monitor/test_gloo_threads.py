@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchmn.run.monitor.gloo_threads import wait_for_gloo_threads
+from torchmn.run.monitor.bootstrap import wait_for_gloo_threads
 
 NUM_LATE, MAX_TRIES = 5, 5000
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.testing import run_ranks
-from torchmn.train.frameworks.optimizer import RANKS, FrameworkOptimizer
+from torchmn.train.frameworks.exchange import RANKS, FrameworkOptimizer
 
 
 def make(comm: Communicator, inner: str = "SGD", **options: Any) -> FrameworkOptimizer:

@@ -18,7 +18,6 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from torchmn.comm.codecs.kernels.noise import Noise
 from torchmn.comm.codecs.kernels.wire_format import (
     CLIP_FACTOR_4BIT,
     CODES,
@@ -29,6 +28,7 @@ from torchmn.comm.codecs.kernels.wire_format import (
     NUMEL,
     OFFSET,
     START,
+    Noise,
     StripePlan,
 )
 

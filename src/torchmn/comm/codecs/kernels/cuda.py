@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchmn.comm.codecs.kernels.noise import Noise
 from torchmn.comm.codecs.kernels.reference import outer_sum, subtract_outer_
 from torchmn.comm.codecs.kernels.wire_format import (
     CLIP_FACTOR_4BIT,
@@ -31,6 +30,7 @@ from torchmn.comm.codecs.kernels.wire_format import (
     NUMEL,
     OFFSET,
     START,
+    Noise,
     StripePlan,
 )
 

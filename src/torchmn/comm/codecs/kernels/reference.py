@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.kernels.noise import Noise
 from torchmn.comm.codecs.kernels.wire_format import (
     CLIP_FACTOR_4BIT,
     CODES,
@@ -19,6 +18,7 @@ from torchmn.comm.codecs.kernels.wire_format import (
     NUMEL,
     OFFSET,
     START,
+    Noise,
     QuantizationSpec,
     StripePlan,
 )

@@ -10,8 +10,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
-from torchmn.comm.codecs.kernels.noise import Noise
-from torchmn.comm.codecs.kernels.wire_format import StripePlan
+from torchmn.comm.codecs.kernels.wire_format import Noise, StripePlan
 
 
 class Kernels(Protocol):

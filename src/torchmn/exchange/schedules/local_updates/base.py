@@ -52,10 +52,10 @@ from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank
 from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
-from torchmn.exchange.schedules.local_updates.changed_parameters import ChangedParameters
-from torchmn.exchange.schedules.local_updates.fragment_order import FragmentSchedule
 from torchmn.exchange.schedules.local_updates.fragments import (
+    ChangedParameters,
     Fragment,
+    FragmentSchedule,
     PseudoGradient,
     averageable,
     new_codecs,
@@ -69,9 +69,12 @@ from torchmn.exchange.schedules.local_updates.growing_blocks import (
     highest_rate,
 )
 from torchmn.exchange.schedules.local_updates.intra_node import IntraNodeAverage
-from torchmn.exchange.schedules.local_updates.outer_momentum import momentum_of
+from torchmn.exchange.schedules.local_updates.outer_momentum import (
+    OuterState,
+    momentum_of,
+    take_partial_step,
+)
 from torchmn.exchange.schedules.local_updates.resharding import reshard_blocks
-from torchmn.exchange.schedules.local_updates.short_block import OuterState, take_partial_step
 from torchmn.exchange.weights import weight_scale
 
 IntraNode = Literal["every_step"]

@@ -33,7 +33,7 @@ from torch import Tensor
 from torchmn.errors import UsageError
 from torchmn.exchange.schedules.local_updates.base import BlockSize, IntraNode, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
-from torchmn.exchange.schedules.local_updates.short_block import OuterState
+from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState
 
 
 class BlockMomentum(LocalUpdateSchedule):

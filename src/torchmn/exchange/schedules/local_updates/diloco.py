@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from torchmn.errors import UsageError
 from torchmn.exchange.schedules.local_updates.base import BlockSize, IntraNode, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import Fragment, PseudoGradient
-from torchmn.exchange.schedules.local_updates.short_block import OuterState
+from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState
 from torchmn.exchange.schedules.trial_step import trial_step
 
 RECOMMENDED_OVERLAP = 6

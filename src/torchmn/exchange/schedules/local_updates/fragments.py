@@ -7,7 +7,7 @@ number of its samples.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.comm import Communicator
+from torchmn.comm.checksums import checksum
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import local_part
 from torchmn.errors import UsageError
@@ -326,3 +327,82 @@ def restart_where_not_finite_(
             tensor.zero_()
         if lost and "step" in own:
             own["step"] = own["step"] * 0
+
+
+class FragmentSchedule:
+    """Counts the samples of a worker and decides which fragment's block is full. Local.
+
+    Of F fragments, f is due when ``(f + 1) / F`` of ``share`` samples were counted, the worker's
+    share of a block; then the count starts again from zero.
+    """
+
+    def __init__(self, num_fragments: int, share: float) -> None:
+        self.num_fragments = num_fragments
+        self.share = share
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin a block of the first fragment."""
+        self._next = 0
+        self._samples = 0.0
+        self._num_due = 0
+
+    def count(self, num_samples: float) -> None:
+        """Add samples that this worker has processed."""
+        self._samples += num_samples
+        position = (self._next + self._num_due) % self.num_fragments
+        while self._samples * self.num_fragments >= self.share * (position + 1):
+            self._num_due += 1
+            position += 1
+            if position == self.num_fragments:
+                position, self._samples = 0, 0.0
+
+    def take_due(self) -> bool:
+        """Whether the next fragment is due. Each fragment is reported once."""
+        is_due = self._num_due > 0
+        self._num_due -= is_due
+        return is_due
+
+    def advance(self) -> int:
+        """The index of the next fragment to exchange; moves on to the one after it."""
+        index = self._next
+        self._next = (index + 1) % self.num_fragments
+        return index
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the order and the samples counted so far."""
+        return {"next": self._next, "samples": self._samples, "num_due": self._num_due}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from `state_dict`."""
+        self._next, self._samples = state["next"], state["samples"]
+        self._num_due = state["num_due"]
+
+
+# Finds a state that a script loads into the model in the middle of a block.
+#
+# It would count as what this rank has learned since the block began. A state that is loaded and
+# taken back, as for an evaluation of averaged parameters, changes nothing.
+
+
+class ChangedParameters:
+    """Compares parameters by their checksum, from `note` to `raise_if_changed`. Local."""
+
+    def __init__(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
+        self._parameters = parameters
+        self._noted: int | None = None
+
+    def note(self) -> None:
+        """From now on they must not change; of two calls the first one counts."""
+        if self._noted is None:
+            self._noted = checksum(self._parameters())
+
+    def forget(self) -> None:
+        """What they are now is where training continues."""
+        self._noted = None
+
+    def raise_if_changed(self, message: str) -> None:
+        """Raise UsageError if they are not what was noted, if anything was."""
+        noted, self._noted = self._noted, None
+        if noted is not None and checksum(self._parameters()) != noted:
+            raise UsageError(message)

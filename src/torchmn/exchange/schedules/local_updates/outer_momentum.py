@@ -13,14 +13,13 @@ DiLoCo*, 2025, also take the rank's own part of d at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
-from torchmn.exchange.schedules.local_updates.short_block import OuterState
 
 
 @torch.no_grad()
@@ -53,3 +52,45 @@ def momentum_of(
         else:  # of parameters that were added since
             tensor.zero_()
     return changes
+
+
+# The outer step of a block that ended before it was full.
+#
+# An outer step moves an anchor a by the mean pseudo-gradient d of a block of B samples and updates
+# its own state s: (a, s) <- full(a, s, d). In N < B samples, u = N / B, the ranks have moved about
+# u times as far as in a full block, so the outer step is taken u of the way:
+#
+#     (a', s') = full(a, s, d / u)
+#     a <- a + u (a' - a)
+#     s <- s + u (s' - s)
+#
+# With u -> 0 nothing moves but by d itself, which has that size too; u = 1 is the full block. A run
+# at constant speed, d = u D, moves by u times what a full block of D moves. Where ``full`` is
+# linear in s and d, as for block momentum and SGD with momentum, every pseudo-gradient counts once
+# in the long run, however the blocks are divided: see ``docs/explain/block-momentum.md``.
+
+OuterState = Mapping[tuple[str, str], Tensor]
+"""The tensors that an outer step changes besides the anchors, by parameter and kind."""
+
+
+def take_partial_step(
+    pseudo_gradients: Sequence[PseudoGradient],
+    part: float,
+    step: Callable[[Sequence[PseudoGradient]], None],
+    state: Callable[[Sequence[PseudoGradient]], OuterState],
+) -> None:
+    """Move anchors and outer state by a part of a full block's outer step, in place. Local.
+
+    Args:
+        pseudo_gradients: of the partial block.
+        part: u, between 0 and 1.
+        step: the outer step of a full block.
+        state: the tensors that ``step`` changes; one that does not exist yet counts as zeros.
+    """
+    before = {key: tensor.clone() for key, tensor in state(pseudo_gradients).items()}
+    anchors = [each.anchor.clone() for each in pseudo_gradients]
+    step([replace(each, mean=each.mean / part) for each in pseudo_gradients])
+    for each, anchor in zip(pseudo_gradients, anchors, strict=True):
+        each.anchor.copy_(anchor.lerp_(each.anchor, part))
+    for key, tensor in state(pseudo_gradients).items():
+        tensor.copy_(before[key].lerp_(tensor, part) if key in before else tensor * part)

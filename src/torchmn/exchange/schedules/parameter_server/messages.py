@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchmn.comm import object_codec
 from torchmn.comm.codecs import ErrorFeedback, StripeCodec
-from torchmn.comm.codecs.nonfinite import NonfiniteTracker
+from torchmn.comm.codecs.base import NonfiniteTracker
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError

@@ -34,8 +34,8 @@ from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import abort_pending_receives
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.model_tensors import parameters_of
-from torchmn.exchange.nonfinite import NonfiniteGradients
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
 from torchmn.exchange.schedules.parameter_server.messages import (

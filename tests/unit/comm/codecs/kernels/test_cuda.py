@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from tests.unit.comm.codecs.cuda_kernels import compare
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[5]
 
 TRITON = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else ""
 needs_triton = pytest.mark.skipif(

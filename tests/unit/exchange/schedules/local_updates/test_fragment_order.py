@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchmn.exchange.schedules.local_updates.fragment_order import FragmentSchedule
+from torchmn.exchange.schedules.local_updates.fragments import FragmentSchedule
 
 
 def due(order: FragmentSchedule) -> list[int]:

@@ -21,7 +21,7 @@ from tests.unit.exchange.schedules.local_updates.runs import (
 from tests.unit.models import equal, near, values
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, LocalUpdateSchedule, PeriodicAverage
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
-from torchmn.exchange.schedules.local_updates.short_block import take_partial_step
+from torchmn.exchange.schedules.local_updates.outer_momentum import take_partial_step
 from torchmn.testing import run_ranks
 
 
