@@ -35,7 +35,7 @@ class Work(Generic[Result]):
     """
 
     def __init__(self, job: Callable[[], Result], engine: Engine) -> None:
-        self._job = job
+        self._job: Callable[[], Result] | None = job
         self._engine = engine
         self._done = threading.Event()
         self._result: Result | None = None
@@ -68,19 +68,27 @@ class Work(Generic[Result]):
         return cast(Result, self._result)
 
     def run(self) -> None:
-        """Run the job on this thread. Called by the engine only."""
+        """Run the job on this thread, once. Called by the engine only.
+
+        The job and the event before it are let go of: both would form cycles with what holds this
+        work, such as a bucket, and the memory of a training would stay until these are collected.
+        """
+        job, self._job = self._job, None
+        ready, self._ready = self._ready, None
+        assert job is not None
         try:
             with self._mode_of_the_call():
-                if self._ready is not None:
+                if ready is not None:
                     with torch.cuda.stream(self._engine.stream):
-                        self._engine.stream.wait_event(self._ready)
-                        self._result = self._job()
+                        self._engine.stream.wait_event(ready)
+                        self._result = job()
                         self._finished = _record_event(self._engine.device)
                 else:
-                    self._result = self._job()
+                    self._result = job()
         except BaseException as error:  # raised again by `wait`
             self._error = error
         finally:
+            del job, ready  # an error keeps the variables of this function
             self._done.set()
 
     def _mode_of_the_call(self) -> AbstractContextManager[object]:
@@ -233,22 +241,21 @@ class Engine:
         torch.get_num_threads()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        work: Work[object] | None = None
+        has_run = False
         while True:
             with self._condition:
-                if work is not None:
+                if has_run:
                     self._is_running = False
                 while self._is_running or not self._queue:
                     if self._is_closed and not self._queue:
                         return
                     self._condition.wait()
-                work = self._queue.popleft()
-                self._is_running = True
-            self._run(work)
+                self._is_running = has_run = True
+            self._run(self._queue.popleft())  # in no variable, which would keep it while waiting
 
     def _run(self, work: Work[object]) -> None:
         if self._broken is not None:
-            work._error = self._broken
+            work._job, work._ready, work._error = None, None, self._broken
             work._done.set()
             return
         work.run()

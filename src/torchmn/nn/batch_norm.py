@@ -359,7 +359,7 @@ def _sums(dy: Tensor, x: Tensor, center: Tensor) -> tuple[Tensor, Tensor]:
         return nothing, nothing
     ones = torch.ones_like(center)
     _, product, total = torch.ops.aten.native_batch_norm_backward(
-        dy, x, ones, center, ones, None, None, False, 0.0, [False, True, True]
+        dy, x, ones, center, ones, center, ones, False, 0.0, [False, True, True]
     )
     return total.double(), product.double()
 

@@ -331,6 +331,8 @@ class StepRecorder:
             return
         if torch.compiler.is_compiling() or found.is_complex():
             return
+        if found.is_cuda and torch.cuda.is_current_stream_capturing():
+            return  # every replay of the graph would write to the copy
         self._loss_at_s = self._at_s
         value = found.detach()
         if value.is_cuda:  # there when the marks of the step are over, and not read before

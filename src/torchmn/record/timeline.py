@@ -59,22 +59,30 @@ class GpuEvent(Protocol):
 
 
 class GpuClock:
-    """Events with times, on the current stream of whichever thread takes a mark."""
+    """Events with times, on the current stream of whichever thread takes a mark.
+
+    While a script captures a CUDA graph on it, the last mark counts, and none is over: an event of
+    a capture has no time, and asking for any event then makes the capture fail.
+    """
 
     is_host = False
 
-    def __init__(self, new_event: Callable[[], GpuEvent]) -> None:
-        self._new_event = new_event
+    def __init__(self, new_event: Callable[[], GpuEvent], is_capturing: Callable[[], bool]) -> None:
+        self._new_event, self._is_capturing = new_event, is_capturing
+        self._last: GpuEvent | None = None
 
     def mark(self) -> Mark:
         """See `StepClock.mark`."""
+        if self._last is not None and self._is_capturing():
+            return self._last
         event = self._new_event()
         event.record()
+        self._last = event
         return event
 
     def is_over(self, mark: Mark) -> bool:
         """See `StepClock.is_over`."""
-        return bool(mark.query())
+        return not self._is_capturing() and bool(mark.query())
 
     def seconds(self, begin: Mark, end: Mark) -> float:
         """See `StepClock.seconds`."""
@@ -87,4 +95,6 @@ def clock_of(device: str) -> StepClock:
         return HostClock()
     import torch
 
-    return GpuClock(lambda: torch.cuda.Event(enable_timing=True))
+    return GpuClock(
+        lambda: torch.cuda.Event(enable_timing=True), torch.cuda.is_current_stream_capturing
+    )

@@ -95,7 +95,7 @@ def test_a_save_longer_than_the_grace_is_cut_with_a_message(runner: Runner) -> N
     assert process.returncode == 143
     assert "the ranks have as long as --grace, 0.5 s to save" in err
     assert err.count("it had not exited 0.5 s after SIGTERM and is killed. Raise --grace") == 2
-    assert err.splitlines()[-1].endswith("rank 0, 1 had not exited in time and was killed.")
+    assert err.splitlines()[-1].endswith("ranks 0, 1 had not exited in time and were killed.")
     runner.wait_until_nothing_is_left()
 
 

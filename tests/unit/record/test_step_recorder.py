@@ -239,6 +239,10 @@ class Stream:
     def __init__(self) -> None:
         self.num_events = 0
         self.num_passed = 0
+        self.is_capturing = False
+
+    def clock(self) -> GpuClock:
+        return GpuClock(self.event, lambda: self.is_capturing)
 
     def event(self) -> StreamEvent:
         return StreamEvent(self)
@@ -251,8 +255,11 @@ class StreamEvent:
     def record(self) -> None:
         self._stream.num_events += 1
         self.number = self._stream.num_events
+        self._is_captured = self._stream.is_capturing
 
     def query(self) -> bool:
+        assert not self._is_captured, "asked for an event of a CUDA graph"
+        assert not self._stream.is_capturing, "asked for an event while a graph is captured"
         return self.number <= self._stream.num_passed
 
     def elapsed_time(self, end: StreamEvent) -> float:
@@ -264,7 +271,7 @@ class StreamEvent:
 def test_on_a_gpu_a_step_is_written_when_the_stream_has_passed_it(lines: list[Line]) -> None:
     """A stand-in for the GPU's events. `synchronize` is no method of it: calling it would fail."""
     stream = Stream()
-    recorder = StepRecorder(lines.append, GpuClock(stream.event))
+    recorder = StepRecorder(lines.append, stream.clock())
     for number in range(3):
         recorder.forward_begins(4, is_training=True)
         recorder.backward_begins(None)
@@ -285,7 +292,7 @@ def test_on_a_gpu_a_step_is_written_when_the_stream_has_passed_it(lines: list[Li
 def test_on_a_gpu_a_long_step_keeps_few_events(lines: list[Line]) -> None:
     """Those that the stream has passed are added up; one that is far behind keeps them."""
     stream = Stream()
-    recorder = StepRecorder(lines.append, GpuClock(stream.event))
+    recorder = StepRecorder(lines.append, stream.clock())
     recorder.forward_begins(4, is_training=True)
     for number in range(20_000):
         recorder.leave(recorder.enter("evaluation"))
@@ -297,6 +304,20 @@ def test_on_a_gpu_a_long_step_keeps_few_events(lines: list[Line]) -> None:
     [step] = steps(lines)
     assert sum(step.phases.values()) == step.seconds
     assert step.phases["evaluation"] == 20_000.0
+
+
+def test_a_step_that_is_captured_as_a_graph_takes_no_event_of_the_capture(lines: list[Line]) -> None:
+    stream = Stream()
+    recorder = StepRecorder(lines.append, stream.clock())
+    for number in range(3):
+        stream.is_capturing = number == 1
+        recorder.forward_begins(4, is_training=True)
+        recorder.backward_begins(None)
+        recorder.backward_ends()
+        recorder.end_step(number)
+    stream.num_passed = stream.num_events
+    recorder.write_ended()
+    assert [step.seconds for step in steps(lines)] == [4.0, 0.0, 4.0]
 
 
 def test_settings_are_written_where_they_change(recorder: StepRecorder, lines: list[Line]) -> None:

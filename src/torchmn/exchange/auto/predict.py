@@ -163,18 +163,27 @@ def ranked(
     link: LinkSpeed | None,
     num_parts: int,
 ) -> list[tuple[float, Plan]]:
-    """All plans with their predicted steps, the fastest first; the order of equals is kept."""
+    """All plans with their predicted steps, the fastest first; the order of equals is kept.
+
+    Plans with a codec that cannot be timed, of infinite times, are last: nothing predicts them.
+    """
     by_name = {codec.name: codec for codec in codecs}
-    predicted = [
-        (predict_step_s(plan, step, by_name[plan.codec], link, num_parts), plan) for plan in plans
-    ]
-    return sorted(predicted, key=lambda item: item[0])
+
+    def predicted_s(plan: Plan) -> float:
+        codec = by_name[plan.codec]
+        is_timed = codec.encode_s + codec.decode_s < math.inf
+        return predict_step_s(plan, step, codec, link, num_parts) if is_timed else math.inf
+
+    return sorted(((predicted_s(plan), plan) for plan in plans), key=lambda item: item[0])
 
 
 def shortlist(
     predictions: Sequence[tuple[float, Plan]], *, within: float, max_plans: int
 ) -> list[Plan]:
-    """The plans to try: the best few, with the best bucket size of each schedule and codec."""
+    """The plans to try: the best few, with the best bucket size of each schedule and codec.
+
+    Those that nothing predicts are tried if there are no others.
+    """
     best_s = predictions[0][0]
     chosen: dict[tuple[str, str], Plan] = {}
     for seconds, plan in predictions:
@@ -413,6 +422,18 @@ class Part:
     duration_s: float
     cpu_s: float
 
+    def __post_init__(self) -> None:
+        _raise_if_endless(self.duration_s, self.cpu_s)
+
+
+def _raise_if_endless(*seconds: float) -> None:
+    """Raise UsageError: the simulation would come to no end."""
+    if not all(map(math.isfinite, seconds)):
+        raise UsageError(
+            f"A step cannot be predicted from times of {seconds}. All facts must be finite, and a "
+            "codec that cannot be timed by itself has no prediction: record a run with it."
+        )
+
 
 class StepSimulation:
     """The time that passes while a training thread computes, starts exchanges and waits for them.
@@ -430,6 +451,7 @@ class StepSimulation:
 
     def compute(self, seconds: float) -> None:
         """The training thread needs a core for this long; nothing happens if it is not positive."""
+        _raise_if_endless(seconds)
         while seconds > _NEGLIGIBLE_S:
             seconds -= self._advance(seconds)
 

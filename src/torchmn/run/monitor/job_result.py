@@ -241,7 +241,8 @@ def _how_all_ended(ranks: Sequence[RankRecord]) -> str:
     killed = [r for r in ranks if r.exit and r.exit.returncode == -signal.SIGKILL]
     if killed:
         names = ", ".join(str(record.rank) for record in killed)
-        return f"rank {names} had not exited in time and was killed"
+        rank, was = ("rank", "was") if len(killed) == 1 else ("ranks", "were")
+        return f"{rank} {names} had not exited in time and {was} killed"
     return f"all {len(ranks)} ranks have ended"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from torchmn.cluster.units import MiB
 from torchmn.comm.link_speed import LinkSpeed
-from torchmn.errors import UnknownNameError
+from torchmn.errors import UnknownNameError, UsageError
 from torchmn.exchange.auto.predict import (
     Cluster,
     CodecFacts,
@@ -105,6 +106,17 @@ def test_the_fastest_is_first_and_among_equals_the_plainest() -> None:
     assert [p for _, p in slow] == [plan("double_buffering"), plan(codec="int8"), plan()]
     fast = ranked(plans, facts(1.0), [FLOAT32, INT8], LINK, 2)
     assert fast[0][1] == plan()
+
+
+def test_a_codec_that_cannot_be_timed_is_last_and_is_tried_if_it_is_the_only_one() -> None:
+    untimed = CodecFacts(name="power_sgd", encode_s=math.inf, decode_s=math.inf)
+    plans = [plan(codec="power_sgd"), plan("double_buffering", "power_sgd"), plan()]
+    with pytest.raises(UsageError, match="cannot be timed by itself"):
+        predict_step_s(plans[0], facts(6.0), untimed, LINK, 2)
+    found = ranked(plans, facts(6.0), [FLOAT32, untimed], LINK, 2)
+    assert [p for _, p in found] == [plan(), *plans[:2]]
+    assert shortlist(found, within=1.5, max_plans=9) == [plan()]
+    assert shortlist(found[1:], within=1.5, max_plans=9) == plans[:2]
 
 
 def test_the_shortlist_holds_the_best_bucket_of_each_kind() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from torchmn.errors import UsageError
 from torchmn.exchange.auto.predict import Part, StepSimulation
 
 CODE = Part(2.0, 2.0)
@@ -39,6 +42,13 @@ def test_exchanges_are_made_one_after_another() -> None:
     assert simulation.now_s == pytest.approx(8.0)
     simulation.wait(0)
     assert simulation.now_s == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan])
+def test_times_without_an_end_are_refused(seconds: float) -> None:
+    for endless in (lambda: Part(seconds, 0.0), lambda: StepSimulation().compute(seconds)):
+        with pytest.raises(UsageError, match="All facts must be finite"):
+            endless()
 
 
 def test_what_was_never_started_is_not_waited_for() -> None:

@@ -161,6 +161,17 @@ def test_a_codec_alone_may_be_chosen() -> None:
     run_ranks(rank_main, 2)
 
 
+def test_a_codec_that_cannot_be_timed_is_tried_all_the_same() -> None:
+    def rank_main(comm):
+        model, optimizer = wrap(comm, schedule="auto", codec="power_sgd", allow_stale=True)
+        train(optimizer, model, comm, range(MAX_STEPS))
+        tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
+        assert tried == {"every_step", "double_buffering"}
+        assert optimizer.tuner.plan is not None
+
+    run_ranks(rank_main, 2)
+
+
 def test_shared_memory_leaves_nothing_to_choose() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)

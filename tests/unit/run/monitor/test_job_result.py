@@ -175,6 +175,10 @@ def test_ranks_that_saved_after_a_signal_were_not_interrupted() -> None:
     assert found.summary == (
         "interrupted by SIGTERM; rank 1 had not exited in time and was killed."
     )
+    both = [ended(rank, -9, by="supervisor") for rank in range(2)]
+    assert summary_of(*both, interrupted_by=signal.SIGTERM).summary == (
+        "interrupted by SIGTERM; ranks 0, 1 had not exited in time and were killed."
+    )
 
 
 def test_an_error_of_several_lines_is_shown_whole_and_cut_between_words() -> None:
