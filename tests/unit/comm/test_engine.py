@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
@@ -78,6 +80,29 @@ def test_a_job_runs_in_the_inference_mode_of_its_call(engine: Engine) -> None:
         assert changed.wait().item() == 2
         assert engine.call(lambda: value.add_(1)).item() == 3
     assert not engine.submit(lambda: torch.ones(1)).wait().is_inference()
+
+
+def test_a_work_whose_owner_holds_it_is_freed_without_the_collector(engine: Engine) -> None:
+    """A collector in a forked process, such as a loader's worker, must meet no CUDA events."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.work = engine.submit(self.job)
+
+        def job(self) -> None:
+            pass
+
+    owner = Owner()
+    alive = weakref.ref(owner)
+    owner.work.wait()
+    gc.disable()
+    try:
+        del owner
+        while not engine.is_idle:
+            pass
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_is_raised_by_wait_and_the_engine_continues(engine: Engine) -> None:

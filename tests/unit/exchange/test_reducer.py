@@ -474,6 +474,32 @@ def test_what_is_deleted_is_freed() -> None:
     assert [reference() for reference in kept] == [None] * 4
 
 
+@pytest.mark.parametrize("options", [{"schedule": "double_buffering"}, {"codec": "int8"}])
+def test_what_is_closed_is_freed_while_the_communicator_lives(options: dict) -> None:
+    """The last exchange ran on the engine's thread, which waits for the next one."""
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, **options)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+        optimizer.close()
+        kept = [weakref.ref(owner) for owner in (optimizer, *model.parameters())]
+        del model, optimizer
+        while not comm.engine.is_idle:
+            pass
+        comm.barrier()
+        if comm.rank == 0:
+            gc.collect()
+        comm.barrier()
+        return [reference() for reference in kept]
+
+    for alive in run_ranks(rank_main, 2):
+        assert alive == [None] * len(alive)
+
+
 def test_gradients_are_means_even_if_the_optimizer_is_not_kept() -> None:
     def rank_main(comm):
         model = mlp()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
@@ -21,6 +22,7 @@ from torchmn.nn import (
     create_mnbn_model,
     revert_batch_norm,
 )
+from torchmn.nn.batch_norm import _sums
 from torchmn.testing import run_ranks
 
 TWO_NODES = Topology.blocks([1, 1])
@@ -34,6 +36,34 @@ def network() -> nn.Sequential:
 def rows(rank: int, n: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(n, 3, generator=generator, dtype=torch.float64)
+
+
+class AsOnCuda(TorchDispatchMode):
+    """The sums of batch normalization from the arguments from which CUDA's kernel takes them."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is not torch.ops.aten.native_batch_norm_backward.default:
+            return function(*args, **(kwargs or {}))
+        self.num_calls += 1
+        dy, x, _, _, _, mean, inverse, _, _, mask = args
+        assert mask == [False, True, True]
+        assert mean is not None and inverse is not None, "refused on CUDA"
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        deviation = x - mean.view(1, -1, *[1] * (x.dim() - 2))
+        return None, (dy * deviation).sum(dims) * inverse, dy.sum(dims)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (4, 3, 2, 2)])
+def test_sums_are_those_of_cuda_too(shape: tuple[int, ...]) -> None:
+    dy, x = torch.randn(2, *shape, dtype=torch.float64)
+    center = x.transpose(0, 1).flatten(1).mean(1)
+    expected = _sums(dy, x, center)
+    with AsOnCuda() as cuda:
+        found = _sums(dy, x, center)
+    assert cuda.num_calls == 1
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_converts_in_place_and_back() -> None:
