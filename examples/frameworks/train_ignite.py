@@ -42,8 +42,10 @@ def training(local_rank: int, options: argparse.Namespace) -> None:
         images.train, batch_sampler=torchmn.GlobalSampler(len(images.train), comm, 64)
     )
     test = torchmn.scatter_dataset(images.test, comm, force_equal_length=False)  # (3)
-    trainer = create_supervised_trainer(model, optimizer, torch.nn.functional.cross_entropy)
-    evaluator = create_supervised_evaluator(model, {"accuracy": Accuracy()})
+    trainer = create_supervised_trainer(
+        model, optimizer, torch.nn.functional.cross_entropy, device=comm.device
+    )
+    evaluator = create_supervised_evaluator(model, {"accuracy": Accuracy()}, device=comm.device)
     trainer.run(train, max_epochs=options.epoch)
     found = evaluator.run(DataLoader(test, batch_size=64)).metrics["accuracy"]
     if comm.rank == 0:

@@ -45,7 +45,8 @@ def validate(model: nn.Module, test: Excerpts, comm: torchmn.Communicator) -> fl
     sums = torch.zeros(2, dtype=torch.float64)
     for excerpts in DataLoader(part, 64):
         num_bytes = excerpts.shape[0] * (excerpts.shape[1] - 1)
-        sums += torch.tensor([loss_of(model, excerpts, "sum").item(), num_bytes])
+        loss = loss_of(model, excerpts.to(comm.device), "sum")
+        sums += torch.tensor([loss.item(), num_bytes])
     model.train()
     total, num_bytes = comm.allreduce(sums).tolist()
     return total / num_bytes
@@ -57,6 +58,7 @@ def main() -> None:
     train, test = load_text(options)
     torch.manual_seed(options.seed)
     model = GPT(256, options.length, options.layers, options.width, options.heads)
+    model.to(comm.device)
     batch = GlobalBatch(options.batchsize, comm=comm)
     sampler = batch.sampler(train, seed=options.seed, drop_last=True)
     optimizer = torchmn.create_multi_node_optimizer(
@@ -82,7 +84,7 @@ def main() -> None:
     while step < options.steps:
         for excerpts in DataLoader(train, batch_sampler=sampler):
             optimizer.zero_grad()
-            loss_of(model, excerpts).backward()
+            loss_of(model, excerpts.to(comm.device)).backward()
             optimizer.step()
             schedule.step()
             step += 1

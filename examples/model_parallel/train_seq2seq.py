@@ -82,6 +82,8 @@ def main() -> None:
 
     torch.manual_seed(options.seed)
     encoder, decoder = Encoder(), Decoder()  # on all ranks, which draw the same numbers
+    encoder.to(comm.device)
+    decoder.to(comm.device)
     chain = MultiNodeChainList(
         pair, num_microbatches=options.microbatches, schedule=options.schedule
     )
@@ -102,7 +104,7 @@ def main() -> None:
     )
     for step, batch in enumerate(loader, start=1):
         optimizer.zero_grad()
-        loss = chain.forward_backward(tuple(batch))
+        loss = chain.forward_backward(tuple(part.to(comm.device) for part in batch))
         optimizer.step()
         if loss is not None:
             loss = data.allreduce(loss, "mean")

@@ -77,7 +77,7 @@ def main() -> None:
     comm = torchmn.create_communicator(options.communicator)
     grid = Grid(comm, island=-1, shard=min(options.shard, comm.size))
     torch.manual_seed(0)  # the same parameters before they are sharded, on all ranks of an island
-    model = Transformer(options.layers, LENGTH)
+    model = Transformer(options.layers, LENGTH).to(comm.device)
     if grid.shard.size > 1:
         shard(model, grid)
     schedule = torchmn.schedules.DiLoCo(4 * options.batchsize * grid.island.size // comm.size)
@@ -97,6 +97,7 @@ def main() -> None:
     while step < options.steps:
         for excerpts in loader:
             optimizer.zero_grad()
+            excerpts = excerpts.to(comm.device)
             scores = model(excerpts[:, :-1])
             loss = nn.functional.cross_entropy(scores.flatten(0, 1), excerpts[:, 1:].flatten())
             loss.backward()

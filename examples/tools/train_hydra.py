@@ -58,10 +58,11 @@ def main(options: Options) -> None:
     for _ in range(options.epochs):
         for inputs, labels in train:
             optimizer.zero_grad()
+            inputs, labels = inputs.to(comm.device), labels.to(comm.device)
             torch.nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
     if comm.rank == 0:
-        inputs, labels = images.test.tensors
+        inputs, labels = (tensor.to(comm.device) for tensor in images.test.tensors)
         with torch.no_grad():
             right = (model(inputs).argmax(1) == labels).float().mean()
         torch.save(model.state_dict(), folder / "model.pt")

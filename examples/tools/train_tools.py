@@ -89,10 +89,12 @@ def main() -> None:
     for epoch in range(options.epoch):
         for inputs, labels in train:
             optimizer.zero_grad()
+            inputs, labels = inputs.to(comm.device), labels.to(comm.device)
             torch.nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
         with torch.no_grad():
             for inputs, labels in DataLoader(test, batch_size=64):
+                inputs, labels = inputs.to(comm.device), labels.to(comm.device)
                 logits = model(inputs)
                 accuracy.update(logits, labels)
                 confusion.update(logits, labels)

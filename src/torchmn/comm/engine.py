@@ -73,9 +73,8 @@ class Work(Generic[Result]):
         The job and the event before it are let go of: both would form cycles with what holds this
         work, such as a bucket, and the memory of a training would stay until these are collected.
         """
-        job, self._job = self._job, None
+        job, self._job = cast("Callable[[], Result]", self._job), None
         ready, self._ready = self._ready, None
-        assert job is not None
         try:
             with self._mode_of_the_call():
                 if ready is not None:
