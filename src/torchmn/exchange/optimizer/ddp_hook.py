@@ -306,7 +306,7 @@ def ddp_hook(
             over gloo for CPU tensors and NCCL for CUDA tensors.
         timeout_s: the limit of every single collective in seconds, if ``comm`` is not given.
 
-    CUDA tensors are exchanged the same way, which has not been tested on GPUs yet.
+    CUDA tensors are exchanged the same way, which was tested on one GPU, not on several yet.
 
     Raises UsageError: ``timeout_s`` is not positive.
 
