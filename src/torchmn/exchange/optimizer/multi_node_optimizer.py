@@ -31,8 +31,8 @@ from torchmn.exchange.optimizer.nonfinite_policy import (
     record_own_nonfinite,
 )
 from torchmn.exchange.optimizer.recorded_steps import RecordedSteps
-from torchmn.exchange.optimizer.steps_without_samples import LateScalerSteps, UncountedSteps
-from torchmn.exchange.optimizer.untrained_parameters import (
+from torchmn.exchange.optimizer.unusual_steps import LateScalerSteps, UncountedSteps
+from torchmn.exchange.optimizer.model_checks import (
     untrained_parameters,
     warn_of_untrained_parameters,
 )
