@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.comm import Communicator
-from torchmn.exchange.model_tensors import persistent_buffers
+from torchmn.exchange.replicas import persistent_buffers
 
 UNKNOWN = -float(2**23)
 """In place of a number, from a rank that does not compare: then none does."""
@@ -135,8 +135,8 @@ _OF_BUFFERS = (
     "ranks (comm.allreduce of sums and counts, comm.allgather of samples), or call "
     "torchmn.train.evaluation.sync_buffers_([model], comm) before each step(), which averages "
     "buffers over ranks, or with rule='rank0' takes those of rank 0. (Running statistics of "
-    "normalization layers are not compared. If each rank is meant to have its own, register the buffer with "
-    "persistent=False.)"
+    "normalization layers are not compared. If each rank is meant to have its own, register the "
+    "buffer with persistent=False.)"
 )
 
 

@@ -1,32 +1,33 @@
-"""Steps whose samples no forward pass has counted, under a schedule that needs their number.
-
-Blocks of local updates would never end.
-"""
+"""Steps that are not the usual one: with a closure, in `join`, late under a scaler, uncounted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler, OptState
 
 from torchmn.errors import UsageError
-from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.replicas import copy_state_from_rank, named_tensors, parameters_of
+from torchmn.exchange.schedules.every_step import share_with_late_ranks
 from torchmn.exchange.weights import miscount
 
 if TYPE_CHECKING:
     from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
-from typing import TYPE_CHECKING
-
-from torch.amp.grad_scaler import GradScaler, OptState
-
-if TYPE_CHECKING:
-    from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
-
 
 _MAX_STEPS = 10
 """In a row: a script may step more than once with a gradient."""
 
 
 class UncountedSteps:
-    """What a rank remembers from one step to the next. Local."""
+    """Steps whose samples no forward pass has counted, under a schedule that needs their number.
+
+    Blocks of local updates would never end. Local.
+    """
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -58,14 +59,12 @@ class UncountedSteps:
         )
 
 
-# Steps of a GradScaler on a rank that had no backward pass: it takes part before the scaler looks.
-#
-# Then it finds the same values that are not finite as those of other ranks, and leaves out the same
-# steps. See `torchmn.exchange.ranks_without_backward` for what a late rank does without a scaler.
-
-
 class LateScalerSteps:
-    """What a rank remembers from one step of its scaler to the next."""
+    """Steps of a GradScaler on a rank that had no backward pass: it takes part before it looks.
+
+    Then the scaler finds the same values that are not finite as those of other ranks, and leaves
+    out the same steps. `share_with_late_ranks` is what a late rank does without a scaler.
+    """
 
     def __init__(self) -> None:
         self._num_passes = -1
@@ -83,3 +82,71 @@ class LateScalerSteps:
         state = scaler._per_optimizer_states[id(optimizer)]
         if not state["found_inf_per_device"]:  # if the script has called unscale_(), for nothing
             state["stage"] = OptState.READY
+
+
+def over_ranks(
+    closure: Callable[[], float], reducer: GradientReducer, before_step: Callable[[], None]
+) -> Callable[[], float]:
+    """The closure with gradients that are means, and its loss put together as they are.
+
+    What it returns is *collective*. A rank without a backward pass in it takes part in the
+    exchange. ``before_step`` is called when the gradients are there.
+    """
+    given = reducer.contribution.given
+
+    def mean_of_closure() -> float:
+        reducer.restart_counts()
+        if given is not None:  # for every pass of this step
+            reducer.contribution.set(*given)
+        with torch.enable_grad():
+            loss = closure()
+        is_shared = reducer.is_needed
+        if is_shared and reducer.num_passes == 0:  # no backward pass on this rank
+            reducer.exchange_now(is_late=True)
+        if is_shared and reducer.buffers.num_sets == 1:  # the means are those of this exchange
+            share_with_late_ranks(reducer)
+        before_step()
+        return _loss_over_ranks(loss, reducer) if is_shared else loss
+
+    return mean_of_closure
+
+
+def _loss_over_ranks(loss: float, reducer: GradientReducer) -> float:
+    """The ranks' losses, put together as their gradients were. *Collective.*"""
+    weight = reducer.passes_weight
+    value = loss.detach() if isinstance(loss, Tensor) else loss
+    part = float(value) * weight if weight else 0.0  # the loss of nothing may be NaN
+    row = torch.tensor([part, weight], dtype=torch.float64, device="cpu")
+    total, total_weight = reducer.comm.allreduce(row).tolist()
+    mean = float(total if reducer.buffers.reduction == "sum" else total / total_weight)
+    if isinstance(value, Tensor):  # as `loss.item()` is what users write
+        return cast(float, torch.full_like(value, mean))
+    return mean
+
+
+@contextmanager
+def joined(optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> Iterator[None]:
+    """See `MultiNodeOptimizer.join`. *Collective.*"""
+    reducer = optimizer.reducer
+    reducer.restart_counts()
+    yield
+    with reducer.without_data():
+        while optimizer.schedule.shadow_step():
+            optimizer.recorded.step_without_data()
+            if optimizer.tuner is not None:
+                optimizer.tuner.step_ended()
+    schedule = optimizer.schedule
+    reducer.contribution.reset()
+    reducer.buffers.forget_scale()
+    comm = reducer.comm
+    gathered = comm.allgather_obj((reducer.num_passes, reducer.step))
+    last = max(num for num, _ in gathered)
+    if schedule.replica_consistency == "per_step":
+        schedule.flush()
+        if any(num < last for num, _ in gathered):
+            source = next(rank for rank, (num, _) in enumerate(gathered) if num == last)
+            tensors = list(named_tensors(models).values())
+            copy_state_from_rank(comm, tensors, optimizer.inner, source)
+            if comm.rank != source:
+                schedule.on_zero_grad()
+    reducer.set_step(max(step for _, step in gathered))

@@ -28,7 +28,7 @@ from torchmn.compiling import not_compiled
 from torchmn.errors import UsageError
 from torchmn.exchange.buckets import is_dense
 from torchmn.exchange.model_hooks import ModelHooks
-from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.trial_step import trial_step
 
 Named = Sequence[tuple[str, nn.Parameter]]
