@@ -383,8 +383,3 @@ class Warmup(Phases):
         self.name = f"warmup+{schedule.name}"
         self.warmup_samples = warmup_samples
         self.schedule = schedule
-
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether the warm-up has not ended. The same on all ranks."""
-        return self.current is not self.schedule
