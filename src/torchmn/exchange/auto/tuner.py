@@ -93,7 +93,7 @@ class Autotuner:
     """Measures the first steps of an optimizer, then selects the fastest plan for it.
 
     ``retune=True`` measures again when steps have become slower; a repeated run then need not have
-    the same bits. ``report`` receives the result on rank 0.
+    the same bits.
     """
 
     def __init__(
@@ -101,7 +101,6 @@ class Autotuner:
         space: SearchSpace,
         *,
         retune: bool = False,
-        report: Callable[[str], None] = report_to_stderr,
     ) -> None:
         self.space = space
         self.retune = retune
@@ -112,7 +111,6 @@ class Autotuner:
         self.trials: list[Trial] = []
         self.planned_s = 0.0
         """Seconds of a step with the selected plan, when it was selected."""
-        self._report = report
         self._untried: list[Plan] = []
         self._trying: Plan | None = None
         self._must_start_over = False
@@ -265,7 +263,7 @@ class Autotuner:
         self.plan, self._trying = plan, None
         self.reason = f"{plan}\n{why}"
         if self._optimizer.reducer.comm.rank == 0:
-            self._report(f"auto selected {self.reason}")
+            report_to_stderr(f"auto selected {self.reason}")
         self._use(plan)
 
     def _check_drift(self) -> None:

@@ -164,7 +164,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._remove_eager_step)
             for model in self._models:
-                self._hooks.before_load(model, self._before_load)
+                self._hooks.before_load(model, lambda: self.schedule.before_load())
             if weight == "samples" or schedule.counts_samples:
                 self._count_samples()
             self.recorded = RecordedSteps(self, self._models)
@@ -605,9 +605,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _act_on_problem(self) -> None:
         act_on_nonfinite(self.reducer, self._on_nonfinite)
-
-    def _before_load(self) -> None:
-        self.schedule.before_load()
 
     def _remove_eager_step(self) -> None:
         self.schedule.remove_eager_step()

@@ -372,13 +372,6 @@ class Warmup(Phases):
     """
 
     def __init__(self, warmup_samples: float, schedule: Phase) -> None:
-        if not 0 <= warmup_samples < float("inf"):
-            raise UsageError(f"warmup_samples={warmup_samples} must be 0 or more.")
-        if not isinstance(schedule, (EveryStep, LocalUpdateSchedule)):
-            raise UnsupportedError(
-                f"Warmup cannot be followed by {type(schedule).__name__}. Use EveryStep or a "
-                "local-update schedule."
-            )
         super().__init__({0: EveryStep(exact=True), warmup_samples: schedule})
         self.name = f"warmup+{schedule.name}"
         self.warmup_samples = warmup_samples

@@ -325,10 +325,10 @@ def test_exact_until_then_and_encoded_afterwards() -> None:
 
 @pytest.mark.parametrize("after", [-1, float("nan"), float("inf")])
 def test_values_that_make_no_sense(after: float) -> None:
-    with pytest.raises(UsageError, match="must be 0 or more"):
+    with pytest.raises(UsageError, match="must be a number that is 0 or more"):
         Warmup(after, EveryStep())
 
 
 def test_schedules_that_cannot_follow() -> None:
-    with pytest.raises(UnsupportedError, match="cannot be followed by DoubleBuffering"):
+    with pytest.raises(UnsupportedError, match="DoubleBuffering cannot be a phase"):
         Warmup(4, DoubleBuffering())

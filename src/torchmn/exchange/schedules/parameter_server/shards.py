@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.exchange.buckets import NamedParameter, is_dense, plan_buckets
+from torchmn.exchange.buckets import NamedParameter, elements_of, plan_buckets
 
 Hyper = list[dict[str, Any]]
 """The plain options of every parameter group, such as the learning rate."""
@@ -157,11 +157,7 @@ class PulledParameters:
 
 def _sample(parameter: Tensor) -> Tensor:
     """Some elements of a parameter, at equal distances. Local."""
-    values = parameter.detach()
-    if not is_dense(values):
-        values = values.contiguous()
-    numel = values.numel()
-    return values.as_strided((numel,), (1,))[:: max(1, numel // _NUM_SAMPLED)]
+    return elements_of(parameter)[:: max(1, parameter.numel() // _NUM_SAMPLED)]
 
 
 def _is_other(now: Tensor, then: Tensor) -> bool:
