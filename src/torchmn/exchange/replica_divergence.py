@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.comm import Communicator
+from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.replicas import persistent_buffers
 
 UNKNOWN = -float(2**23)
@@ -157,10 +158,7 @@ def buffers_of_replicas(models: Sequence[nn.Module]) -> list[Watched]:
 
 def _bits(parameter: Tensor) -> Tensor:
     """The bits of a tensor as integers, in the order of its memory if it is dense."""
-    values = parameter.detach()
+    values = elements_of(parameter)
     if values.is_complex():
-        values = torch.view_as_real(values)
-    if not values.is_contiguous():
-        strides = values.stride()
-        values = values.permute(sorted(range(values.dim()), key=lambda dim: -strides[dim]))
-    return values.reshape(-1).view(_INTEGERS[values.element_size()])
+        values = torch.view_as_real(values).flatten()
+    return values.view(_INTEGERS[values.element_size()])

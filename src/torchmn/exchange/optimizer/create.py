@@ -140,11 +140,7 @@ def create_multi_node_optimizer(
         raise UnsupportedError(
             f"double_buffering=True and schedule={schedule!r} contradict each other. Give one."
         )
-    name = (
-        schedule
-        if schedule is not None
-        else ("double_buffering" if double_buffering else "every_step")
-    )
+    name = schedule or ("double_buffering" if double_buffering else "every_step")
     if name == "every_step_next_forward":
         raise UnsupportedError(
             "schedule='every_step_next_forward' does not exist any more. Use 'every_step', with a "
