@@ -70,22 +70,6 @@ def test_one_epoch_after_the_other(schedule: str) -> None:
     assert near(results[0], simulate(INNER["momentum"], epochs, schedule), 1e-11)
 
 
-def test_accumulation_inside_join() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(INNER["momentum"](model), comm, model)
-        with optimizer.join():
-            for step in range(2 - comm.rank):
-                optimizer.zero_grad()
-                with optimizer.no_sync():
-                    loss_of(model, batch(comm.rank, step)).backward()
-                loss_of(model, batch(comm.rank, step)).backward()
-                optimizer.step()
-        return values(model)
-
-    assert equal(*run_ranks(rank_main, 2))
-
-
 def test_buffers_are_of_the_rank_that_ran_to_the_end() -> None:
     def rank_main(comm):
         model = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(3, dtype=torch.float64))

@@ -9,7 +9,6 @@ from tests.unit.exchange.schedules.local_updates.runs import (
     train,
     wrap,
 )
-from tests.unit.models import equal, values
 from torchmn.cluster import Topology
 from torchmn.errors import UsageError
 from torchmn.exchange.replicas import different_tensors
@@ -109,17 +108,5 @@ def test_after_a_warm_up_and_with_several_groups() -> None:
         train(model, optimizer, comm.rank, 9)
         train(model, optimizer, comm.rank, 10)
         assert schedule.current_block_size == 48
-
-    run_ranks(rank_main, 2)
-
-
-def test_a_run_is_as_before_where_blocks_do_not_grow() -> None:
-    def rank_main(comm):
-        constant, fixed = wrap(comm, DiLoCo(24), momentum)
-        growing, optimizer = wrap(comm, DiLoCo(GrowingBlocks(block_size=24, rate=0.05)), momentum)
-        for step in range(8):
-            train(constant, fixed, comm.rank, step)
-            train(growing, optimizer, comm.rank, step)
-        assert equal(values(constant), values(growing))
 
     run_ranks(rank_main, 2)
