@@ -343,19 +343,17 @@ def _mlp_alone(options: Mapping[str, object]) -> Runner:
 
 def _mlp_with_cntk_names(options: Mapping[str, object]) -> Runner:
     """The learners under their CNTK names, to be compared with `cntk_worker.py`."""
-    import torchmn.exchange.optimizer
+    from torchmn.cntk import distributed_learners as cntk
 
     model, inner = _mlp()
     comm = communicator(options)
     if options.get("block"):
         size = BLOCK_STEPS * BATCH * dist.get_world_size()
-        learner = torchmn.exchange.optimizer.block_momentum_distributed_learner(
-            inner, size, comm=comm, model=model
-        )
+        learner = cntk.block_momentum_distributed_learner(inner, size, comm=comm)
     else:
-        learner = torchmn.exchange.optimizer.data_parallel_distributed_learner(
-            inner, num_quantization_bits=options["bits"], comm=comm, model=model
-        )
+        bits = options["bits"]
+        learner = cntk.data_parallel_distributed_learner(inner, 0, bits, comm=comm)
+    _, [learner] = cntk.optimizers_of([learner], [model])
     return Runner(_step_of(model, learner, shape=(784,)), comm.barrier)
 
 

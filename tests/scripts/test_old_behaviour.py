@@ -11,7 +11,7 @@ from torchmn.errors import TorchmnError
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
-from torchmn.exchange.optimizer import closure, create, multi_node_optimizer
+from torchmn.exchange.optimizer import create, multi_node_optimizer, unusual_steps
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.weights import Contribution
 
@@ -64,7 +64,7 @@ def losses_of_closures_are_unweighted(patch: pytest.MonkeyPatch) -> None:
     def plain_mean(loss: Tensor, reducer: GradientReducer) -> Tensor:
         return reducer.comm.allreduce(loss.detach(), "mean")
 
-    patch.setattr(closure, "_loss_over_ranks", plain_mean)
+    patch.setattr(unusual_steps, "_loss_over_ranks", plain_mean)
 
 
 def auto_may_choose_any_schedule(patch: pytest.MonkeyPatch) -> None:

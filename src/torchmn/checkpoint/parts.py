@@ -24,7 +24,7 @@ from torchmn.comm.local_tensors import (
     overlap,
 )
 from torchmn.errors import DataError
-from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.replicas import parameters_of
 
 Path = tuple[Any, ...]
 Targets = Callable[[Path, Sequence[int]], "Tensor | None"]

@@ -18,7 +18,7 @@ from torchmn.comm.local_tensors import is_divided
 from torchmn.data import rng_state
 from torchmn.data.batch_settings import batch_settings_by_name
 from torchmn.errors import UsageError
-from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.resharding import (
     Resharding,
     for_other_split,

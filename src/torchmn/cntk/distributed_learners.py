@@ -16,8 +16,10 @@ from torchmn.cntk.communicator import default_communicator
 from torchmn.cntk.learner import LearnerSet
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.exchange.optimizer import MultiNodeOptimizer
-from torchmn.exchange.optimizer import cntk as multi_node
+from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.exchange.schedules import BlockMomentum, EveryStep, Schedule, Warmup
+
+_CODEC_OF_BITS = {32: "float32", 16: "float16", 8: "int8", 4: "int4", 2: "int2", 1: "1bit"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +36,13 @@ class DistributedLearner:
     """
 
     learner: Optimizer
+    name: str
+    """Of the function that has made it."""
     options: Mapping[str, Any]
-    """Of `make`."""
-    make: Callable[..., MultiNodeOptimizer]
-    """A function of `torchmn.exchange.optimizer`."""
+    """What it was called with."""
+    schedule: Callable[[], Schedule]
+    """Makes the schedule of an optimizer."""
+    codec: str | None = None
     comm: Communicator | None = None
     """None: all ranks of the job."""
 
@@ -77,10 +82,16 @@ def data_parallel_distributed_learner(
             "are a step late, call torchmn.create_multi_node_optimizer(..., "
             "schedule='double_buffering') in a loop of your own."
         )
-    multi_node.raise_if_unknown_bits(num_quantization_bits)
+    if num_quantization_bits not in _CODEC_OF_BITS:
+        raise UsageError(
+            f"num_quantization_bits={num_quantization_bits!r} must be one of "
+            f"{', '.join(map(str, _CODEC_OF_BITS))}."
+        )
     return DistributedLearner(
         learner=learner,
-        make=multi_node.data_parallel_distributed_learner,
+        name="data_parallel_distributed_learner",
+        codec=_CODEC_OF_BITS[num_quantization_bits],
+        schedule=lambda: _after(distributed_after, EveryStep()),
         options={
             "distributed_after": distributed_after,
             "num_quantization_bits": num_quantization_bits,
@@ -123,7 +134,17 @@ def block_momentum_distributed_learner(
     """
     return DistributedLearner(
         learner=learner,
-        make=multi_node.block_momentum_distributed_learner,
+        name="block_momentum_distributed_learner",
+        schedule=lambda: _after(
+            distributed_after,
+            BlockMomentum(
+                block_size,
+                block_momentum_as_time_constant,
+                use_nestrov_momentum,
+                reset_sgd_momentum_after_aggregation,
+                block_learning_rate,
+            ),
+        ),
         options={
             "block_size": block_size,
             "block_momentum_as_time_constant": block_momentum_as_time_constant,
@@ -134,6 +155,10 @@ def block_momentum_distributed_learner(
         },
         comm=comm,
     )
+
+
+def _after(num_samples: float, schedule: EveryStep | BlockMomentum) -> Schedule:
+    return Warmup(num_samples, schedule) if num_samples else schedule
 
 
 def optimizers_of(
@@ -161,7 +186,7 @@ def optimizers_of(
         for each in distributed
         if isinstance(each, DistributedLearner)
         and isinstance(first, DistributedLearner)
-        and (each.make, each.options, each.comm) == (first.make, first.options, first.comm)
+        and (each.name, each.options, each.comm) == (first.name, first.options, first.comm)
     ]
     if len(same) < len(learners) or not isinstance(first, DistributedLearner):
         raise UsageError(
@@ -171,7 +196,10 @@ def optimizers_of(
         )
     comm = first.comm or default_communicator()
     local = first.learner if len(same) == 1 else LearnerSet([each.learner for each in same])
-    return comm, [first.make(local, **first.options, comm=comm, model=models)]
+    made = create_multi_node_optimizer(
+        local, comm, models, codec=first.codec, schedule=first.schedule(), weight="samples"
+    )
+    return comm, [made]
 
 
 def _is_alone(learner: DistributedLearner | Optimizer) -> bool:
@@ -181,7 +209,7 @@ def _is_alone(learner: DistributedLearner | Optimizer) -> bool:
 def _how_distributed(learner: DistributedLearner | Optimizer) -> str:
     if isinstance(learner, DistributedLearner):
         given = {**learner.options, "comm": learner.comm}
-        return f"{learner.make.__name__}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
+        return f"{learner.name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
     return (
         "a multi-node optimizer" if isinstance(learner, MultiNodeOptimizer) else "not distributed"
     )

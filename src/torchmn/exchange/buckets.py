@@ -252,3 +252,11 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def elements_of(parameter: Tensor) -> Tensor:
+    """The elements, (numel,), in the order of the memory; a view of it if that is dense. Local."""
+    values = parameter.detach()
+    if not is_dense(values):
+        values = values.contiguous()
+    return values.as_strided((values.numel(),), (1,))

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError
 from torchmn.exchange.buckets import NamedParameter
-from torchmn.exchange.local_shards import LocalShards, whole_of
-from torchmn.exchange.sharded_parameters import ModelMesh
+from torchmn.exchange.sharded_parameters import LocalShards, ModelMesh, whole_of
 
 
 class ExchangedParameters:

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from torchmn.exchange.local_shards import whole_of
+from torchmn.exchange.sharded_parameters import whole_of
 
 _STORAGE_USE_COUNT: Callable[[int], int] = getattr(
     torch._C, "_storage_Use_Count", lambda storage: 0

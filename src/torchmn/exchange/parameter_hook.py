@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.compiling import not_compiled
-from torchmn.exchange.local_shards import whole_of
+from torchmn.exchange.sharded_parameters import whole_of
 
 
 class GradientHook:

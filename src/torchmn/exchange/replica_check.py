@@ -8,28 +8,18 @@ its loss looks fine, and the mean of gradients is of different models from then 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from torchmn.comm import Communicator
 from torchmn.comm.checksums import Difference, checksum, describe_differences, differences
 from torchmn.comm.local_tensors import reshard
 from torchmn.errors import RankMismatchError, UsageError
 
-
-@runtime_checkable
-class ReportsReplicas(Protocol):
-    """An optimizer that reports its replicated tensors and its nonfinite gradients."""
-
-    @property
-    def nonfinite(self) -> Sequence[object]:
-        """Each step whose gradients were not finite."""
-
-    def replicated_tensors(self) -> Sequence[Tensor]:
-        """The tensors that must be bit-identical on all ranks now; empty if none must be."""
+if TYPE_CHECKING:
+    from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +84,7 @@ class ReplicaCheck:
         model: nn.Module,
         *,
         every: int = 100,
-        optimizer: ReportsReplicas | None = None,
+        optimizer: MultiNodeOptimizer | None = None,
         on_difference: Literal["raise", "warn"] = "raise",
     ) -> None:
         if type(every) is not int or every < 1:

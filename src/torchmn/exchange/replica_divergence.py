@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.comm import Communicator
-from torchmn.exchange.model_tensors import persistent_buffers
+from torchmn.exchange.buckets import elements_of
+from torchmn.exchange.replicas import persistent_buffers
 
 UNKNOWN = -float(2**23)
 """In place of a number, from a rank that does not compare: then none does."""
@@ -135,8 +136,8 @@ _OF_BUFFERS = (
     "ranks (comm.allreduce of sums and counts, comm.allgather of samples), or call "
     "torchmn.train.evaluation.sync_buffers_([model], comm) before each step(), which averages "
     "buffers over ranks, or with rule='rank0' takes those of rank 0. (Running statistics of "
-    "normalization layers are not compared. If each rank is meant to have its own, register the buffer with "
-    "persistent=False.)"
+    "normalization layers are not compared. If each rank is meant to have its own, register the "
+    "buffer with persistent=False.)"
 )
 
 
@@ -157,10 +158,7 @@ def buffers_of_replicas(models: Sequence[nn.Module]) -> list[Watched]:
 
 def _bits(parameter: Tensor) -> Tensor:
     """The bits of a tensor as integers, in the order of its memory if it is dense."""
-    values = parameter.detach()
+    values = elements_of(parameter)
     if values.is_complex():
-        values = torch.view_as_real(values)
-    if not values.is_contiguous():
-        strides = values.stride()
-        values = values.permute(sorted(range(values.dim()), key=lambda dim: -strides[dim]))
-    return values.reshape(-1).view(_INTEGERS[values.element_size()])
+        values = torch.view_as_real(values).flatten()
+    return values.view(_INTEGERS[values.element_size()])

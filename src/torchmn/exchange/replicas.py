@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from torchmn.comm.local_tensors import (
 )
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
-from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.sparse_gradients import sparse_parameters
 
 _OF_SHARDS = (
@@ -274,3 +273,29 @@ def copy_state_from_rank(
             for tensor, value in zip(tensors, held, strict=True):
                 local_part(tensor).copy_(value)
         load_inner_state(inner, state)
+
+
+class OwnBuffer(NamedTuple):
+    """A buffer by its place: a script may replace the tensor."""
+
+    name: str
+    """With the path of its module."""
+    module: nn.Module
+    key: str
+
+    def get(self) -> Tensor | None:
+        """The tensor of now. Local."""
+        return self.module._buffers.get(self.key)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All that an optimizer trains, in the order of its groups. Local."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[OwnBuffer]:
+    """The buffers of its ``state_dict``, not those with ``persistent=False``. Local."""
+    for path, module in model.named_modules():
+        for key in module._buffers:
+            if key not in module._non_persistent_buffers_set:
+                yield OwnBuffer(f"{path}.{key}" if path else key, module, key)

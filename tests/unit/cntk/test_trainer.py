@@ -562,6 +562,20 @@ def test_distributed_learners_that_are_refused() -> None:
         C.data_parallel_distributed_learner(learner, use_async_buffered_parameter_update=True)
 
 
+def test_what_the_arguments_of_distributed_learners_mean() -> None:
+    learner = C.sgd(Network().parameters(), 0.1)
+    names = {32: "float32", 16: "float16", 8: "int8", 4: "int4", 2: "int2", 1: "1bit"}
+    for bits, codec in names.items():
+        made = C.data_parallel_distributed_learner(learner, num_quantization_bits=bits)
+        assert (made.codec, made.schedule().name) == (codec, "every_step")
+    blocks = C.block_momentum_distributed_learner(learner, 16, 40, False, False, 0.5, 8)
+    warmup: Any = blocks.schedule()
+    schedule = warmup.schedule
+    assert (warmup.warmup_samples, schedule.block_size, schedule.time_constant) == (8, 16, 40)
+    assert (schedule.nesterov, schedule.resets_momentum) == (False, False)
+    assert schedule.block_learning_rate == 0.5
+
+
 def test_workers_that_train_by_themselves_are_warned(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "RANK": "0",
@@ -575,11 +589,9 @@ def test_workers_that_train_by_themselves_are_warned(monkeypatch: pytest.MonkeyP
 
 
 def test_multi_node_optimizers_are_learners() -> None:
-    """The forms with ``comm`` and ``model`` of `torchmn.exchange.optimizer`."""
-
     def older(model: nn.Module, comm: Communicator) -> Any:
-        return torchmn.exchange.optimizer.data_parallel_distributed_learner(
-            C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME), comm=comm, model=model
+        return torchmn.create_multi_node_optimizer(
+            C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME), comm, model, weight="samples"
         )
 
     def newer(model: nn.Module, comm: Communicator) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 
 import pytest
@@ -50,23 +49,6 @@ class TestReuse:
         values = held.grad_fn.next_functions if holder == "a graph" else held
         assert holder == "a graph" or bool((torch.as_tensor(values) == 1).all())
         del held, values
-
-    def test_a_gradient_that_was_not_cleared_changes_in_place(self) -> None:
-        parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
-        memory.set_all([parameter], [torch.ones(2)])
-        held = parameter.grad
-        memory.set_all([parameter], [torch.full((2,), 2.0)])
-        assert parameter.grad is held
-        assert held.tolist() == [2.0, 2.0]
-
-    def test_other_dtypes_get_other_memory_when_it_is_cleared(self) -> None:
-        parameter, memory = nn.Parameter(torch.zeros(2, 3)), GradientMemory()
-        memory.set_all([parameter], [torch.ones(2, 3)])
-        parameter.grad = None
-        parameter.data = parameter.data.double()
-        memory.clear()
-        memory.set_all([parameter], [torch.ones(2, 3, dtype=torch.float64)])
-        assert parameter.grad.dtype == torch.float64
 
     def test_memory_that_the_script_gave_a_gradient_is_the_scripts(self) -> None:
         parameter, memory = nn.Parameter(torch.zeros(2)), GradientMemory()
@@ -184,21 +166,6 @@ def test_gradients_that_were_not_cleared_survive_a_move() -> None:
     assert near(run_ranks(rank_main, 2)[0], run_ranks(rank_main, 1)[0])
 
 
-def test_a_saved_gradient_is_one_gradient_in_size() -> None:
-    def rank_main(comm):
-        model = mlp()
-        create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        gradient = model[2].bias.grad
-        assert gradient.untyped_storage().nbytes() == gradient.nbytes
-        file = io.BytesIO()
-        torch.save(gradient, file)
-        file.seek(0)
-        assert torch.equal(torch.load(file), gradient)
-
-    run_ranks(rank_main, 2)
-
-
 @pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize(
     "change",
@@ -242,19 +209,6 @@ def test_parameters_with_other_memory_stay_in_the_exchange(change, is_view) -> N
     tolerance = 1e-12 if expected[0].dtype == torch.float64 else 1e-6
     for got in run_ranks(train, 2):
         assert near(got, expected, tolerance)
-
-
-def test_a_parameter_that_was_converted_gets_memory_of_its_new_dtype() -> None:
-    memory, parameter = GradientMemory(), nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    memory.set_all([parameter], [torch.ones(3, dtype=torch.float64)])
-    parameter.grad = None
-    parameter.data = parameter.data.half()  # as model.half() does before it converts the gradient
-
-    memory.set_all([parameter], [torch.full((3,), 2.0, dtype=torch.float64)])
-
-    assert parameter.grad is not None
-    assert parameter.grad.dtype == torch.float16
-    assert parameter.grad.tolist() == [2.0] * 3
 
 
 @pytest.mark.parametrize("route", ["flat", "single_node"])

@@ -181,7 +181,7 @@ def test_sparse_gradients() -> None:
     expected = torch.ones(5, 2, dtype=torch.float64)
     expected[1] -= 0.05
     expected[3] -= 0.1
-    for result in run_ranks(rank_main, 2):
+    for result in run_ranks(rank_main, 2, is_trusted=False):  # nothing of it is pickled
         assert near(result, [expected])
 
 
@@ -325,34 +325,6 @@ def test_two_optimizers_of_one_backward_pass_refuse_a_change(change: Change) -> 
         run_ranks(rank_main, 2)
 
 
-def test_two_optimizers_of_two_backward_passes() -> None:
-    """As those of a generator and a discriminator."""
-
-    def train_in_turn(models, optimizers, rank: int, size: int):
-        for step, num_rows in enumerate((6, 1, 7, 1)):
-            own = batch(0, step, num_rows)[rank::size]
-            for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                if len(own):
-                    loss_of(model, own).backward()
-                clip(model)
-                optimizer.step()
-        return [tensor for model in models for tensor in values(model)]
-
-    def rank_main(comm):
-        models = [mlp(), mlp(1)]
-        optimizers = [
-            create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
-            for model in models
-        ]
-        return train_in_turn(models, optimizers, comm.rank, comm.size)
-
-    models = [mlp(), mlp(1)]
-    expected = train_in_turn(models, [sgd(model) for model in models], 0, 1)
-    for result in run_ranks(rank_main, 2):
-        assert near(result, expected)
-
-
 @pytest.mark.parametrize(
     "phases",
     [
@@ -388,25 +360,3 @@ def test_a_rank_that_is_late_when_a_phase_ends(phases: dict, route: str) -> None
     for ours, theirs in zip(first[0], second[0], strict=True):
         assert equal(ours, theirs)
     assert equal(first[1], second[1])
-
-
-def test_sparse_gradients_without_pickle() -> None:
-    def rank_main(comm):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)).double()
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
-        for step in range(3):
-            optimizer.zero_grad()
-            if not (comm.rank == 1 and step == 1):
-                model(torch.tensor([1, 2, step])).sum().backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.mul_(0.5)
-            optimizer.step()
-        return values(model)
-
-    first, second = run_ranks(rank_main, 2, is_trusted=False)
-    assert equal(first, second)

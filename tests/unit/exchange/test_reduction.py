@@ -65,36 +65,6 @@ def test_one_process_on_the_whole_batch(name: str, size: int) -> None:
         assert near(result, train_alone())
 
 
-def test_auto_sums_too() -> None:
-    for result in run_ranks(lambda comm: train(comm, schedule="auto"), 2):
-        assert near(result, train_alone())
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_double_buffering_applies_the_same_sums_late(size: int) -> None:
-    def late(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 1e-3),
-            comm,
-            model,
-            schedule="double_buffering",
-            reduction="sum",
-        )
-        seen = []
-        for step in range(NUM_STEPS):
-            optimizer.zero_grad()
-            summed_loss(model, parts(step, SIZES[comm.size])[comm.rank]).backward()
-            if step:  # the first step has nothing to apply
-                seen.append([p.grad.clone() for p in model.parameters()])
-            optimizer.step()
-        return [*seen[0], *seen[-1], *values(model)]
-
-    [alone] = run_ranks(late, 1)
-    for result in run_ranks(late, size):
-        assert near(result, alone)
-
-
 @pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8", "int4", "1bit", "power_sgd"])
 def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
     """What was applied and the residuals add up to W times those of the mean."""
@@ -125,38 +95,6 @@ def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
     assert equal(sums[0], [2 * mean for mean in means[0]])
     exact = run_ranks(lambda comm: applied(comm, "sum", None), 2, name="flat", topology=topology)
     assert not equal(sums[0], exact[0]), "nothing was encoded: the test shows nothing"
-
-
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_residuals_are_added_to_sums_whatever_ranks_participate(codec: str) -> None:
-    """Sums with and without rank 1 alternate: what is still held does not grow with the steps."""
-
-    def largest_residuals(comm) -> list[float]:
-        model = wide()
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.0), comm, model, codec=codec, reduction="sum"
-        )
-        held, largest = [torch.zeros_like(p) for p in model.parameters()], []
-        for step in range(96):
-            optimizer.zero_grad()
-            is_in = comm.rank == 0 or step % 2 == 0
-            optimizer.set_weight(float(is_in))
-            loss = summed_loss(model, batch(comm.rank, step % 4, dtype=torch.float32))
-            loss.backward()
-            true = [torch.zeros_like(p) for p in model.parameters()]
-            for rank in range(comm.size if step % 2 == 0 else 1):
-                x = batch(rank, step % 4, dtype=torch.float32)
-                parts_of_rank = torch.autograd.grad(summed_loss(model, x), list(model.parameters()))
-                for total, part in zip(true, parts_of_rank, strict=True):
-                    total += part
-            for residual, expected, parameter in zip(held, true, model.parameters(), strict=True):
-                residual += expected - parameter.grad
-            scale = max(float(t.abs().max()) for t in true)
-            largest.append(max(float(residual.abs().max()) for residual in held) / scale)
-        return [max(largest[:48]), max(largest[48:])]
-
-    for early, late in run_ranks(largest_residuals, 2, name="flat"):
-        assert 0 < late < 1.5 * early
 
 
 @pytest.mark.parametrize("num_micro", [2, 3])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torchmn import create_multi_node_optimizer
 from torchmn.comm.routes.flat import FlatCommunicator
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
+from torchmn.exchange.sharded_parameters import ModelMesh
 from torchmn.testing import run_ranks
 
 
@@ -37,103 +40,71 @@ def messages(build: Callable, world_size: int = 3, **options: Callable) -> list[
     return texts
 
 
-def linear(out: int = 3, dtype: torch.dtype = torch.float32) -> tuple:
-    model = nn.Sequential(nn.Linear(4, out, dtype=dtype))
-    return model, sgd(model)
+def _another_order(rank: int) -> nn.Module:
+    names = ["a", "b"] if rank == 0 else ["b", "a"]
+    return nn.ModuleDict([(name, nn.Linear(2, 2)) for name in names])
 
 
-def test_other_shapes() -> None:
-    for text in messages(lambda rank: linear(5 if rank == 2 else 3)):
-        assert (
-            "'0.weight': rank 0 has [3, 4] torch.float32, rank 2 has [5, 4] torch.float32" in text
-        )
+def _frozen(rank: int) -> nn.Module:
+    model = mlp()
+    model[0].bias.requires_grad_(rank != 1)
+    return model
 
 
-def test_other_dtypes() -> None:
-    for text in messages(lambda rank: linear(dtype=torch.float64 if rank else torch.float32)):
-        assert "rank 0 has [3, 4] torch.float32, rank 1 has [3, 4] torch.float64" in text
-
-
-def test_other_names() -> None:
-    def build(rank):
-        model = nn.ModuleDict({"left" if rank else "right": nn.Linear(2, 2)})
-        return model, sgd(model)
-
-    for text in messages(build):
-        assert "'right.weight': rank 0 has [2, 2] torch.float32, rank 1 has none" in text
-
-
-def test_more_parameters_on_one_rank() -> None:
-    def build(rank):
-        model = nn.Sequential(nn.Linear(2, 2), *([nn.Linear(2, 2)] if rank == 1 else []))
-        return model, sgd(model)
-
-    for text in messages(build):
-        assert "'1.weight': rank 0 has none, rank 1 has [2, 2]" in text
-
-
-def test_another_order() -> None:
-    def build(rank):
-        names = ["a", "b"] if rank == 0 else ["b", "a"]
-        model = nn.ModuleDict()
-        for name in names:
-            model.add_module(name, nn.Linear(2, 2))
-        return model, sgd(model)
-
-    for text in messages(build):
-        assert "rank 0 and rank 1 hold the same things in another order" in text
-
-
-def test_another_memory_format() -> None:
+def _channels_last(rank: int) -> nn.Module:
     """A bucket holds elements in the order of memory: means would mix them up."""
-
-    def build(rank):
-        model = nn.Conv2d(2, 3, 2)
-        return model.to(memory_format=torch.channels_last) if rank == 1 else model, sgd(model)
-
-    for text in messages(build):
-        assert "'weight': rank 0 has [3, 2, 2, 2] torch.float32, rank 1 has" in text
-        assert "with strides" in text
+    model = nn.Conv2d(2, 3, 2)
+    return model.to(memory_format=torch.channels_last) if rank == 1 else model
 
 
-def test_other_frozen_parameters() -> None:
-    def build(rank):
-        model = mlp()
-        model[0].bias.requires_grad_(rank != 1)
+MODELS = {
+    "'weight': rank 0 has [3, 4] torch.float32, rank 2 has [5, 4] torch.float32": (
+        lambda rank: nn.Linear(4, 5 if rank == 2 else 3)
+    ),
+    "rank 0 has [3, 4] torch.float32, rank 1 has [3, 4] torch.float64": (
+        lambda rank: nn.Linear(4, 3, dtype=torch.float64 if rank else torch.float32)
+    ),
+    "'right.weight': rank 0 has [2, 2] torch.float32, rank 1 has none": (
+        lambda rank: nn.ModuleDict({"left" if rank else "right": nn.Linear(2, 2)})
+    ),
+    "'1.weight': rank 0 has none, rank 1 has [2, 2]": (
+        lambda rank: nn.Sequential(*(nn.Linear(2, 2) for _ in range(2 if rank == 1 else 1)))
+    ),
+    "rank 0 and rank 1 hold the same things in another order": _another_order,
+    "with strides": _channels_last,
+    "'0.bias': rank 0 has [7] torch.float64, rank 1 has [7] torch.float64, frozen": _frozen,
+}
+
+
+@pytest.mark.parametrize("message", MODELS)
+def test_other_models(message: str) -> None:
+    def build(rank: int) -> tuple:
+        model = MODELS[message](rank)
         return model, sgd(model)
 
-    for text in messages(build):
-        assert (
-            "'0.bias': rank 0 has [7] torch.float64, rank 1 has [7] torch.float64, frozen" in text
-        )
+    assert all(message in text for text in messages(build))
 
 
-def test_other_parameters_in_the_optimizer() -> None:
-    def build(rank):
+OPTIMIZERS = {
+    "not in the optimizer": (
+        lambda rank, model: sgd(model[2:] if rank else model)  # of a part of the model
+    ),
+    "'lr of group 0': rank 0 has 0.1, rank 1 has 0.2": (
+        lambda rank, model: sgd(model, 0.1 * (rank + 1))
+    ),
+    "'class': rank 0 has SGD, rank 1 has Adam": (
+        lambda rank, model: (torch.optim.Adam if rank else torch.optim.SGD)(model.parameters(), 0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", OPTIMIZERS)
+def test_other_optimizers(message: str) -> None:
+    def build(rank: int) -> tuple:
         model = mlp()
-        return model, torch.optim.SGD(model[2:].parameters() if rank else model.parameters(), 0.1)
+        return model, OPTIMIZERS[message](rank, model)
 
-    for text in messages(build):
-        assert "'0.weight'" in text
-        assert "not in the optimizer" in text
-
-
-def test_other_options_of_the_optimizer() -> None:
-    def build(rank):
-        model = mlp()
-        return model, sgd(model, 0.1 * (rank + 1))
-
-    for text in messages(build):
-        assert "'lr of group 0': rank 0 has 0.1, rank 1 has 0.2" in text
-
-
-def test_another_optimizer() -> None:
-    def build(rank):
-        model = mlp()
-        return model, (torch.optim.Adam if rank else torch.optim.SGD)(model.parameters(), 0.1)
-
-    for text in messages(build):
-        assert "'class': rank 0 has SGD, rank 1 has Adam" in text
+    assert all(message in text for text in messages(build))
 
 
 @pytest.mark.parametrize(
@@ -226,3 +197,22 @@ def test_lazy_layers_are_refused_until_they_have_shapes() -> None:
         return values(model)
 
     assert equal(*run_ranks(rank_main, 2))
+
+
+# ---- the ranks that hold one model among them ----
+
+
+def test_without_shards_a_rank_agrees_with_itself() -> None:
+    mesh = ModelMesh([torch.zeros(2)])
+    assert mesh.size == 1
+    assert mesh.means(2.0, 3.0) == (2.0, 3.0)
+    assert mesh.any(True)
+    assert not mesh.any(False)
+
+
+def test_shards_on_gpus_are_refused_with_the_cure() -> None:
+    """By a stand-in: this machine may have no GPU."""
+    parameter: Any = torch.zeros(2)
+    parameter.device_mesh = SimpleNamespace(device_type="cuda", ndim=1)
+    with pytest.raises(UnsupportedError, match=r"on cuda are not exchanged yet.*HSDP"):
+        ModelMesh([parameter])

@@ -23,28 +23,8 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
-from torchmn.exchange.weights import Contribution, weight_scale
+from torchmn.exchange.weights import weight_scale
 from torchmn.testing import run_ranks
-
-SCHEDULES = ["every_step", "double_buffering"]
-
-
-@pytest.mark.parametrize(
-    ("args", "num_samples"),
-    [
-        ((torch.zeros(4, 2), torch.zeros(9)), 4),
-        (({"mask": torch.tensor(1.0), "x": torch.zeros(3, 2)},), 3),
-        ((1, "text", {"parts": {"x": torch.zeros(0, 2)}}, torch.zeros(5)), 0),
-        ((), 0),
-        ((torch.tensor(1.0), {"text": "abc"}), 0),
-    ],
-)
-def test_samples_are_found_in_dicts(args: tuple[object, ...], num_samples: int) -> None:
-    contribution = Contribution(is_by_samples=True)
-    contribution.count(nn.Linear(1, 1), args, {})
-    assert contribution.weight == num_samples
-    contribution.count(nn.Linear(1, 1), (), {"batch": {"x": torch.zeros(7)}})
-    assert contribution.weight == num_samples + 7
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -83,46 +63,6 @@ def test_samples_of_uneven_and_empty_batches(sizes: list[list[int]], name: str) 
     for result in results:
         assert equal(result, results[0])
     assert near(results[0], train_alone(sizes))
-
-
-@pytest.mark.parametrize("codec", [None, "float16", "bfloat16"])
-def test_tokens_by_set_weight(codec: str | None) -> None:
-    """A mean over the tokens that a mask leaves, with many tokens and messages of 16 bits."""
-    tokens = [[4096, 100_000, 0], [1, 2, 3]]
-
-    def rank_main(comm):
-        model = mlp(dtype=torch.float32)
-        inner = torch.optim.SGD(model.parameters(), 1e-4)
-        optimizer = create_multi_node_optimizer(inner, comm, model, codec=codec)
-        seen = []
-        for step, row in enumerate(tokens):
-            optimizer.zero_grad()
-            optimizer.set_weight(row[comm.rank])
-            expected = weighted(model, row, step)
-            (1000 * loss_of(model, batch(comm.rank, step, dtype=torch.float32))).backward()
-            seen.append(grads(model))
-            tolerance = {None: 1e-5, "float16": 1e-3, "bfloat16": 1e-2}[codec]
-            for mine, mean in zip(seen[-1], expected, strict=True):
-                worst = float((mine - 1000 * mean).abs().max() / (1000 * mean).abs().max())
-                assert worst < tolerance, step
-            optimizer.step()
-        # the weight was for one pass: now ranks count equally
-        optimizer.zero_grad()
-        expected = weighted(model, [1, 1, 1], 5)
-        loss_of(model, batch(comm.rank, 5, dtype=torch.float32)).backward()
-        assert near(grads(model), expected, 2e-2 if codec else 1e-5)
-        return seen, values(model)
-
-    def weighted(model, row, step):
-        parts = [local_grads(model, batch(r, step, dtype=torch.float32)) for r in range(3)]
-        return [
-            sum(w * g.double() for w, g in zip(row, column, strict=True)).float() / sum(row)
-            for column in zip(*parts, strict=True)
-        ]
-
-    results = run_ranks(rank_main, 3)
-    for _, after in results:
-        assert equal(after, results[0][1])
 
 
 @pytest.mark.parametrize("codec", ["float16", "bfloat16"])
@@ -191,34 +131,6 @@ def test_inputs_without_a_batch_dimension_raise() -> None:
             model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
 
     run_ranks(rank_main, 2)
-
-
-def test_late_means_are_weighted_too() -> None:
-    sizes = [[4, 1], [2, 6], [3, 3]]
-
-    def rank_main(comm):
-        model = mlp()
-        inner = torch.optim.SGD(model.parameters(), 0.0)
-        optimizer = create_multi_node_optimizer(
-            inner, comm, model, weight="samples", schedule="double_buffering"
-        )
-        seen = []
-        for step, row in enumerate(sizes):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step, row[comm.rank])).backward()
-            seen.append(grads(model))
-            optimizer.step()
-        optimizer.flush()
-        return [*seen[1:], grads(model)]
-
-    model = mlp()
-    expected = [
-        local_grads(model, torch.cat([batch(r, step, n) for r, n in enumerate(row)]))
-        for step, row in enumerate(sizes)
-    ]
-    for seen in run_ranks(rank_main, 2):
-        for mine, theirs in zip(seen, expected, strict=True):
-            assert near(mine, theirs)
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])

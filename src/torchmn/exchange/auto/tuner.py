@@ -19,14 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.cluster.units import MiB
-from torchmn.comm.codecs import Codec, create_codec
+from torchmn.comm.codecs import create_codec
 from torchmn.comm.codecs.codec_timing import measure_codec
 from torchmn.comm.codecs.layout import is_small
 from torchmn.comm.link_speed import LinkSpeed, measure_links
@@ -40,8 +40,10 @@ from torchmn.exchange.auto.predict import (
 )
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.parameter_hook import watch_gradient
-from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule
+
+if TYPE_CHECKING:
+    from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 
 NUM_WARM_UP = 2
 NUM_TIMED = 4
@@ -82,21 +84,6 @@ class Trial:
     step_s: float
 
 
-class Tunable(Protocol):
-    """What an `Autotuner` needs of the optimizer."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """The schedule in use."""
-
-    @property
-    def reducer(self) -> GradientReducer:
-        """The reducer in use."""
-
-    def switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
-        """Continue with another schedule, codec and bucket size. *Collective*, between steps."""
-
-
 def report_to_stderr(text: str) -> None:
     """Print lines with the prefix of the package."""
     print("\n".join(f"torchmn: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
@@ -106,7 +93,7 @@ class Autotuner:
     """Measures the first steps of an optimizer, then selects the fastest plan for it.
 
     ``retune=True`` measures again when steps have become slower; a repeated run then need not have
-    the same bits. ``report`` receives the result on rank 0.
+    the same bits.
     """
 
     def __init__(
@@ -114,7 +101,6 @@ class Autotuner:
         space: SearchSpace,
         *,
         retune: bool = False,
-        report: Callable[[str], None] = report_to_stderr,
     ) -> None:
         self.space = space
         self.retune = retune
@@ -125,7 +111,6 @@ class Autotuner:
         self.trials: list[Trial] = []
         self.planned_s = 0.0
         """Seconds of a step with the selected plan, when it was selected."""
-        self._report = report
         self._untried: list[Plan] = []
         self._trying: Plan | None = None
         self._must_start_over = False
@@ -135,7 +120,7 @@ class Autotuner:
         """Schedules that cannot work in this script, or gain nothing, with the reason."""
         self._timer = StepTimer()
 
-    def attach(self, optimizer: Tunable) -> None:
+    def attach(self, optimizer: MultiNodeOptimizer) -> None:
         """Called once. The optimizer has the first schedule and codec of the search space."""
         self._optimizer = optimizer
         self._default = Plan(
@@ -278,7 +263,7 @@ class Autotuner:
         self.plan, self._trying = plan, None
         self.reason = f"{plan}\n{why}"
         if self._optimizer.reducer.comm.rank == 0:
-            self._report(f"auto selected {self.reason}")
+            report_to_stderr(f"auto selected {self.reason}")
         self._use(plan)
 
     def _check_drift(self) -> None:

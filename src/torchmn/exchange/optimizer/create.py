@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import socket
-import warnings
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -21,10 +15,10 @@ from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.auto.tuner import Autotuner, SearchSpace
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.codec_state import own_codec, warn_if_it_encodes_nothing
-from torchmn.exchange.model_tensors import parameters_of
-from torchmn.exchange.optimizer.chains import find_chains
+from torchmn.exchange.finiteness import OnNonfinite
+from torchmn.exchange.optimizer.model_checks import find_chains, warn_of_equal_dropout
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight
-from torchmn.exchange.optimizer.nonfinite_policy import OnNonfinite
+from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.sample_proportions import BatchShares
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
@@ -146,11 +140,7 @@ def create_multi_node_optimizer(
         raise UnsupportedError(
             f"double_buffering=True and schedule={schedule!r} contradict each other. Give one."
         )
-    name = (
-        schedule
-        if schedule is not None
-        else ("double_buffering" if double_buffering else "every_step")
-    )
+    name = schedule or ("double_buffering" if double_buffering else "every_step")
     if name == "every_step_next_forward":
         raise UnsupportedError(
             "schedule='every_step_next_forward' does not exist any more. Use 'every_step', with a "
@@ -268,30 +258,3 @@ def _search_space(
     if codec == "auto":
         codecs = ["float32", *(LOSSY_CODECS if allow_lossy else [])]
     return SearchSpace(schedules={name: SCHEDULES[name] for name in schedules}, codecs=codecs)
-
-
-def warn_of_equal_dropout(comm: Communicator, models: Sequence[nn.Module]) -> None:
-    """Warn on rank 0 if a model draws masks and all ranks would draw the same. *Collective.*
-
-    Ranks that are threads of one process share one generator and count as one.
-    """
-    if comm.size == 1 or not any(_draws_masks(m) for model in models for m in model.modules()):
-        return
-    is_cuda = comm.device.type == "cuda"
-    state = torch.cuda.get_rng_state(comm.device) if is_cuda else torch.get_rng_state()
-    digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
-    gathered = comm.allgather_obj((socket.gethostname(), os.getpid(), digest))
-    processes = {(host, pid): theirs for host, pid, theirs in gathered}
-    if comm.rank == 0 and len(processes) > len(set(processes.values())):
-        warnings.warn(
-            f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as "
-            "after torch.manual_seed with one seed on all of them. Call "
-            "torchmn.seed_ranks(seed, comm) instead.",
-            stacklevel=3,
-        )
-
-
-def _draws_masks(module: nn.Module) -> bool:
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    return isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0

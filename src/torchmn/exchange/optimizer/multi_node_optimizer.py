@@ -17,24 +17,26 @@ from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
-from torchmn.exchange.finiteness import NonfiniteGradients
-from torchmn.exchange.gradient_norms import NormListener
-from torchmn.exchange.model_hooks import ModelHooks
-from torchmn.exchange.model_tensors import parameters_of
-from torchmn.exchange.optimizer import resume
-from torchmn.exchange.optimizer.chains import find_chains
-from torchmn.exchange.optimizer.closure import over_ranks
-from torchmn.exchange.optimizer.join import joined
-from torchmn.exchange.optimizer.nonfinite_policy import (
+from torchmn.exchange.finiteness import (
+    NonfiniteGradients,
     OnNonfinite,
     act_on_nonfinite,
     record_own_nonfinite,
 )
-from torchmn.exchange.optimizer.recorded_steps import RecordedSteps
-from torchmn.exchange.optimizer.steps_without_samples import LateScalerSteps, UncountedSteps
-from torchmn.exchange.optimizer.untrained_parameters import (
+from torchmn.exchange.gradient_norms import NormListener
+from torchmn.exchange.model_hooks import ModelHooks
+from torchmn.exchange.optimizer import resume
+from torchmn.exchange.optimizer.model_checks import (
+    find_chains,
     untrained_parameters,
     warn_of_untrained_parameters,
+)
+from torchmn.exchange.optimizer.recorded_steps import RecordedSteps
+from torchmn.exchange.optimizer.unusual_steps import (
+    LateScalerSteps,
+    UncountedSteps,
+    joined,
+    over_ranks,
 )
 from torchmn.exchange.optimizer.wrapped_optimizer import (
     WrappedOptimizer,
@@ -49,6 +51,7 @@ from torchmn.exchange.replicas import (
     broadcast_optimizer_state,
     load_inner_state,
     named_parameters,
+    parameters_of,
     raise_if_ranks_differ,
     sum_of_rates,
 )
@@ -161,7 +164,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._remove_eager_step)
             for model in self._models:
-                self._hooks.before_load(model, self._before_load)
+                self._hooks.before_load(model, lambda: self.schedule.before_load())
             if weight == "samples" or schedule.counts_samples:
                 self._count_samples()
             self.recorded = RecordedSteps(self, self._models)
@@ -602,9 +605,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _act_on_problem(self) -> None:
         act_on_nonfinite(self.reducer, self._on_nonfinite)
-
-    def _before_load(self) -> None:
-        self.schedule.before_load()
 
     def _remove_eager_step(self) -> None:
         self.schedule.remove_eager_step()

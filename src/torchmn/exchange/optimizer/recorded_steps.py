@@ -4,37 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.comm.codecs.layout import is_small
 from torchmn.data.batch_size import num_samples
-from torchmn.exchange.local_shards import whole_of
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.parameter_hook import watch_gradient
-from torchmn.exchange.reducer import GradientReducer
-from torchmn.exchange.schedules.base import Schedule
+from torchmn.exchange.sharded_parameters import whole_of
 from torchmn.record import recording
 from torchmn.record.records import Phase
 from torchmn.record.step_recorder import GradientFacts, StepRecorder
 
-
-class Recorded(Protocol):
-    """What is read of the optimizer, whose schedule may change."""
-
-    inner: Optimizer
-    reducer: GradientReducer
-    schedule: Schedule
+if TYPE_CHECKING:
+    from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 
 
 class RecordedSteps:
     """A context around each step of one optimizer. Local; it does nothing without a record."""
 
-    def __init__(self, optimizer: Recorded, models: Sequence[nn.Module]) -> None:
+    def __init__(self, optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> None:
         self._optimizer = optimizer
         self._models = models
         self._recorder: StepRecorder | None = None

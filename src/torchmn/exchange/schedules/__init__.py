@@ -11,8 +11,7 @@ from torchmn.exchange.schedules.local_updates.growing_blocks import GrowingBlock
 from torchmn.exchange.schedules.local_updates.periodic_average import PeriodicAverage
 from torchmn.exchange.schedules.parameter_server.schedule import ParameterServer
 from torchmn.exchange.schedules.parameter_server.staleness import Staleness, WorkerStaleness
-from torchmn.exchange.schedules.phases import Phases
-from torchmn.exchange.schedules.warmup import Warmup
+from torchmn.exchange.schedules.phases import Phases, Warmup
 
 __all__ = [
     "BlockMomentum",

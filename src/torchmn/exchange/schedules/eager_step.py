@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 from torchmn.compiling import not_compiled
 from torchmn.errors import UsageError
-from torchmn.exchange.buckets import is_dense
+from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.model_hooks import ModelHooks
-from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.trial_step import trial_step
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -97,7 +97,7 @@ class EagerStep:
 
     @not_compiled
     def _measure(self, *_: object) -> None:
-        self._mean_norm = _norm([p.grad for p in self._parameters()])
+        self._mean_norm = _norm([p.grad for p in parameters_of(self._inner)])
 
     def pass_ended(self) -> None:
         """Drop the step: its passes are over. Raises UsageError: see `remove`."""
@@ -157,7 +157,7 @@ class EagerStep:
 
     def _try(self, own: Mapping[Tensor, Tensor], scale: float) -> None:
         self._changes = {}
-        parameters = self._parameters()
+        parameters = parameters_of(self._inner)
         own_norm = _norm([own.get(p) for p in parameters])
         if not (own_norm > 0 and math.isfinite(own_norm) and self._mean_norm > 0):
             return
@@ -199,9 +199,6 @@ class EagerStep:
             stacklevel=2,
         )
 
-    def _parameters(self) -> list[nn.Parameter]:
-        return parameters_of(self._inner)
-
 
 @torch.no_grad()
 def _load(values: Sequence[tuple[str, nn.Parameter, Tensor]]) -> None:
@@ -220,10 +217,7 @@ def _norm(gradients: Sequence[Tensor | None]) -> float:
 
 def fingerprint(parameter: Tensor) -> Tensor:
     """A sum of its bits, as integers: not the same if any one element is changed. Local."""
-    values = parameter.detach()
-    if not is_dense(values):
-        values = values.contiguous()
-    flat = values.as_strided((values.numel(),), (1,))
+    flat = elements_of(parameter)
     for kind in (torch.int64, torch.int32, torch.int16):
         if flat.nbytes % kind.itemsize == 0 and flat.data_ptr() % kind.itemsize == 0:
             break

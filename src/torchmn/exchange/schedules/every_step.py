@@ -6,13 +6,18 @@ not inside ``update()``: the user's clipping and unscaling see it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.exchange.ranks_without_backward import share_with_late_ranks
+from torchmn.cluster.units import listed
+from torchmn.errors import RankMismatchError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule
+from torchmn.exchange.sparse_gradients import sparse_gradient
 
 
 class EveryStep(Schedule):
@@ -83,3 +88,78 @@ class EveryStep(Schedule):
     def on_zero_grad(self) -> None:
         """See `Schedule.on_zero_grad`."""
         self._is_exchanged = False
+
+
+# ---- ranks that have no backward pass in a step, and so exchange in `step` only ----
+#
+# A rank whose part of a batch is empty may leave ``backward()`` out. What its script does between
+# ``backward()`` and ``step()``, such as clipping, then meets no gradients there, and the means on
+# the other ranks. After such an exchange the late ranks take over the gradients of one that was not
+# late, as they are when it steps.
+
+_CHANGED = (
+    "gradients were changed before they were exchanged, as by clip_grad_norm_: the last backward "
+    "pass before step() was under no_sync(), so they were this rank's own and not the means. Call "
+    "the last backward() of a step outside of no_sync(), with a batch of 0 rows if there is no "
+    "other."
+)
+
+_NOT_SHARED = (
+    "gradients were changed between backward() and step(), as by clip_grad_norm_, and a rank "
+    "without a backward pass had none to change. It cannot take over these, because ranks hold "
+    "shards of parameters or optimizers share a backward pass. Clip by "
+    "create_multi_node_optimizer(max_grad_norm=...), or call backward() on all ranks: a batch of 0 "
+    "rows will do."
+)
+
+
+def share_with_late_ranks(reducer: GradientReducer) -> None:
+    """Give late ranks the gradients of another rank, if there are both. *Collective* then.
+
+    To be called after the exchange of a step, before the optimizer uses its means. Raises
+    RankMismatchError: gradients were changed where they cannot be shared, that is with shards of
+    parameters, which no other rank has, and with optimizers that share a backward pass: late ranks
+    exchange for one after another, so that this would come in another order than on others. On all
+    ranks: a late rank's own gradients were changed.
+    """
+    comm = reducer.comm
+    if not reducer.means.are_late_on_some:
+        if reducer.were_own_changed:
+            warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
+        return
+    if reducer.parameters.are_sharded or reducer.means.are_joint:
+        if reducer.is_active and not reducer.is_late and reducer.means.were_changed:
+            raise RankMismatchError(f"{comm.rank_label}: {_NOT_SHARED}")
+        return
+    is_late = reducer.is_late or not reducer.is_active
+    own_state = (is_late, reducer.were_own_changed)
+    states = comm.allgather_for("state of late ranks", own_state)
+    changed = [rank for rank, (_, was_changed) in enumerate(states) if was_changed]
+    if changed:
+        raise RankMismatchError(f"{comm.rank_label}: on {listed('rank', changed)} {_CHANGED}")
+    source = [is_late for is_late, _ in states].index(False)
+    parameters = [parameter for _, parameter in reducer.parameters.trained()]
+    own = None
+    if comm.rank == source:
+        own = [_sent(p.grad) for p in parameters]
+    gradients = comm.bcast_obj(own, source)
+    if is_late and reducer.is_active:
+        for parameter, parts in zip(parameters, gradients, strict=True):
+            parameter.grad = _received(parameter, parts)
+
+
+def _sent(gradient: Tensor | None) -> list[Tensor]:
+    """A gradient as dense tensors: itself, or rows and values of a sparse one."""
+    if gradient is None:
+        return []
+    if gradient.layout is torch.strided:
+        return [gradient.detach().cpu()]
+    gradient = gradient.detach().coalesce()
+    return [gradient.indices()[0].cpu(), gradient.values().cpu()]
+
+
+def _received(parameter: nn.Parameter, parts: Sequence[Tensor]) -> Tensor | None:
+    here = [part.to(parameter.device) for part in parts]
+    if len(here) == 2:
+        return sparse_gradient(parameter, *here)
+    return here[0] if here else None

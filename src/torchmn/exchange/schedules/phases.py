@@ -25,9 +25,8 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import local_part
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.reducer import GradientReducer
-from torchmn.exchange.replicas import broadcast_optimizer_state
+from torchmn.exchange.replicas import broadcast_optimizer_state, parameters_of
 from torchmn.exchange.resharding import reshard_object, warnings_of
 from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
 from torchmn.exchange.schedules.every_step import EveryStep
@@ -348,3 +347,32 @@ def _raise_if_rates_differ(comm: Communicator, inner: Optimizer, *, is_active: b
             f"rates differ: {present}. Ranks have made different numbers of steps; let the rate "
             "depend on the samples over all workers (optimizer.schedule.num_samples)."
         )
+
+
+class Warmup(Phases):
+    """`EveryStep` in float32 until ``warmup_samples`` over all workers; then ``schedule``.
+
+    The number of samples is part of each exchange, so that all ranks switch at the same step. At
+    first gradients are large and change quickly: the residual of a codec with error feedback is of
+    a gradient that is out of date, and ranks that train alone move apart. `Warmup(n, EveryStep())`
+    delays the codec, `Warmup(n, PeriodicAverage())` is post-local SGD; both are CNTK's
+    ``distributed_after``.
+
+    Args:
+        warmup_samples: samples over all workers; 0 starts with ``schedule``.
+        schedule: `EveryStep` or a `LocalUpdateSchedule`, which also has the codec.
+
+    Raises UsageError: not a finite number, 0 or more; UnsupportedError: another schedule.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedule = Warmup(20000, torchmn.schedules.BlockMomentum(block_size=4096))
+        >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=schedule)
+    """
+
+    def __init__(self, warmup_samples: float, schedule: Phase) -> None:
+        super().__init__({0: EveryStep(exact=True), warmup_samples: schedule})
+        self.name = f"warmup+{schedule.name}"
+        self.warmup_samples = warmup_samples
+        self.schedule = schedule

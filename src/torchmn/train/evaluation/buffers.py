@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.errors import RankMismatchError, UnknownNameError
-from torchmn.exchange.model_tensors import persistent_buffers
+from torchmn.exchange.replicas import persistent_buffers
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

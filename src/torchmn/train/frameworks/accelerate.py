@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from torchmn.errors import UnsupportedError, UsageError
-from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.optimizer import MultiNodeOptimizer
+from torchmn.exchange.replicas import parameters_of
 from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions, FrameworkOptimizer
 
 _Base: Any = object

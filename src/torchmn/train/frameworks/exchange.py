@@ -27,10 +27,10 @@ from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.data.scatter_loader import divided_by
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
-from torchmn.exchange.model_tensors import parameters_of, persistent_buffers
+from torchmn.exchange.finiteness import OnNonfinite
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.optimizer.multi_node_optimizer import Weight
-from torchmn.exchange.optimizer.nonfinite_policy import OnNonfinite
+from torchmn.exchange.replicas import parameters_of, persistent_buffers
 from torchmn.exchange.schedules import EveryStep, ParameterServer, Schedule
 from torchmn.train.evaluation import sync_buffers_
 

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from torchmn.data.batch_size import num_samples
 from torchmn.errors import UsageError
-from torchmn.exchange.model_tensors import parameters_of
+from torchmn.exchange.replicas import parameters_of
 from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions, FrameworkOptimizer
 
 _Base: Any = object

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
 from dataclasses import replace
 
 import pytest
 
 from torchmn.cluster.units import MiB
+from torchmn.comm.create import ROUTES
 from torchmn.comm.link_speed import LinkSpeed
 from torchmn.errors import UnknownNameError, UsageError
+from torchmn.exchange.auto.predict import ROUTES as MODELLED
 from torchmn.exchange.auto.predict import (
     Cluster,
     CodecFacts,
+    Part,
     Plan,
     ReadyGradient,
     StepFacts,
+    StepSimulation,
+    crossing,
+    expected_maximum,
     predict_step,
     predict_step_s,
     ranked,
     shortlist,
+    waiting_share,
 )
 
 LINK = LinkSpeed(latency_s=0.0, bandwidth_bytes_per_s=1e6)
@@ -193,3 +202,109 @@ def test_all_wait_for_the_slowest_and_less_where_they_may_be_late() -> None:
 def test_a_schedule_without_a_model_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="parameter_server"):
         predict_step(plan("parameter_server"), facts(1.0), FLOAT32, cluster())
+
+
+# ---- two threads on the cores of a rank ----
+
+CODE = Part(2.0, 2.0)
+SEND = Part(4.0, 1.0)
+
+
+def seconds(compute_s: float, part: Part, num_cores: float = 1.0) -> float:
+    """An exchange beside a computation, then the wait for it."""
+    simulation = StepSimulation(num_cores)
+    simulation.start(0, [part])
+    simulation.compute(compute_s)
+    simulation.wait(0)
+    return simulation.now_s
+
+
+@pytest.mark.parametrize(("num_cores", "expected_s"), [(2.0, 6.0), (1.0, 8.0), (0.5, 16.0)])
+def test_computation_of_both_threads_shares_the_cores(num_cores: float, expected_s: float) -> None:
+    assert seconds(6.0, CODE, num_cores) == pytest.approx(expected_s)
+
+
+def test_a_transfer_delays_by_what_it_needs_of_the_core() -> None:
+    assert seconds(6.0, SEND) == pytest.approx(7.0)
+    assert seconds(1.0, SEND) == pytest.approx(4.0)
+    # the core is as busy as the link is with two ranks on it
+    assert seconds(6.0, SEND, num_cores=0.5) == pytest.approx(14.0)
+
+
+def test_exchanges_are_made_one_after_another() -> None:
+    simulation = StepSimulation()
+    simulation.start(0, [SEND])
+    simulation.start(1, [SEND])
+    simulation.wait(1)
+    assert simulation.now_s == pytest.approx(8.0)
+    simulation.wait(0)
+    assert simulation.now_s == pytest.approx(8.0)
+
+
+@pytest.mark.parametrize("seconds", [math.inf, math.nan])
+def test_times_without_an_end_are_refused(seconds: float) -> None:
+    for endless in (lambda: Part(seconds, 0.0), lambda: StepSimulation().compute(seconds)):
+        with pytest.raises(UsageError, match="All facts must be finite"):
+            endless()
+
+
+def test_what_was_never_started_is_not_waited_for() -> None:
+    simulation = StepSimulation()
+    simulation.wait(7)
+    simulation.compute(1.0)
+    simulation.compute(-1.0)
+    assert simulation.now_s == pytest.approx(1.0)
+
+
+# ---- the slowest of several ranks ----
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 16])
+def test_as_drawing_shows(num_ranks: int) -> None:
+    rng = random.Random(0)
+    sample = [rng.gauss(0.0, 0.05) for _ in range(500)]
+    drawn = [max(rng.choices(sample, k=num_ranks)) for _ in range(20_000)]
+    assert expected_maximum(sample, num_ranks) == pytest.approx(statistics.mean(drawn), abs=0.002)
+
+
+def test_many_draws_tend_to_the_largest_value() -> None:
+    assert expected_maximum([0.0, 0.1, 0.3], 1000) == pytest.approx(0.3)
+
+
+def test_one_rank_waits_for_none() -> None:
+    assert waiting_share([0.0, 0.5], 1, 1) == 0.0
+    assert waiting_share([], 8, 1) == 0.0
+    assert waiting_share([0.2, 0.2], 8, 1) == pytest.approx(0.0)
+
+
+# ---- bytes and messages of a sum, by route: the bytes are those that test hosts have counted ----
+
+
+@pytest.mark.parametrize(
+    ("route", "num_hosts", "ranks_per_host", "megabytes"),
+    [  # measured with 60 MB by bench_exchange.py
+        ("hierarchical", 2, 1, 60.06),
+        ("hierarchical", 4, 1, 90.20),
+        ("hierarchical", 2, 2, 60.12),
+        ("flat", 2, 2, 120.15),
+    ],
+)
+def test_bytes_are_those_that_were_counted(
+    route: str, num_hosts: int, ranks_per_host: int, megabytes: float
+) -> None:
+    across = crossing(route, num_hosts, ranks_per_host, is_encoded=False)
+    assert across.share * 60 == pytest.approx(megabytes, rel=0.005)
+
+
+def test_every_route_has_a_model() -> None:
+    assert set(MODELLED) == set(ROUTES)
+    for route in set(ROUTES) - {"single_node"}:
+        assert crossing(route, 1, 4, is_encoded=False).share == 0.0
+        assert crossing(route, 4, 2, is_encoded=True).num_rounds >= 2
+
+
+def test_refused() -> None:
+    with pytest.raises(UsageError, match="one host, not 2"):
+        crossing("single_node", 2, 1, is_encoded=False)
+    with pytest.raises(UnknownNameError, match="hierarchical"):
+        crossing("straight", 2, 1, is_encoded=False)

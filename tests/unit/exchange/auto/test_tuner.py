@@ -9,11 +9,11 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.unit.models import batch, equal, loss_of, mlp, near, values
+from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import Float16
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.auto import tuner
 from torchmn.exchange.auto.predict import Plan
 from torchmn.exchange.schedules import DoubleBuffering, EveryStep
@@ -71,41 +71,6 @@ def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, cap
         assert len(reason.splitlines()) == 3
         assert equal(held, results[0][2])
     assert capfd.readouterr().err.count("torchmn: auto selected") == 1
-
-
-@pytest.mark.parametrize("name", ["flat", "single_node"])
-def test_by_default_the_script_sees_means_and_new_parameters(name: str) -> None:
-    """Through all trials: clipped, logged and averaged as on one process with the whole batch."""
-
-    def loop(model, optimizer, x_of):
-        average, norms = copy.deepcopy(model), []
-        for step in range(MAX_STEPS + 2):
-            optimizer.zero_grad()
-            loss_of(model, x_of(step)).backward()
-            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-            optimizer.step()
-            with torch.no_grad():
-                for held, value in zip(average.parameters(), model.parameters(), strict=True):
-                    held.lerp_(value, 0.3)
-                for value in model.parameters():
-                    value.clamp_(-0.1, 0.1)
-        return norms, values(average)
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, schedule="auto")
-        result = loop(model, optimizer, lambda step: batch(comm.rank, step))
-        assert optimizer.tuner.plan is not None
-        return result
-
-    model = mlp()
-    expected_norms, expected = loop(
-        model,
-        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9),
-        lambda step: torch.cat([batch(rank, step) for rank in range(2)]),
-    )
-    for norms, average in run_ranks(rank_main, 2, name=name):
-        assert norms == pytest.approx(expected_norms, rel=1e-12)
-        assert near(average, expected)
 
 
 def test_schedules_that_cannot_work_in_the_script_are_excluded() -> None:
@@ -242,8 +207,3 @@ def test_what_is_rejected(options: dict, text: str) -> None:
 def test_what_takes_the_place_of_the_next_forward_is_named() -> None:
     with pytest.raises(UnsupportedError, match="Use 'every_step', with a codec"):
         run_ranks(lambda comm: wrap(comm, schedule="every_step_next_forward"), 1)
-
-
-def test_auto_is_among_the_known_names() -> None:
-    with pytest.raises(UnknownNameError, match="Known: auto, every_step"):
-        run_ranks(lambda comm: wrap(comm, schedule="sometimes"), 1)

@@ -8,7 +8,6 @@ import torch
 from tests.unit.models import mlp
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
-from torchmn.comm.codecs import CODECS
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.optimizer import SCHEDULES
 from torchmn.exchange.schedules import DoubleBuffering
@@ -65,18 +64,6 @@ def test_the_codec_comes_from_the_communicator_unless_given() -> None:
             wrap(comm, codec="float16")
 
     run_ranks(rank_main, 2, allreduce_grad_dtype="bfloat16")
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_every_codec_has_a_state_of_its_own(name: str) -> None:
-    def rank_main(comm):
-        first, second = wrap(comm, codec=name).reducer.codec, wrap(comm, codec=name).reducer.codec
-        if name == "float32":
-            assert first is None
-        elif first.state_dict():
-            assert first is not second
-
-    run_ranks(rank_main, 2)
 
 
 def test_power_sgd_is_refused_where_parameters_are_cut() -> None:

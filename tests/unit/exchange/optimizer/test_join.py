@@ -8,14 +8,12 @@ import torch
 from tests.unit.models import batch, equal, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import CommunicationError, UnsupportedError
-from torchmn.exchange.replicas import different_tensors
 from torchmn.testing import run_ranks
 
 INNER = {
     "momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, weight_decay=1e-2),
     "adam": lambda m: torch.optim.Adam(m.parameters(), 0.01),
 }
-LENGTHS = [[3, 3], [0, 2], [5, 1], [1, 0, 5], [2, 4, 4], [0, 0, 0]]
 SCHEDULES = ["every_step", "double_buffering"]
 
 
@@ -48,40 +46,6 @@ def apply(inner, model, mean) -> None:
         inner.step()
 
 
-def state_tensors(optimizer) -> dict:
-    return {
-        f"{i}.{key}": torch.as_tensor(value)
-        for i, (_, entry) in enumerate(sorted(optimizer.inner.state_dict()["state"].items()))
-        for key, value in entry.items()
-        if value is not None
-    }
-
-
-@pytest.mark.parametrize(("name", "inner"), [("flat", "adam"), ("hierarchical", "momentum")])
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_equals_one_process(lengths: list[int], inner: str, schedule: str, name: str) -> None:
-    def rank_main(comm):
-        comm.bucket_bytes = 100
-        model = mlp(comm.rank)
-        optimizer = create_multi_node_optimizer(INNER[inner](model), comm, model, schedule=schedule)
-        with optimizer.join():
-            for step in range(lengths[comm.rank]):
-                optimizer.zero_grad()
-                loss_of(model, batch(comm.rank, step)).backward()
-                optimizer.step()
-        assert different_tensors(comm, [model]) == []
-        return values(model), state_tensors(optimizer), optimizer.reducer.step
-
-    results = run_ranks(rank_main, len(lengths), name=name)
-    for after, state, step in results:
-        assert equal(after, results[0][0])
-        assert list(state) == list(results[0][1])
-        assert equal(list(state.values()), list(results[0][1].values()))
-        assert step == max(lengths)
-    assert near(results[0][0], simulate(INNER[inner], [lengths], schedule), 1e-11)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_epoch_after_the_other(schedule: str) -> None:
     """The rank that ran longest so far is not the one that runs longest now."""
@@ -97,76 +61,13 @@ def test_one_epoch_after_the_other(schedule: str) -> None:
                     optimizer.zero_grad()
                     loss_of(model, batch(comm.rank, 10 * epoch + step)).backward()
                     optimizer.step()
+        assert optimizer.reducer.step == sum(map(max, epochs))
         return values(model)
 
     results = run_ranks(rank_main, 3)
     for result in results:
         assert equal(result, results[0])
     assert near(results[0], simulate(INNER["momentum"], epochs, schedule), 1e-11)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_rank_alone(schedule: str) -> None:
-    def rank_main(comm):
-        model = mlp()
-        inner = INNER["adam"](model)
-        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
-        with optimizer.join():
-            for step in range(3):
-                optimizer.zero_grad()
-                loss_of(model, batch(0, step)).backward()
-                optimizer.step()
-        return values(model)
-
-    (result,) = run_ranks(rank_main, 1)
-    assert near(result, simulate(INNER["adam"], [[3]], schedule))
-
-
-@pytest.mark.parametrize("codec", [None, "float16"])
-def test_with_samples_as_weights(codec: str | None) -> None:
-    """The ranks that have left weigh nothing; the others by their batches."""
-    sizes = [[8, 2], [3], [5, 1, 4]]
-
-    def rank_main(comm):
-        dtype = torch.float32 if codec else torch.float64
-        model = mlp(dtype=dtype)
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(inner, comm, model, weight="samples", codec=codec)
-        for _ in range(2):
-            with optimizer.join():
-                for step, size in enumerate(sizes[comm.rank]):
-                    optimizer.zero_grad()
-                    loss_of(model, batch(comm.rank, step, size, dtype)).backward()
-                    optimizer.step()
-        return values(model)
-
-    results = run_ranks(rank_main, 3)
-    model = mlp()
-    inner = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(2):
-        for step in range(3):
-            here = [(r, s[step]) for r, s in enumerate(sizes) if step < len(s)]
-            together = torch.cat([batch(r, step, size) for r, size in here])
-            apply(inner, model, local_grads(model, together))
-    for result in results:
-        assert equal(result, results[0])
-    assert near([v.double() for v in results[0]], values(model), 2e-3 if codec else 1e-11)
-
-
-def test_accumulation_inside_join() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(INNER["momentum"](model), comm, model)
-        with optimizer.join():
-            for step in range(2 - comm.rank):
-                optimizer.zero_grad()
-                with optimizer.no_sync():
-                    loss_of(model, batch(comm.rank, step)).backward()
-                loss_of(model, batch(comm.rank, step)).backward()
-                optimizer.step()
-        return values(model)
-
-    assert equal(*run_ranks(rank_main, 2))
 
 
 def test_buffers_are_of_the_rank_that_ran_to_the_end() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 
 import pytest
@@ -43,22 +42,6 @@ class TestFlags:
             model[0].requires_grad_(comm.rank != 1)
             with pytest.raises(RankMismatchError, match="rank 1 changed the dtype, device, shape"):
                 train(model, optimizer, comm.rank, range(2, 5))
-
-        run_ranks(rank_main, 2)
-
-    def test_freezing_on_all_ranks_and_back_is_one_process(self) -> None:
-        def rank_main(comm):
-            model, plain = mlp(), mlp()
-            optimizer, reference = create_multi_node_optimizer(sgd(model), comm, model), sgd(plain)
-            for step in range(6):
-                for each in (model, plain):
-                    each[0].requires_grad_(step not in (2, 3))
-                train(model, optimizer, comm.rank, [step])
-                reference.zero_grad()
-                whole = torch.cat([batch(rank, step) for rank in range(comm.size)])
-                loss_of(plain, whole).backward()
-                reference.step()
-                assert near(values(model), values(plain)), step
 
         run_ranks(rank_main, 2)
 
@@ -175,19 +158,6 @@ class TestOneOptimizerPerParameter:
 
         run_ranks(rank_main, 2, name="hierarchical")
 
-    def test_an_unreferenced_one_does_not_exchange_twice(self) -> None:
-        def rank_main(comm):
-            model = mlp()
-            for _ in range(3):  # the cell of a notebook, run again
-                optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-                loss_of(model, batch(comm.rank, 2)).backward()
-                assert near(grads(model), mean_of_ranks(model, 2))
-                optimizer.zero_grad()
-                del optimizer
-                gc.collect()
-
-        run_ranks(rank_main, 2)
-
     def test_an_exception_while_it_is_made_leaves_no_hooks(self) -> None:
         class Fails(EveryStep):
             def attach(self, reducer, inner) -> None:
@@ -228,52 +198,3 @@ class TestOneOptimizerPerParameter:
                 create_multi_node_optimizer(sgd(model), comm, wrapped)
 
         run_ranks(rank_main, 1)
-
-
-class TestHooksOfTheScript:
-    def test_a_later_hook_sees_its_ranks_gradient_and_may_change_it(self) -> None:
-        def rank_main(comm):
-            model = mlp()
-            create_multi_node_optimizer(sgd(model), comm, model)
-            seen = {}
-
-            def double_(parameter):
-                seen[parameter] = parameter.grad.clone()
-                parameter.grad.mul_(2)
-
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(double_)
-            loss_of(model, batch(comm.rank, 0)).backward()
-            own = local_grads(model, batch(comm.rank, 0))
-            assert equal([seen[p] for p in model.parameters()], own)
-            assert near(grads(model), [2 * mean for mean in mean_of_ranks(model, 0)])
-
-        run_ranks(rank_main, 2)
-
-
-class TestReentrantCheckpoints:
-    def test_a_part_inside_of_the_pass_is_part_of_it(self) -> None:
-        run_ranks(lambda comm: self.passes(comm, num_parts=1), 2)
-
-    def test_where_the_first_gradients_come_from_a_part_it_is_refused_with_the_cure(self) -> None:
-        def rank_main(comm):
-            with pytest.raises(UnsupportedError, match="use_reentrant=False"):
-                self.passes(comm, num_parts=2)
-
-        run_ranks(rank_main, 2)
-
-    @staticmethod
-    def passes(comm, num_parts) -> None:
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        for step in range(3):
-            optimizer.zero_grad()
-            x = batch(comm.rank, step).requires_grad_()
-            hidden = torch.utils.checkpoint.checkpoint(model[:2], x, use_reentrant=True)
-            if num_parts == 2:
-                out = torch.utils.checkpoint.checkpoint(model[2], hidden, use_reentrant=True)
-            else:
-                out = model[2](hidden)
-            out.pow(2).mean().backward()
-            assert near(grads(model), mean_of_ranks(model, step))
-            optimizer.step()

@@ -14,7 +14,6 @@ from torchmn import create_multi_node_optimizer
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.replica_divergence import EVERY, ReplicaWatch
 from torchmn.testing import run_ranks
-from torchmn.train.evaluation import sync_buffers_
 
 DIFFER = "the parameters of the ranks differ"
 SCHEDULES = ["every_step", "double_buffering"]
@@ -64,41 +63,6 @@ def test_parameters_that_a_script_changes_are_warned_of(
         run_ranks(rank_main, size)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_gradients_that_differ_are_warned_of(schedule: str) -> None:
-    """As those with noise from each rank's own generator."""
-
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
-        noise = torch.Generator().manual_seed(comm.rank)
-        for step in range(2 * EVERY):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad += torch.randn(
-                        parameter.shape, generator=noise, dtype=parameter.dtype
-                    )
-            optimizer.step()
-
-    with pytest.raises(UserWarning, match=DIFFER):
-        run_ranks(rank_main, 2)
-
-
-def test_rows_of_an_embedding_that_each_rank_renormalizes() -> None:
-    def rank_main(comm):
-        model = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 1)).double()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        for _ in range(5 * EVERY):
-            optimizer.zero_grad()
-            model(torch.tensor([comm.rank, 2])).square().sum().backward()
-            optimizer.step()
-
-    with pytest.raises(UserWarning, match="max_norm="):
-        run_ranks(rank_main, 2)
-
-
 class Codebook(nn.Module):
     """As of a VQ-VAE: each row becomes the moving average of the samples nearest to it."""
 
@@ -137,20 +101,17 @@ class Counter(nn.Module):
         return x
 
 
-def train_with(layer: nn.Module, schedule: str, *, syncs: bool = False) -> list[list[torch.Tensor]]:
+def train_with(layer: nn.Module, schedule: str) -> None:
     def rank_main(comm):
         model = nn.Sequential(mlp(), copy.deepcopy(layer).double())
         optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
         for step in range(EVERY * 12):
             optimizer.zero_grad()
             loss_of(model, batch(comm.rank, step)).backward()
-            if syncs:
-                sync_buffers_([model], comm)
             optimizer.step()
         optimizer.close()
-        return [*model.buffers()]
 
-    return run_ranks(rank_main, 2)
+    run_ranks(rank_main, 2)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -178,11 +139,6 @@ def test_a_buffer_that_forward_computes_from_its_samples_is_warned_of(
 )
 def test_buffers_that_may_be_used(layer: nn.Module, schedule: str) -> None:
     train_with(layer, schedule)
-
-
-def test_buffers_that_a_script_averages_are_the_same() -> None:
-    first, second = train_with(Codebook(), "every_step", syncs=True)
-    assert equal(first, second)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -77,22 +77,6 @@ def test_there_is_no_warning_where_nothing_is_exchanged_for_it(
         run_ranks(lambda comm: _train_head(comm, is_frozen=is_frozen), world_size)
 
 
-def test_parameters_of_another_optimizer_are_exchanged() -> None:
-    def rank_main(comm) -> None:
-        model = mlp()
-        optimizers = [
-            create_multi_node_optimizer(torch.optim.SGD(part.parameters(), 0.1), comm, model)
-            for part in (model[0], model[2])
-        ]
-        loss_of(model, batch(comm.rank, 0)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run_ranks(rank_main, 2)
-
-
 @pytest.mark.filterwarnings("ignore:(.|\\n)*no multi-node optimizer trains them")
 @pytest.mark.parametrize(
     ("schedule", "codec"),

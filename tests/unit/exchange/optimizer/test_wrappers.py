@@ -124,26 +124,3 @@ def test_an_optimizer_by_name_only_is_refused() -> None:
         assert not model._forward_pre_hooks
 
     run_ranks(rank_main, 2)
-
-
-@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
-def test_a_hook_that_steps_inside_of_backward_is_refused(schedule: str) -> None:
-    """As the gradient release of optimi, whose hooks were registered before."""
-
-    def rank_main(comm):
-        model = nn.Linear(2, 1)
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-
-        def release(parameter: torch.Tensor) -> None:
-            inner.step()
-            inner.zero_grad()
-
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(release)
-        torchmn.create_multi_node_optimizer(inner, comm, model, schedule=schedule)
-        before = model.weight.detach().clone()
-        with pytest.raises(UnsupportedError, match=r"SGD.step\(\) was called inside of backward"):
-            model(torch.ones(1, 2)).sum().backward()
-        assert model.weight.equal(before)
-
-    run_ranks(rank_main, 2)

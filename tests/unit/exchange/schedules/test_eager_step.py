@@ -223,17 +223,6 @@ def test_hooks_of_the_optimizer_see_steps_with_means_alone() -> None:
     assert equal(*run_ranks(rank_main, 2))
 
 
-def test_a_hook_may_constrain_parameters() -> None:
-    def inner(model):
-        optimizer = sgd(model)
-        optimizer.register_step_post_hook(lambda *_: constrain(model))
-        return optimizer
-
-    results = run_ranks(lambda comm: trained(comm, inner=inner), 2)
-    assert equal(*results)
-    assert all(value.abs().max() <= 0.05 for value in results[0])
-
-
 # ---- where parameters are those of a step with the own gradient ----
 
 
@@ -370,23 +359,6 @@ def test_a_model_that_is_never_called_is_named_in_a_warning() -> None:
 # ---- changes by the script ----
 
 
-def test_parameters_may_change_between_steps() -> None:
-    """Constraints, Lookahead, pruning, an earlier state: the same change on all ranks."""
-
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        for step in range(5):
-            train(model, optimizer, comm.rank, [step])
-            for p in model.parameters():
-                p.data.clamp_(-0.01, 0.01)
-        assert all(value.abs().max() <= 0.01 for value in values(model))
-        optimizer.flush()
-        return values(model)
-
-    assert equal(*run_ranks(rank_main, 2))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
 def test_a_change_between_forward_and_backward_is_refused(dtype) -> None:
     """The smallest one: a sign."""
@@ -439,24 +411,6 @@ def test_closing_keeps_what_the_script_has_loaded() -> None:
 
     for expected, found in run_ranks(rank_main, 2):
         assert equal(found, expected)
-
-
-def test_a_newer_optimizer_for_the_same_model() -> None:
-    """As in a notebook, where the older one is not flushed."""
-
-    def rank_main(comm):
-        model = mlp()
-        optimizer = make_eager(comm, model)
-        train(model, optimizer, comm.rank, range(2))
-        shared = values(model)
-        model(batch(comm.rank, 2))
-        newer = make_eager(comm, model)
-        assert equal(values(model), shared)
-        train(model, newer, comm.rank, range(2))
-        newer.flush()
-        return values(model)
-
-    assert equal(*run_ranks(rank_main, 2))
 
 
 # ---- ranks without an own gradient ----

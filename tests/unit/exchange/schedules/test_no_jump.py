@@ -10,6 +10,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 
 
+@pytest.mark.slow
 def test_the_training_loss_of_digits_does_not_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     """`make bench-resume` does this for all; loading the model alone is what a jump looks like."""
     pytest.importorskip("sklearn", reason="the digits come with scikit-learn")

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 
-from tests.limits import limit
 from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
 from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer, scatter_loader
@@ -21,6 +20,7 @@ from torchmn.exchange.schedules import (
     EveryStep,
     PeriodicAverage,
     Phases,
+    Warmup,
 )
 from torchmn.testing import run_ranks
 
@@ -129,19 +129,6 @@ def test_each_phase_has_the_codec_but_exact_ones() -> None:
         assert counts == [0, 0, 0, 2, 3, 3, 4]
 
 
-def test_an_exact_schedule_by_itself_leaves_the_codec_out() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, EveryStep(exact=True), codec="float16")
-        plain, each = wrap(comm, "every_step")
-        for step in range(3):
-            train(model, optimizer, comm.rank, step)
-            train(plain, each, comm.rank, step)
-        assert equal(values(model), values(plain))
-        assert num_encoded(comm) == 0
-
-    run_ranks(rank_main, 2)
-
-
 def test_rates_that_differ_are_refused_where_ranks_take_the_same_steps() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, Phases({0: PeriodicAverage(16), 16: EveryStep()}))
@@ -151,27 +138,6 @@ def test_rates_that_differ_are_refused_where_ranks_take_the_same_steps() -> None
             train(model, optimizer, comm.rank, 1)
 
     run_ranks(rank_main, 2)
-
-
-@pytest.mark.parametrize("lengths", [[1, 9], [9, 1], [4, 7], [0, 12], [5, 5]], ids=str)
-@pytest.mark.parametrize("overlap_steps", [0, 2])
-def test_ranks_leave_their_loops_in_any_phase(lengths: list[int], overlap_steps: int) -> None:
-    def rank_main(comm):
-        schedule = Phases(
-            {0: EveryStep(), 12: DiLoCo(16, overlap_steps=overlap_steps), 32: EveryStep()}
-        )
-        model, optimizer = wrap(comm, schedule, adam)
-        for epoch in range(3):
-            with optimizer.join():
-                for step in range(lengths[comm.rank]):
-                    train(model, optimizer, comm.rank, 10 * epoch + step)
-            assert different_tensors(comm, [model]) == []
-        assert schedule.current is schedule.schedules[-1]
-        assert len(set(comm.allgather_obj(schedule.num_samples))) == 1
-        return values(model)
-
-    results = run_ranks(rank_main, 2, timeout_s=limit(30))
-    assert all(v.isfinite().all() for v in results[0])
 
 
 def test_a_phase_that_no_exchange_falls_into_is_left_out() -> None:
@@ -333,3 +299,36 @@ def test_missing_gradients_are_filled_with_zeros(schedule, has_closure: bool, si
 
     for found in run_ranks(rank_main, size):
         assert torch.allclose(found, torch.full((2,), 0.81, dtype=torch.float64))
+
+
+# ---- warm-up: the codec comes in at one step on all ranks ----
+
+
+def test_exact_until_then_and_encoded_afterwards() -> None:
+    """Batches of 2 and 9: 33 samples after three steps."""
+
+    def rank_main(comm):
+        options = {"make_inner": momentum, "weight": "samples"}
+        model, optimizer = wrap(comm, Warmup(30, EveryStep()), codec="float16", **options)
+        exact, each = wrap(comm, "every_step", **options)
+        for step in range(6):
+            size = 9 if comm.rank else 2
+            train(model, optimizer, comm.rank, step, size)
+            train(exact, each, comm.rank, step, size)
+            assert equal(values(model), values(exact)) is (step < 3)
+            assert num_encoded(comm) == max(0, step - 2)
+            assert different_tensors(comm, [model]) == []
+        assert optimizer.schedule.began_at[-1] == 33
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("after", [-1, float("nan"), float("inf")])
+def test_values_that_make_no_sense(after: float) -> None:
+    with pytest.raises(UsageError, match="must be a number that is 0 or more"):
+        Warmup(after, EveryStep())
+
+
+def test_schedules_that_cannot_follow() -> None:
+    with pytest.raises(UnsupportedError, match="DoubleBuffering cannot be a phase"):
+        Warmup(4, DoubleBuffering())

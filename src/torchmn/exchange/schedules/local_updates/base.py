@@ -52,6 +52,7 @@ from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank
 from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
+from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.exchange.schedules.local_updates.fragments import (
     ChangedParameters,
     Fragment,
@@ -68,7 +69,6 @@ from torchmn.exchange.schedules.local_updates.growing_blocks import (
     GrowingBlocks,
     highest_rate,
 )
-from torchmn.exchange.schedules.local_updates.intra_node import IntraNodeAverage
 from torchmn.exchange.schedules.local_updates.outer_momentum import (
     OuterState,
     momentum_of,
@@ -543,3 +543,43 @@ def _is_concurrent(comm: Communicator) -> bool:
 def _check(name: str, is_right: bool, value: object, rule: str) -> None:
     if not is_right:
         raise UsageError(f"{name}={value!r} must be {rule}.")
+
+
+class IntraNodeAverage(EveryStep):
+    """`EveryStep` among the ranks of a node, which therefore hold the same parameters.
+
+    ``num_active`` is the number of ranks that share the samples of the last step.
+    """
+
+    def __init__(self, reducer: GradientReducer, inner: Optimizer) -> None:
+        """*Collective.*"""
+        super().__init__()
+        comm = reducer.comm
+        self.comm = comm.split(comm.inter_rank, comm.intra_rank)
+        self.num_active = 1
+        self.num_missed_steps = 0
+        """Steps of the node since this rank left its loop."""
+        self.has_left = False
+        """Whether all ranks of the node have left their loops."""
+        self.attach(reducer, inner)
+
+    def begin(self) -> None:
+        """Reduce gradients within the node from now on. *Collective.*"""
+        self._reducer.reconfigure(self.comm, None)
+
+    def leave(self, parameters: Sequence[Tensor]) -> None:
+        """All ranks of the node have left: copy from one that made every step. *Collective.*"""
+        self.has_left = True
+        missed = self.comm.allgather_obj(self.num_missed_steps)
+        if any(missed):
+            source = missed.index(0)
+            copy_state_from_rank(self.comm, list(parameters), self._inner, source)
+        self.num_missed_steps, self.num_active = 0, self.comm.size
+
+    def restart(self) -> None:
+        """The ranks of the node enter their loops again. Local."""
+        self.has_left, self.num_missed_steps = False, 0
+
+    def close(self) -> None:
+        """Close the communicator of the node."""
+        self.comm.finalize()

@@ -23,7 +23,7 @@ from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
 from torchmn.exchange.codec_state import codec_state, load_codec_state
 from torchmn.exchange.footer import NUM_FOOTER
-from torchmn.exchange.local_shards import whole_of
+from torchmn.exchange.sharded_parameters import whole_of
 from torchmn.exchange.weights import PassContext
 
 

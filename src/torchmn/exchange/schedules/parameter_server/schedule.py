@@ -35,18 +35,18 @@ from torchmn.comm.transports.base import abort_pending_receives
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.finiteness import NonfiniteGradients
-from torchmn.exchange.model_tensors import parameters_of
 from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
 from torchmn.exchange.schedules.parameter_server.messages import (
     Messages,
     ServerClient,
     WorkerThread,
 )
-from torchmn.exchange.schedules.parameter_server.pulled_parameters import PulledParameters
 from torchmn.exchange.schedules.parameter_server.server import Reply, Rules, ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import (
     Hyper,
+    PulledParameters,
     ShardMemory,
     assign_shards,
     device_copy,

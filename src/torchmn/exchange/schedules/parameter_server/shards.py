@@ -1,4 +1,4 @@
-"""The shards of the parameters, one for each server, and their host memory."""
+"""The shards of the parameters, one for each server, their host memory, and what was pulled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.exchange.buckets import NamedParameter, plan_buckets
+from torchmn.exchange.buckets import NamedParameter, elements_of, plan_buckets
 
 Hyper = list[dict[str, Any]]
 """The plain options of every parameter group, such as the learning rate."""
@@ -130,3 +130,41 @@ def device_copy(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         else value
         for key, value in state.items()
     }
+
+
+_NUM_SAMPLED = 4096
+"""The least number of elements that are compared of a parameter, if it has them."""
+_NUM_ROUNDINGS = 16
+"""By how many of them a change that was taken back, as by a sharpness-aware step, may be off."""
+
+
+class PulledParameters:
+    """A sample of the values of each parameter. Local."""
+
+    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
+        self._parameters = parameters
+        self._samples: list[Tensor] = []
+
+    def note(self) -> None:
+        """The servers know of the values of now."""
+        self._samples = [_sample(parameter).clone() for _, parameter in self._parameters]
+
+    def changed(self) -> list[str]:
+        """The names of those that are others than at the last call of `note`."""
+        rows = zip(self._parameters, self._samples, strict=True)
+        return [name for (name, now), then in rows if _is_other(_sample(now), then)]
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    """Some elements of a parameter, at equal distances. Local."""
+    return elements_of(parameter)[:: max(1, parameter.numel() // _NUM_SAMPLED)]
+
+
+def _is_other(now: Tensor, then: Tensor) -> bool:
+    """Whether they differ by more than the rounding of a change that was taken back."""
+    has_fractions = now.dtype.is_floating_point or now.dtype.is_complex
+    is_converted = now.dtype != then.dtype or now.device != then.device  # as by model.float()
+    if is_converted or not has_fractions or not now.numel():
+        return False
+    allowed = _NUM_ROUNDINGS * torch.finfo(now.dtype).eps * then.abs().max()
+    return bool((now - then).abs().max() > allowed)

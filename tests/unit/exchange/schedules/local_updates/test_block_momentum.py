@@ -20,7 +20,7 @@ from tests.unit.exchange.schedules.local_updates.runs import (
 from tests.unit.models import equal, near, values
 from torchmn.cluster import Topology
 from torchmn.errors import UsageError
-from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
+from torchmn.exchange.schedules import BlockMomentum
 from torchmn.testing import run_ranks
 
 
@@ -113,50 +113,6 @@ def test_an_empty_block_is_skipped() -> None:
     run_ranks(rank_main, 2)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_without_momentum_and_1_over_w_it_is_the_average(size: int) -> None:
-    """CNTK adds pseudo-gradients up: with T = 0, a block learning rate of 1/W gives the mean."""
-
-    def rank_main(comm):
-        results = []
-        for schedule in (
-            PeriodicAverage(8 * size),
-            BlockMomentum(8 * size, 0, block_learning_rate=1 / size),
-            BlockMomentum(8 * size, 1e-9, block_learning_rate=1 / size),
-        ):
-            schedule.resets_momentum = False
-            model, optimizer = wrap(comm, schedule, momentum)
-            for step in range(6):
-                train(model, optimizer, comm.rank, step)
-            results.append(values(model))
-        assert near(results[0], results[1], 1e-13)
-        assert near(results[0], results[2], 1e-13)
-
-    run_ranks(rank_main, size)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_classical_block_momentum_is_diloco_with_heavy_ball(size: int) -> None:
-    """An outer SGD with rate 1 and momentum 1 - 1/W, to rounding."""
-
-    def rank_main(comm):
-        def outer(parameters):
-            return torch.optim.SGD(parameters, 1.0, momentum=1 - 1 / size)
-
-        results = []
-        for schedule in (
-            BlockMomentum(8 * size, nesterov=False, reset_sgd_momentum_after_aggregation=False),
-            DiLoCo(8 * size, outer=outer),
-        ):
-            model, optimizer = wrap(comm, schedule, momentum)
-            for step in range(10):
-                train(model, optimizer, comm.rank, step)
-            results.append(values(model))
-        assert near(*results, 1e-12)
-
-    run_ranks(rank_main, size)
-
-
 @pytest.mark.parametrize(("inner", "name"), [(momentum, "momentum_buffer"), (adam, "exp_avg")])
 @pytest.mark.parametrize("resets", [True, False])
 def test_first_moments_are_reset(inner, name: str, resets: bool) -> None:
@@ -182,16 +138,6 @@ def test_a_worker_is_a_node_if_nodes_train_as_one() -> None:
         optimizer.close()
 
     run_ranks(rank_main, 3, topology=Topology.blocks([2, 1]))
-
-
-def test_default_time_constant() -> None:
-    def rank_main(comm):
-        schedule = BlockMomentum(100)
-        wrap(comm, schedule)
-        assert schedule.block_momentum(100) == pytest.approx(1 - 1 / comm.size)
-        assert schedule.block_momentum(50) == pytest.approx((1 - 1 / comm.size) ** 0.5)
-
-    run_ranks(rank_main, 3)
 
 
 @pytest.mark.parametrize("constant", [-1, float("nan"), float("inf")])

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.unit.exchange.schedules.local_updates.runs import (
-    average,
     momentum,
-    simulate,
     train,
     wrap,
 )
-from tests.unit.models import equal, near, values
 from torchmn.cluster import Topology
 from torchmn.errors import UsageError
 from torchmn.exchange.replicas import different_tensors
@@ -60,42 +56,6 @@ def test_blocks_do_not_grow_while_the_rate_rises() -> None:
 
 RULE = GrowingBlocks(block_size=24, rate=0.1, power=1)
 """At 0.1, 0.05 and 0.025 blocks of 24, 48 and 96 samples."""
-
-
-def test_block_by_block_against_a_simulation() -> None:
-    """Two ranks, batches of 4: 3 steps, then 3 (the rate was the highest), then 6, then 12."""
-    lengths = [3, 3, 6, 12]
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(RULE))
-        step = 0
-        seen = []
-        for length, rate in zip(lengths, (0.1, 0.05, 0.025, 0.0125), strict=True):
-            for group in optimizer.param_groups:
-                group["lr"] = rate
-            for _ in range(length):
-                assert step == 0 or optimizer.schedule.current_block_size == 8 * length
-                train(model, optimizer, comm.rank, step)
-                step += 1
-            assert different_tensors(comm, [model]) == []
-            seen.append(values(model))
-        return seen
-
-    # A worker of the simulation has its own rate at every step.
-    rates = [r for n, r in zip(lengths, (0.1, 0.05, 0.025, 0.0125), strict=True) for _ in range(n)]
-
-    def make_inner(model):
-        inner = torch.optim.SGD(model.parameters(), rates[0])
-        steps = iter(rates)
-        inner.register_step_pre_hook(
-            lambda optimizer, *_: optimizer.param_groups[0].update(lr=next(steps))
-        )
-        return inner
-
-    expected = simulate(2, [[[4] * n] * 2 for n in lengths], average, make_inner)
-    for seen in run_ranks(rank_main, 2):
-        for mine, theirs in zip(seen, expected, strict=True):
-            assert near(mine, theirs)
 
 
 @pytest.mark.parametrize("make", [PeriodicAverage, BlockMomentum, DiLoCo])
@@ -148,17 +108,5 @@ def test_after_a_warm_up_and_with_several_groups() -> None:
         train(model, optimizer, comm.rank, 9)
         train(model, optimizer, comm.rank, 10)
         assert schedule.current_block_size == 48
-
-    run_ranks(rank_main, 2)
-
-
-def test_a_run_is_as_before_where_blocks_do_not_grow() -> None:
-    def rank_main(comm):
-        constant, fixed = wrap(comm, DiLoCo(24), momentum)
-        growing, optimizer = wrap(comm, DiLoCo(GrowingBlocks(block_size=24, rate=0.05)), momentum)
-        for step in range(8):
-            train(constant, fixed, comm.rank, step)
-            train(growing, optimizer, comm.rank, step)
-        assert equal(values(constant), values(growing))
 
     run_ranks(rank_main, 2)

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
-from tests.unit.exchange.schedules.local_updates.runs import average, sgd, simulate, train, wrap
-from tests.unit.models import batch, equal, loss_of, mlp, near, values
-from torchmn import create_multi_node_optimizer
+from tests.unit.exchange.schedules.local_updates.runs import average, simulate, train, wrap
+from tests.unit.models import equal, near, values
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
@@ -133,83 +131,26 @@ def test_a_job_goes_back_to_a_state_of_its_own(
         assert equal(first, again)
 
 
-def into_compiled(model: nn.Module, state: Sequence[Tensor]) -> None:
-    load(torch.compile(model, backend="eager"), state)
-
-
-def by_parts(model: nn.Module, state: Sequence[Tensor]) -> None:
-    names = iter(state)
-    for part in model.children():
-        load(part, [next(names) for _ in part.state_dict()])
-
-
-def by_hand(model: nn.Module, state: Sequence[Tensor]) -> None:
-    for parameter, value in zip(model.parameters(), state, strict=True):
-        parameter.data.copy_(value)
-
-
-@pytest.mark.parametrize("has_scaler", [False, True])
-@pytest.mark.parametrize("loads", ["load", "into_compiled", "by_parts", "by_hand"])
-def test_training_from_a_state_is_as_from_the_beginning(loads: str, has_scaler: bool) -> None:
-    """Of one process that simulates both ranks: whichever way the state comes back."""
+def test_training_from_a_state_is_as_from_the_beginning() -> None:
+    """Of one process that simulates both ranks."""
 
     def rank_main(comm: Communicator) -> list[Tensor]:
         model, optimizer = wrap(comm, PeriodicAverage(16))
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=has_scaler)
-        averaged = AveragedModel(model)
         start = values(model)
 
         def run(num_steps: int) -> None:
             for step in range(num_steps):
-                optimizer.zero_grad()
-                scaler.scale(loss_of(model, batch(comm.rank, step))).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                averaged.update_parameters(model)
+                train(model, optimizer, comm.rank, step)
 
         run(5)
         optimizer.flush()
-        globals()[loads](model, start)
+        load(model, start)
         run(4)
-        assert not equal(values(averaged.module), values(model))
         return values(model)
 
     [*_, expected] = simulate(2, [[[4, 4], [4, 4]], [[4, 4], [4, 4]]], average)
     for trained in run_ranks(rank_main, 2):
         assert near(trained, expected)
-
-
-def test_two_optimizers_that_load_at_the_same_time() -> None:
-    """Each has blocks of its own; a model of two parts is loaded as a whole."""
-
-    def rank_main(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
-        model = mlp()
-        parts = [model[0], model[2]]
-        optimizers = [
-            create_multi_node_optimizer(sgd(part), comm, part, schedule=PeriodicAverage(16))
-            for part in parts
-        ]
-        start = values(model)
-
-        def run(num_steps: int) -> list[Tensor]:
-            for step in range(num_steps):
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
-                for optimizer in optimizers:
-                    optimizer.set_weight(4)
-                loss_of(model, batch(comm.rank, step)).backward()
-                for optimizer in optimizers:
-                    optimizer.step()
-            for optimizer in optimizers:
-                optimizer.flush()
-            return values(model)
-
-        first = run(5)
-        load(model, start)
-        return first, run(5)
-
-    for first, again in run_ranks(rank_main, 2):
-        assert equal(first, again)
 
 
 def test_one_rank_alone_may_not_load() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,14 +10,13 @@ from torch import Tensor
 
 from tests.unit.exchange.schedules.local_updates.runs import (
     adam,
-    average,
     sgd,
     simulate,
     train,
     wrap,
 )
-from tests.unit.models import equal, near, values
-from torchmn.exchange.schedules import BlockMomentum, DiLoCo, LocalUpdateSchedule, PeriodicAverage
+from tests.unit.models import near, values
+from torchmn.exchange.schedules import DiLoCo, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 from torchmn.exchange.schedules.local_updates.outer_momentum import take_partial_step
 from torchmn.testing import run_ranks
@@ -88,89 +85,6 @@ def test_at_one_speed_a_part_of_a_block_moves_that_part(
     torch.testing.assert_close(schedule.smoothed, full)
 
 
-SCHEDULES = {
-    "block_momentum": lambda size: BlockMomentum(size),
-    "classical": lambda size: BlockMomentum(size, nesterov=False),
-    "diloco": lambda size: DiLoCo(size),
-    "diloco_adam": lambda size: DiLoCo(size, outer=lambda ps: torch.optim.Adam(ps, 0.02)),
-    "periodic_average": lambda size: PeriodicAverage(size),
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_shorter_the_block_the_less_it_moves(schedule: str) -> None:
-    """After full blocks at speed: one of a single sample of 64 moves a little, or nothing."""
-
-    def rank_main(comm):
-        moves = []
-        for num_last in (0, 1, 8, 32):
-            model, optimizer = wrap(comm, SCHEDULES[schedule](64 * comm.size))
-            for step in range(8):
-                train(model, optimizer, comm.rank, step, 32)
-            before = values(model)
-            # not a step of training: only the count of samples and what the schedule makes of it
-            optimizer.schedule._take_anchors()
-            optimizer.schedule._count_samples(num_last)
-            optimizer.flush()
-            gone = [a - b for a, b in zip(before, values(model), strict=True)]
-            moves.append(math.sqrt(sum(float(way.pow(2).sum()) for way in gone)))
-            optimizer.close()
-        return moves
-
-    for moves in run_ranks(rank_main, 2):
-        nothing, sixty_fourth, eighth, half = moves
-        assert nothing == 0
-        if schedule == "periodic_average":
-            assert half == 0
-        else:
-            assert sixty_fourth == pytest.approx(eighth / 8, rel=0.2)
-            assert eighth == pytest.approx(half / 4, rel=0.2)
-            assert half > 0
-
-
-class Reference:
-    """Block momentum in one process, full blocks as in CNTK, partial ones by the formula."""
-
-    def __init__(self, size: int, block_size: float, *, nesterov: bool) -> None:
-        self.size, self.block_size, self.nesterov = size, block_size, nesterov
-        self.smoothed: list[Tensor] | None = None
-
-    def __call__(self, anchors: list[Tensor], means: list[Tensor], n: float) -> list[Tensor]:
-        constant = -self.block_size / math.log(1 - 1 / self.size)
-        part = min(1.0, n / self.block_size)
-        bm = math.exp(-max(n, self.block_size) / constant)
-        self.smoothed = self.smoothed or [torch.zeros_like(a) for a in anchors]
-        after = []
-        for i, (anchor, mean) in enumerate(zip(anchors, means, strict=True)):
-            push = (1 - bm) * self.size * mean
-            move = part * bm * self.smoothed[i] + push
-            self.smoothed[i] = (1 - part * (1 - bm)) * self.smoothed[i] + push
-            after.append(anchor - (1 + bm if self.nesterov else 1) * move)
-        return after
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("at", range(1, 4))
-def test_flush_at_every_position_of_a_block(at: int, nesterov: bool) -> None:
-    size, block_size = 2, 32
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, BlockMomentum(block_size, nesterov=nesterov), sgd)
-        for step in range(12 + at):
-            train(model, optimizer, comm.rank, step)
-        optimizer.flush()
-        after_flush = values(model)
-        for step in range(12 + at, 16 + at):
-            train(model, optimizer, comm.rank, step)
-        return after_flush, values(model)
-
-    blocks = [[[4] * 4] * size] * 3 + [[[4] * at] * size, [[4] * 4] * size]
-    expected = simulate(size, blocks, Reference(size, block_size, nesterov=nesterov))
-    for after_flush, at_end in run_ranks(rank_main, size):
-        assert near(after_flush, expected[-2])
-        assert near(at_end, expected[-1])
-
-
 def test_the_first_blocks_of_fragments_are_parts() -> None:
     """Of four fragments the first ends after a quarter of a block: with a quarter of its weight."""
     seen: dict[int, list[float]] = {}
@@ -188,21 +102,6 @@ def test_the_first_blocks_of_fragments_are_parts() -> None:
 
     run_ranks(rank_main, 2)
     assert seen == {rank: [0.25, 0.5, 0.75] for rank in range(2)}
-
-
-@pytest.mark.parametrize("at", range(1, 4))
-def test_an_average_is_exact_wherever_the_block_ends(at: int) -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(32), adam)
-        for step in range(at):
-            train(model, optimizer, comm.rank, step)
-        optimizer.flush()
-        return values(model)
-
-    expected = simulate(2, [[[4] * at] * 2], average, adam)[-1]
-    results = run_ranks(rank_main, 2)
-    assert equal(*results)
-    assert near(results[0], expected, 1e-15)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex128])

@@ -59,16 +59,6 @@ class TestOptions:
         with pytest.raises(UsageError, match=text):
             ParameterServer(**options)  # type: ignore[arg-type]
 
-    def test_by_name(self) -> None:
-        def by_name(comm: Communicator) -> str:
-            model = mlp()
-            inner = torch.optim.SGD(model.parameters(), 0.1)
-            return repr(
-                create_multi_node_optimizer(inner, comm, model, schedule="parameter_server")
-            )
-
-        assert "parameter_server" in run_ranks(by_name, 1)[0]
-
     def test_ranks_must_have_the_same(self) -> None:
         with pytest.raises(RankMismatchError, match="max_staleness=1"):
             run_ranks(lambda comm: make(comm, mlp(), ParameterServer(max_staleness=comm.rank)), 2)
@@ -171,92 +161,12 @@ class TestServersOfTheirOwn:
         assert not near(outcome[0][1], values(mlp(0)))
         assert [o[2] for o in outcome] == [4] * 4
 
-    def test_the_same_script_without_data(self) -> None:
-        """An empty loop inside join() serves."""
-
-        def job(comm: Communicator) -> list[torch.Tensor]:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer(1))
-            for epoch in range(2):
-                with optimizer.join():
-                    steps = range(0 if optimizer.is_server else 3)
-                    train(optimizer, model, comm.rank, range(3 * epoch, 3 * epoch + len(steps)))
-            return values(model)
-
-        outcome = run_ranks(job, 3)
-        assert all(equal(v, outcome[0]) for v in outcome)
-
     def test_workers_do_not_serve(self) -> None:
         def job(comm: Communicator) -> None:
             make(comm, mlp(), ParameterServer()).serve()
 
         with pytest.raises(UsageError, match="serve"):
             run_ranks(job, 1)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("pipeline", [False, True])
-def test_training_learns(world_size: int, pipeline: bool) -> None:
-    def job(comm: Communicator) -> tuple[float, float]:
-        model = mlp()
-        schedule = ParameterServer(max_staleness=2, pipeline=pipeline)
-        optimizer = make(comm, model, schedule)
-        for group in optimizer.param_groups:
-            group["momentum"] = 0.0
-        x = batch(comm.rank, 0)
-        before = float(loss_of(model, x).detach())
-        for _ in range(30):
-            optimizer.zero_grad()
-            loss_of(model, x).backward()
-            optimizer.step()
-        optimizer.flush()
-        return before, float(loss_of(model, x).detach())
-
-    assert all(after < 0.7 * before for before, after in run_ranks(job, world_size))
-
-
-@pytest.mark.parametrize("pipeline", [False, True])
-@pytest.mark.parametrize("after", ["step", "flush"])
-def test_a_load_without_flush_is_refused(after: str, pipeline: bool) -> None:
-    """The servers would overwrite the state, silently."""
-
-    def job(comm: Communicator) -> None:
-        model = mlp()
-        optimizer = make(comm, model, ParameterServer(max_staleness=2, pipeline=pipeline))
-        step_of(model, optimizer, comm.rank)
-        optimizer.flush()
-        model.load_state_dict(mlp(seed=1).state_dict())
-        step_of(model, optimizer, comm.rank)  # continues from it
-        model.load_state_dict(mlp(seed=2).state_dict())
-        if after == "step":
-            step_of(model, optimizer, comm.rank)
-        else:
-            optimizer.flush()
-
-    def step_of(model: nn.Module, optimizer: MultiNodeOptimizer, rank: int) -> None:
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, 0)).backward()
-        optimizer.step()
-
-    with pytest.raises(
-        UsageError, match="servers hold the parameters, and the change would be lost"
-    ):
-        run_ranks(job, 2)
-
-
-@pytest.mark.parametrize("pipeline", [False, True])
-def test_parameters_that_are_clamped_after_each_step_are_refused(pipeline: bool) -> None:
-    def job(comm: Communicator) -> None:
-        model = mlp()
-        schedule = ParameterServer(max_staleness=2, pipeline=pipeline)
-        optimizer = make(comm, model, schedule)
-        for step in range(4):
-            train(optimizer, model, comm.rank, range(step, step + 1))
-            for parameter in model.parameters():
-                parameter.data.clamp_(-0.01, 0.01)
-
-    with pytest.raises(UsageError, match="the script has changed '0.weight'"):
-        run_ranks(job, 2)
 
 
 def test_an_optimizer_that_clamps_at_the_servers() -> None:
@@ -316,22 +226,6 @@ def test_every_optimizer_of_torch_runs_at_the_server(kind: str) -> None:
 
 
 class TestWhatUsersDo:
-    def test_a_scheduler_of_the_learning_rate(self) -> None:
-        def job(comm: Communicator) -> bool:
-            plain_model, model = mlp(), mlp()
-            plain = torch.optim.SGD(plain_model.parameters(), 0.05, momentum=0.9)
-            optimizer = make(comm, model, ParameterServer(max_staleness=0))
-            for each, network in ((plain, plain_model), (optimizer, model)):
-                decay = torch.optim.lr_scheduler.ExponentialLR(each, 0.5)
-                for step in range(5):
-                    each.zero_grad()
-                    loss_of(network, batch(0, step)).backward()
-                    each.step()
-                    decay.step()
-            return equal(values(plain_model), values(model))
-
-        assert run_ranks(job, 1) == [True]
-
     def test_accumulation_and_clipping(self) -> None:
         def job(comm: Communicator) -> bool:
             plain_model, model = mlp(), mlp()
@@ -421,22 +315,6 @@ class TestWhatUsersDo:
 
         means = run_ranks(job, 2)
         assert means[0] != means[1]
-
-    def test_what_is_loaded_between_two_parts_counts(self) -> None:
-        def job(comm: Communicator) -> list[torch.Tensor]:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer())
-            train(optimizer, model, comm.rank, range(2))
-            optimizer.flush()
-            model.load_state_dict(mlp(5).state_dict())
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-            train(optimizer, model, comm.rank, range(2))
-            optimizer.flush()
-            return values(model)
-
-        for got in run_ranks(job, 2):
-            assert equal(got, values(mlp(5)))
 
     def test_state_in_the_middle_of_training_is_the_servers(self) -> None:
         def job(comm: Communicator) -> list[bool]:
@@ -558,21 +436,6 @@ class TestNotFinite:
 
 
 class TestWaiting:
-    def test_waits_longer_than_the_limit_while_others_make_progress(self) -> None:
-        """The second rank is done early; the first needs more than the limit in all."""
-
-        def job(comm: Communicator) -> float:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer(pipeline=True))
-            began = time.monotonic()
-            for step in range(4 if comm.rank == 0 else 1):
-                train(optimizer, model, comm.rank, range(step, step + 1))
-                time.sleep(1.0 if comm.rank == 0 else 0)
-            optimizer.flush()
-            return time.monotonic() - began
-
-        assert run_ranks(job, 2, timeout_s=3)[1] > 3.5
-
     def test_a_loop_left_without_flush_raises_on_the_others(self) -> None:
         over = threading.Event()
 

@@ -1,0 +1,108 @@
+"""What is looked for in models: untrained parameters, chains over ranks, equal dropout."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
+
+from torchmn.comm import Communicator
+from torchmn.errors import UnsupportedError, UsageError
+from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.parameter_hook import owners_of
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.replicas import named_tensors, parameters_of
+from torchmn.nn.chain_list import MultiNodeChainList
+
+
+def untrained_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
+    """The models' parameters that no multi-node optimizer has, frozen ones too. Local.
+
+    A norm over all of the model's gradients would differ between ranks if these were not exchanged,
+    and so would what is clipped by it, without anything else that would show it.
+    """
+    trained = set(parameters_of(inner))
+    return [
+        (name, tensor)
+        for name, tensor in named_tensors(models).items()
+        if isinstance(tensor, nn.Parameter)
+        and not isinstance(tensor, nn.parameter.UninitializedParameter)
+        and tensor not in trained
+        and not any(isinstance(owner, GradientReducer) for owner in owners_of([tensor]))
+    ]
+
+
+def warn_of_untrained_parameters(comm: Communicator, untrained: Sequence[NamedParameter]) -> None:
+    """Warn on rank 0 of parameters that are exchanged though no optimizer trains them. Local."""
+    trainable = [(name, parameter) for name, parameter in untrained if parameter.requires_grad]
+    if trainable and comm.rank == 0:
+        more = f" and {len(trainable) - 1} more" if len(trainable) > 1 else ""
+        megabytes = sum(parameter.nbytes for _, parameter in trainable) / 1e6
+        warnings.warn(
+            f"{comm.rank_label}: '{trainable[0][0]}'{more} require a gradient, but no multi-node "
+            f"optimizer trains them: {megabytes:.3g} MB are exchanged at each step for nothing "
+            "but gradients that are the same on all ranks. Freeze them by requires_grad_(False), "
+            "or give them to the optimizer.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def find_chains(
+    models: Sequence[nn.Module], comm: Communicator, max_grad_norm: float | None
+) -> list[MultiNodeChainList]:
+    """The chains in some models. Local.
+
+    Raises UnsupportedError, UsageError: they cannot be trained over ``comm``.
+    """
+    modules = [module for model in models for module in model.modules()]
+    chains = [module for module in modules if isinstance(module, MultiNodeChainList)]
+    for chain in chains:
+        if chain.communicator.size > 1 and max_grad_norm is not None:
+            raise UnsupportedError(
+                f"{comm.rank_label}: max_grad_norm={max_grad_norm} would clip each rank's part of "
+                "the chain by a norm of its own. Leave it out and call "
+                "chain.clip_grad_norm_(max_norm) before step()."
+            )
+        if chain.communicator is comm and comm.size > 1:
+            raise UsageError(
+                f"{comm.rank_label}: comm= is the communicator of the chain, whose ranks have "
+                "different parts of the model. Give the communicator of the ranks that have the "
+                "same part, as grid.data of torchmn.Grid(comm, data=-1, model=2); for one "
+                "chain alone use the plain optimizer."
+            )
+    return chains
+
+
+def warn_of_equal_dropout(comm: Communicator, models: Sequence[nn.Module]) -> None:
+    """Warn on rank 0 if a model draws masks and all ranks would draw the same. *Collective.*
+
+    Ranks that are threads of one process share one generator and count as one.
+    """
+    if comm.size == 1 or not any(_draws_masks(m) for model in models for m in model.modules()):
+        return
+    is_cuda = comm.device.type == "cuda"
+    state = torch.cuda.get_rng_state(comm.device) if is_cuda else torch.get_rng_state()
+    digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
+    gathered = comm.allgather_obj((socket.gethostname(), os.getpid(), digest))
+    processes = {(host, pid): theirs for host, pid, theirs in gathered}
+    if comm.rank == 0 and len(processes) > len(set(processes.values())):
+        warnings.warn(
+            f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as "
+            "after torch.manual_seed with one seed on all of them. Call "
+            "torchmn.seed_ranks(seed, comm) instead.",
+            stacklevel=3,
+        )
+
+
+def _draws_masks(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0
