@@ -33,12 +33,11 @@ from torchmn.comm.collectives import Collectives
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.engine_jobs import CollectiveJobs
 from torchmn.comm.flight_recorder import FlightRecorder
-from torchmn.comm.group import Group
-from torchmn.comm.groups import Groups
+from torchmn.comm.group import Group, Groups
 from torchmn.comm.point_to_point import PointToPoint
-from torchmn.comm.process_groups import make_process_group, mesh_of_groups
 from torchmn.comm.scattered_loaders import DividedBatches
 from torchmn.comm.transports.base import Transport
+from torchmn.comm.transports.join import make_process_group, mesh_of_groups
 from torchmn.control import script_monitor
 from torchmn.errors import UnsupportedError
 from torchmn.record import recording

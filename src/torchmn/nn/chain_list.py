@@ -25,9 +25,8 @@ from torchmn.nn.chain_graph import (
     PipelineSchedule,
 )
 from torchmn.nn.clipping import clip_grad_norm_, share_nonfinite_
-from torchmn.nn.differentiable_once import differentiable_once
 from torchmn.nn.functions import pseudo_connect
-from torchmn.nn.layer_communicator import has_collective_layers
+from torchmn.nn.layer_communicator import differentiable_once, has_collective_layers
 from torchmn.nn.messages import Messages, Place, Samples
 from torchmn.nn.micro_batches import tensors_of, with_tensors
 from torchmn.nn.pipeline import Batch, LossFunction, NoSync, Pipeline, explained

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from torchmn.record.recorded_exchange import DIGITS, Exchange, Traffic
 from torchmn.record.records import (
     GradientTimes,
     Line,
@@ -29,7 +28,7 @@ from torchmn.record.records import (
     Step,
     Value,
 )
-from torchmn.record.timeline import Mark, StepClock
+from torchmn.record.timeline import DIGITS, Exchange, Mark, StepClock, Traffic
 
 _MAX_MARKS = 4096
 _LOSS_PERIOD_S = 0.5

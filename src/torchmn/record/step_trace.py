@@ -22,10 +22,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchmn.control.private_files import make_private_folder
 from torchmn.errors import UsageError
 from torchmn.record.profile_request import ProfileRequest
-from torchmn.record.recorded_exchange import Exchange
 from torchmn.record.records import ClockOffset, Phase
 from torchmn.record.step_recorder import StepRecorder
-from torchmn.record.timeline import Mark
+from torchmn.record.timeline import Exchange, Mark
 
 CLOCK_EVENT = "torchmn clock"
 KEY = "torchmn"

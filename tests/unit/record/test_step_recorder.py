@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchmn.record.recorded_exchange import Coding
 from torchmn.record.records import GradientTimes, Line, Step, Value
 from torchmn.record.step_recorder import GradientFacts, StepRecorder
-from torchmn.record.timeline import GpuClock, Mark
+from torchmn.record.timeline import Coding, GpuClock, Mark
 
 
 class ManualClock:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import PowerSGD, reshard
-from torchmn.comm.codecs.kernels import reference
-from torchmn.comm.codecs.kernels.select import kernels_for
+from torchmn.comm.codecs.kernels import kernels_for, reference
 from torchmn.comm.codecs.power_sgd import orthogonalise_
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks

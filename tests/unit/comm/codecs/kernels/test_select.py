@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchmn.comm.codecs import Layout, Quantized, Segment
-from torchmn.comm.codecs.kernels import reference
-from torchmn.comm.codecs.kernels.select import Kernels, kernels_for
+from torchmn.comm.codecs.kernels import Kernels, kernels_for, reference
 from torchmn.comm.codecs.kernels.wire_format import Noise
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
