@@ -132,8 +132,8 @@ class Communicator(Collectives, ABC):
             flight_recorder=self.flight_recorder,
             engine=self.engine,
             timeout_s=timeout_s,
+            first_timeout_s=self.first_timeout_s,
             rank_label=self.rank_label,
-            first_timeout_s=first_timeout_s,
         )
         self._groups = Groups(self.world, topology, device)
         self._jobs = CollectiveJobs(self.world, trust, device)
@@ -497,8 +497,3 @@ class Communicator(Collectives, ABC):
     def __repr__(self) -> str:
         transport = self.world.transport.name
         return f"<{type(self).__name__} {self.rank_label}, {self.topology}, {transport}>"
-
-
-def between_nodes(topology: Topology) -> str:
-    """`Communicator.codec_scope` of routes that encode between nodes only."""
-    return f"the {len(topology.nodes)} nodes" if len(topology.nodes) > 1 else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -22,34 +23,30 @@ from torchmn.comm.transports.staging import await_stream
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, UnsupportedError
 
 Result = TypeVar("Result")
+_DTYPE_NAMES = {
+    value: name
+    for name, value in vars(torch).items()
+    if isinstance(value, torch.dtype) and name == str(value).removeprefix("torch.")
+}
 
 
+@dataclass(eq=False)
 class Group:
     """Some ranks of a communicator: the world, one node, the leaders. Every method is collective.
 
     Raises from every method: TimeLimitError, PeerLostError, with the collective, rank and host.
     """
 
-    def __init__(
-        self,
-        name: str,
-        transport: Transport,
-        *,
-        flight_recorder: FlightRecorder,
-        engine: Engine,
-        timeout_s: float,
-        rank_label: str,
-        first_timeout_s: float | None = None,
-    ) -> None:
-        self.name = name
-        self.transport = transport
-        self.rank = transport.rank
-        self.size = transport.size
-        self.flight_recorder = flight_recorder
-        self.engine = engine
-        self.timeout_s = timeout_s
-        self.first_timeout_s = timeout_s if first_timeout_s is None else first_timeout_s
-        self.rank_label = rank_label
+    name: str
+    transport: Transport
+    flight_recorder: FlightRecorder
+    engine: Engine
+    timeout_s: float
+    first_timeout_s: float
+    rank_label: str
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = self.transport.rank, self.transport.size
 
     @property
     def limit_s(self) -> float:
@@ -58,23 +55,12 @@ class Group:
 
     def with_transport(self, transport: Transport) -> Group:
         """The same ranks over another transport."""
-        return Group(
-            self.name,
-            transport,
-            flight_recorder=self.flight_recorder,
-            engine=self.engine,
-            timeout_s=self.timeout_s,
-            rank_label=self.rank_label,
-            first_timeout_s=self.first_timeout_s,
-        )
+        return replace(self, transport=transport)
 
     def split(self, name: str, ranks: Sequence[int], key: str) -> Group:
         """The group of ``ranks``, which must hold the caller's; members only."""
-        part = self.with_transport(
-            self._run("split", None, self.transport.split, ranks, key, shape=(len(ranks),))
-        )
-        part.name = name
-        return part
+        transport = self._run("split", None, self.transport.split, ranks, key, shape=(len(ranks),))
+        return replace(self, name=name, transport=transport)
 
     def exchange(
         self,
@@ -172,13 +158,6 @@ class Group:
             raise CommunicationError(f"{self.rank_label}: {entry} failed: {error}") from error
         self.flight_recorder.end(entry, "done")
         return result
-
-
-_DTYPE_NAMES = {
-    value: name
-    for name, value in vars(torch).items()
-    if isinstance(value, torch.dtype) and name == str(value).removeprefix("torch.")
-}
 
 
 class Groups:

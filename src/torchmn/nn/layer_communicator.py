@@ -116,8 +116,8 @@ def has_collective_layers(model: nn.Module) -> bool:
 
 # Gradients that cannot be differentiated again: an error in place of one that is silently wrong.
 #
-# ``once_differentiable`` of torch refuses it only where the gradient that comes in requires one. It
-# may be a constant, as the ones of a sum, while what backward returns depends on inputs nevertheless.
+# ``once_differentiable`` of torch refuses it only where the gradient that comes in requires one.
+# It may be a constant, as the ones of a sum, while what backward returns depends on inputs.
 
 _Backward = Callable[..., Sequence[Tensor | None]]
 

@@ -49,9 +49,10 @@ from torchmn.record.records import (
     RecordFile,
     RunEnd,
     RunStart,
+    say,
 )
 from torchmn.record.step_recorder import StepRecorder
-from torchmn.record.step_trace import RequestedTrace, StepTrace, running
+from torchmn.record.step_trace import RequestedTrace, StepTrace, TracedComm, running
 from torchmn.record.timeline import Coding, Mark, Traffic, clock_of
 
 _PERIOD_S = 1.0
@@ -60,32 +61,18 @@ _CLOCK_PERIOD_S = 60.0
 _VERSIONED = ("torch", "numpy", "mpi4py")
 
 
-class World(Traffic, Protocol):
+class World(Traffic, TracedComm, Protocol):
     """What is used of a communicator."""
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def intra_rank(self) -> int:
-        """This rank on its node."""
-
-    @property
-    def inter_rank(self) -> int:
-        """The node of this rank."""
+    rank: int
+    size: int
+    intra_rank: int
+    inter_rank: int
+    device: torch.device
 
     @property
     def addresses(self) -> list[str]:
         """Those at which the other ranks reach this one."""
-
-    @property
-    def device(self) -> Any:
-        """The GPU of this rank, or the CPU."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -93,9 +80,6 @@ class World(Traffic, Protocol):
 
     def bcast_obj(self, obj: object, root: int = 0) -> Any:
         """Give every rank the root's object. *Collective.*"""
-
-    def recent_collectives(self) -> list[dict[str, Any]]:
-        """See `TracedComm.recent_collectives`."""
 
 
 class Recording:
@@ -188,7 +172,7 @@ class Recording:
                 make_private_folder(path.parent)
                 profile.dump_stats(path)
             except OSError as error:
-                _say(f"the profile {path} cannot be written: {error.strerror or error}")
+                say(f"the profile {path} cannot be written: {error.strerror or error}")
 
     def _close_at_exit(self) -> None:
         self.close(1 if getattr(sys, "last_value", None) is not None else 0)
@@ -270,7 +254,7 @@ def start(comm: World, folder: Path) -> Recording | None:
             recording = Recording(comm, Path(name), address, server)
             _current.append(recording)
     except OSError as error:
-        _say(
+        say(
             f"rank {comm.rank}: no record of steps is kept, for {name} cannot be written "
             f"({error.strerror or error}). {RECORD_VARIABLE}=off switches it off."
         )
@@ -412,10 +396,6 @@ def report_value(name: str, value: float, step: int | None = None) -> None:
         _current[0].recorder.value(name, float(value), step)
 
 
-def _say(text: str) -> None:
-    print(f"torchmn: {text}", file=sys.stderr, flush=True)
-
-
 # ---- facts ----
 
 
@@ -452,15 +432,13 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _memory(gpu: Any) -> Memory:
+def _memory(gpu: torch.device | None) -> Memory:
     """Of this process. ``gpu``: of this rank, or None; a thread's own is the first one."""
     rss_nbytes = device_nbytes = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         pages = Path("/proc/self/statm").read_text().split()[1]
         rss_nbytes = int(pages) * os.sysconf("SC_PAGE_SIZE")
     if gpu is not None:
-        import torch
-
         device_nbytes = torch.cuda.memory_allocated(gpu)
     return Memory(at_s=time.perf_counter(), rss_nbytes=rss_nbytes, device_nbytes=device_nbytes)
 
@@ -468,8 +446,8 @@ def _memory(gpu: Any) -> Memory:
 # What is put around torch's own calls while a record is kept, and taken off at its end.
 #
 # A loop that torchmn does not run is seen where it calls torch: the iterator of a DataLoader,
-# `torch.autograd.backward` (which ``loss.backward()`` calls), and the step of an optimizer, for which
-# torch has hooks. Each is passed on unchanged; the clock is read before and after.
+# `torch.autograd.backward` (which ``loss.backward()`` calls), and the step of an optimizer, for
+# which torch has hooks. Each is passed on unchanged; the clock is read before and after.
 
 
 class Observers:

@@ -172,8 +172,8 @@ Line = RunStart | SettingsChanged | Step | GradientTimes | Memory | Value | Cloc
 
 # The files of one rank: lines are collected in memory and written about every second.
 #
-# A file that has become large is followed by another one. Of a long run the first file is kept, with
-# the settings and the first steps, and the newest ones: those in between are removed.
+# A file that has become large is followed by another one. Of a long run the first file is kept,
+# with the settings and the first steps, and the newest ones: those in between are removed.
 
 FOLDER = "steps"
 MAX_FILE_BYTES = 64 * MiB
@@ -255,12 +255,15 @@ class RecordFile:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
-        print(
-            f"torchmn: rank {self._rank}: the record of steps in {self.folder} ends here "
-            f"({error.strerror or error}); training continues.",
-            file=sys.stderr,
-            flush=True,
+        say(
+            f"rank {self._rank}: the record of steps in {self.folder} ends here "
+            f"({error.strerror or error}); training continues."
         )
+
+
+def say(text: str) -> None:
+    """Tell the user, on ``sys.stderr``."""
+    print(f"torchmn: {text}", file=sys.stderr, flush=True)
 
 
 def _write_all(descriptor: int, text: bytes) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchmn.record.records import Bucket, Phase
@@ -52,25 +51,12 @@ class HostClock:
         return float(end - begin)
 
 
-class GpuEvent(Protocol):
-    """What is used of `torch.cuda.Event`."""
-
-    def record(self) -> object:
-        """On the current stream."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed it."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds to another event, both passed."""
-
-
 class GpuClock:
-    """Events with times, on the current stream of whichever thread takes a mark."""
+    """`torch.cuda.Event` with times, on the current stream of whichever thread takes a mark."""
 
     is_host = False
 
-    def __init__(self, new_event: Callable[[], GpuEvent]) -> None:
+    def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
 
     def mark(self) -> Mark:
@@ -177,9 +163,7 @@ class Coding:
             self._before = self._recorder.enter(self._phase)
             self._began_s = time.perf_counter()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         recorder = self._recorder
         if recorder is None:
             return

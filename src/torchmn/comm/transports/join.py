@@ -320,9 +320,9 @@ def serve_store(
 
 # torch's process groups and device meshes over the ranks of a communicator.
 #
-# `fully_shard`, `parallelize_module` and torch's pipelines take a `DeviceMesh`, which needs groups of
-# torch's default world. That world is made here where the script has not made one, with the server
-# that the ranks of the job have met at; under MPI its gloo groups stand beside MPI.
+# `fully_shard`, `parallelize_module` and torch's pipelines take a `DeviceMesh`, which needs groups
+# of torch's default world. That world is made here where the script has not made one, with the
+# server that the ranks of the job have met at; under MPI its gloo groups stand beside MPI.
 
 
 def make_process_group(comm: Communicator) -> dist.ProcessGroup:
