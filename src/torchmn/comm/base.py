@@ -33,12 +33,11 @@ from torchmn.comm.collectives import Collectives
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.engine_jobs import CollectiveJobs
 from torchmn.comm.flight_recorder import FlightRecorder
-from torchmn.comm.group import Group
-from torchmn.comm.groups import Groups
+from torchmn.comm.group import Group, Groups
 from torchmn.comm.point_to_point import PointToPoint
-from torchmn.comm.process_groups import make_process_group, mesh_of_groups
 from torchmn.comm.scattered_loaders import DividedBatches
 from torchmn.comm.transports.base import Transport
+from torchmn.comm.transports.join import make_process_group, mesh_of_groups
 from torchmn.control import script_monitor
 from torchmn.errors import UnsupportedError
 from torchmn.record import recording
@@ -133,8 +132,8 @@ class Communicator(Collectives, ABC):
             flight_recorder=self.flight_recorder,
             engine=self.engine,
             timeout_s=timeout_s,
+            first_timeout_s=self.first_timeout_s,
             rank_label=self.rank_label,
-            first_timeout_s=first_timeout_s,
         )
         self._groups = Groups(self.world, topology, device)
         self._jobs = CollectiveJobs(self.world, trust, device)
@@ -498,8 +497,3 @@ class Communicator(Collectives, ABC):
     def __repr__(self) -> str:
         transport = self.world.transport.name
         return f"<{type(self).__name__} {self.rank_label}, {self.topology}, {transport}>"
-
-
-def between_nodes(topology: Topology) -> str:
-    """`Communicator.codec_scope` of routes that encode between nodes only."""
-    return f"the {len(topology.nodes)} nodes" if len(topology.nodes) > 1 else ""

@@ -13,7 +13,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,18 @@ from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.cluster.network import rdma_adapters
 from torchmn.cluster.units import MiB
 from torchmn.comm.base import Communicator
-from torchmn.comm.codecs import BFloat16, Codec, Float16
+from torchmn.comm.codecs import Codec, create_codec
 from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.comm.object_codec import Trust
-from torchmn.comm.routes.flat import FlatCommunicator, NaiveCommunicator
-from torchmn.comm.routes.hierarchical import HierarchicalCommunicator, NonCudaAwareCommunicator
-from torchmn.comm.routes.pure_nccl import PureNcclCommunicator
-from torchmn.comm.routes.single_node import SingleNodeCommunicator
-from torchmn.comm.routes.two_dimensional import TwoDimensionalCommunicator
+from torchmn.comm.routes import (
+    FlatCommunicator,
+    HierarchicalCommunicator,
+    NaiveCommunicator,
+    NonCudaAwareCommunicator,
+    PureNcclCommunicator,
+    SingleNodeCommunicator,
+    TwoDimensionalCommunicator,
+)
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.join import choose_transport, join_world
@@ -66,11 +69,7 @@ ROUTES: dict[str, type[Communicator]] = {
 _GREETING_BYTES = 512
 _UUID_DIGITS = 12
 _JOIN_S = 20.0  # for a second world, which is optional but may be faster
-_GRAD_DTYPES: dict[str, type[Codec] | None] = {
-    "float32": None,
-    "float16": Float16,
-    "bfloat16": BFloat16,
-}
+_GRAD_DTYPES = ("float32", "float16", "bfloat16")
 _num_created: Counter[int] = Counter()
 _FIRST_FACTOR = 5.0
 _NO_LIMIT_S = 30 * 24 * 3600.0
@@ -141,10 +140,11 @@ def create_communicator(
     with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
-    found, is_recorded = _exchange_greetings(world, greeting, first_s)
-    topology = _checked_topology(topology, [each.host for each in found], world)
-    has_rdma = any(each.has_rdma for each in found)
-    device = _own_device(topology, [each.gpus for each in found], world, is_own=is_own)
+    found = _exchange_greetings(world, greeting, first_s)
+    is_recorded = all(each["records"] for each in found)
+    topology = _checked_topology(topology, [each["host"] for each in found], world)
+    has_rdma = any(each["rdma"] for each in found)
+    device = _own_device(topology, [each["gpus"] for each in found], world, is_own=is_own)
 
     secret: bytes | None = None
 
@@ -308,25 +308,16 @@ def _codec_of(dtype: torch.dtype | str | None) -> Codec | None:
     name = str(dtype).removeprefix("torch.")
     if name not in _GRAD_DTYPES:
         raise UnknownNameError("allreduce_grad_dtype", name, _GRAD_DTYPES)
-    factory = _GRAD_DTYPES[name]
-    return factory() if factory else None
-
-
-@dataclass(frozen=True)
-class _Greeting:
-    """What all ranks know of one rank."""
-
-    host: str
-    gpus: Sequence[str]
-    """The GPUs that it may use, by the beginning of their UUIDs."""
-    has_rdma: bool
-    """Whether its host has another network than Ethernet."""
+    return create_codec(name)
 
 
 def _exchange_greetings(
     world: Transport, greeting: dict[str, Any], timeout_s: float
-) -> tuple[list[_Greeting], bool]:
-    """Every rank's host and GPUs, and whether all of them want to record their steps.
+) -> list[dict[str, Any]]:
+    """What all ranks know of each rank.
+
+    Its ``host``, the ``gpus`` that it may use, by the beginning of their UUIDs, whether its host
+    has another network than Ethernet (``rdma``), and whether it wants to record its steps.
 
     Raises RankMismatchError: the greetings differ.
     """
@@ -336,7 +327,7 @@ def _exchange_greetings(
         "rdma": bool(rdma_adapters()),
         "records": recording.wants_record(os.environ),
     }
-    own = json.dumps({**facts, **greeting}).encode()
+    own = json.dumps([facts, greeting]).encode()
     if len(own) > _GREETING_BYTES:
         raise UsageError(
             f"The host name {socket.gethostname()!r} is too long: a greeting has "
@@ -346,14 +337,12 @@ def _exchange_greetings(
     table[world.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
     world.all_gather_stripes_(table.view(-1), TimeLimit(timeout_s))
     rows = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in table]
-    greetings = [_Greeting(row.pop("host"), row.pop("gpus"), row.pop("rdma")) for row in rows]
-    wants_record = [row.pop("records") for row in rows]
     raise_if_values_differ(
         "Ranks called create_communicator()",
-        rows,
+        [theirs for _, theirs in rows],
         "All ranks must give the same arguments and run the same versions.",
     )
-    return greetings, all(wants_record)
+    return [facts for facts, _ in rows]
 
 
 def _checked_topology(given: Topology | None, found_hosts: list[str], world: Transport) -> Topology:

@@ -15,7 +15,7 @@ import torch
 
 from torchmn.comm.base import Communicator
 from torchmn.comm.collective_checks import raise_if_values_differ
-from torchmn.comm.process_groups import mesh_of_groups, torch_ranks
+from torchmn.comm.transports.join import mesh_of_groups, torch_ranks
 from torchmn.errors import UsageError
 
 if TYPE_CHECKING:

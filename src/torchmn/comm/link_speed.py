@@ -62,7 +62,8 @@ def measure_links(group: Group, device: torch.device = _CPU) -> LinkSpeed | None
         took_s = statistics.median([took_s, *more])
     message_s = 0.0
     if group.size > 2:
-        all_s = min(_all_to_all_s(group, device) for _ in range(_NUM_LATENCY_ROUNDS))
+        others = [(group.rank + i) % group.size for i in range(1, group.size)]
+        all_s = min(_timed(group, 8, others, others, device) for _ in range(_NUM_LATENCY_ROUNDS))
         message_s = max(0.0, all_s - latency_s) / (group.size - 2)
     return LinkSpeed(
         latency_s=latency_s,
@@ -75,12 +76,6 @@ def _exchange_s(group: Group, nbytes: int, device: torch.device) -> float:
     """Seconds of one exchange with the neighbours, those of the slowest rank."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     return _timed(group, nbytes, [after], [before], device)
-
-
-def _all_to_all_s(group: Group, device: torch.device) -> float:
-    """Seconds of one exchange of 8 bytes with every other rank, those of the slowest rank."""
-    others = [(group.rank + i) % group.size for i in range(1, group.size)]
-    return _timed(group, 8, others, others, device)
 
 
 def _timed(

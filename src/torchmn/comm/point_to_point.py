@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchmn.comm import object_codec
 from torchmn.comm.engine import mark_as_rejection
+from torchmn.comm.engine_jobs import exchange_tensors
 from torchmn.comm.group import Group
-from torchmn.comm.object_exchange import exchange_tensors
 from torchmn.comm.transports.base import SYNCHRONOUS_TAG
 from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 
@@ -68,6 +68,7 @@ class _Received:
     tensors: list[Tensor]
 
 
+@dataclass(eq=False)
 class PointToPoint:
     """Point-to-point messages of one rank. Its methods run inside engine jobs.
 
@@ -75,20 +76,14 @@ class PointToPoint:
     is in `receive`, for any message.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        trust: object_codec.Trust,
-        device: torch.device,
-        *,
-        is_synchronous: bool = False,
-    ) -> None:
-        self._group = group
-        self._trust = trust
-        self._device = device
+    _group: Group
+    _trust: object_codec.Trust
+    _device: torch.device
+    is_synchronous: bool = False
+
+    def __post_init__(self) -> None:
         self._unexpected: list[_Received] = []
-        self._is_synchronous = is_synchronous
-        self._envelope_tag = SYNCHRONOUS_TAG if is_synchronous else _ENVELOPE_TAG
+        self._envelope_tag = SYNCHRONOUS_TAG if self.is_synchronous else _ENVELOPE_TAG
         self._body_tag = self._envelope_tag + 1
 
     def send(self, obj: object, dest: int, tag: int) -> None:
@@ -120,7 +115,7 @@ class PointToPoint:
 
         Raises RankMismatchError: its sender could not send the object.
         """
-        accepts_all = self._is_synchronous and self._group.size > 2
+        accepts_all = self.is_synchronous and self._group.size > 2
         while True:
             for message in self._unexpected:
                 if source in (message.source, ANY_SOURCE) and tag in (message.tag, ANY_TAG):

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torchmn.comm import Communicator
 from torchmn.compiling import not_compiled
 from torchmn.errors import UnknownNameError, UnsupportedError
-from torchmn.nn.differentiable_once import differentiable_once
-from torchmn.nn.layer_communicator import LayerCommunicator, Ranks
+from torchmn.nn.layer_communicator import LayerCommunicator, Ranks, differentiable_once
 from torchmn.nn.micro_batches import samples_of_loss
 
 LossWeight = Literal["rank", "samples"]

@@ -7,7 +7,7 @@ pipeline. An order that a simulation has completed cannot deadlock, as sends do 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -213,18 +213,18 @@ class ChainGraph:
         return self._depths[link.key]
 
 
+@dataclass
 class _Simulation:
     """All ranks of a pipeline, in which messages take no time."""
 
-    def __init__(
-        self, graph: ChainGraph, num_microbatches: int, schedule: str, has_backward: bool
-    ) -> None:
-        self._graph = graph
-        self._num_microbatches = num_microbatches
-        self._schedule = schedule
-        self._has_backward = has_backward
-        self._started: dict[tuple[str, tuple[int, int]], int] = defaultdict(int)
-        self._ended: dict[tuple[str, tuple[int, int]], int] = defaultdict(int)
+    _graph: ChainGraph
+    _num_microbatches: int
+    _schedule: PipelineSchedule
+    _has_backward: bool
+
+    def __post_init__(self) -> None:
+        self._started: Counter[tuple[str, tuple[int, int]]] = Counter()
+        self._ended: Counter[tuple[str, tuple[int, int]]] = Counter()
 
     def run(self) -> list[list[Action]]:
         """The order of every rank."""

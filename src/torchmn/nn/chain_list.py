@@ -7,8 +7,9 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,19 +26,11 @@ from torchmn.nn.chain_graph import (
     PipelineSchedule,
 )
 from torchmn.nn.clipping import clip_grad_norm_, share_nonfinite_
-from torchmn.nn.differentiable_once import differentiable_once
 from torchmn.nn.functions import pseudo_connect
-from torchmn.nn.layer_communicator import has_collective_layers
+from torchmn.nn.layer_communicator import differentiable_once, has_collective_layers
 from torchmn.nn.messages import Messages, Place, Samples
 from torchmn.nn.micro_batches import tensors_of, with_tensors
 from torchmn.nn.pipeline import Batch, LossFunction, NoSync, Pipeline, explained
-
-
-class LossScaler(Protocol):
-    """What is used of `torch.amp.GradScaler`."""
-
-    def scale(self, outputs: Tensor) -> Tensor:
-        """The loss times the scale."""
 
 
 class MultiNodeChainList(nn.Module):
@@ -134,9 +127,8 @@ class MultiNodeChainList(nn.Module):
         """
         graph, messages = self._agreed()
         order = graph.order(1, self.schedule, has_backward=False)[self.communicator.rank]
-        forward_pass = ForwardPass(
-            self.communicator, graph, list(self.links.values()), messages, order
-        )
+        modules = list(self.links.values())
+        forward_pass = ForwardPass(self.communicator, graph, modules, messages, order)
         try:
             return forward_pass.run(inputs)
         except BaseException:
@@ -151,7 +143,7 @@ class MultiNodeChainList(nn.Module):
         *,
         reduction: Literal["mean", "sum"] = "mean",
         count: Callable[[Any], float] | None = None,
-        scaler: LossScaler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
     ) -> Tensor | None:
         """Forward and backward of a batch; gradients are added to ``p.grad``. *Collective.*
 
@@ -194,7 +186,7 @@ class MultiNodeChainList(nn.Module):
                 messages,
                 graph.order(self.num_microbatches, self.schedule),
                 self.num_microbatches,
-                has_collective_layers=self._has_collective_layers,
+                self._has_collective_layers,
             )
         batch = Batch(
             inputs=inputs if isinstance(inputs, tuple) or inputs is None else (inputs,),
@@ -290,23 +282,18 @@ _TWICE = (
 )
 
 
+@dataclass(eq=False)
 class ForwardPass:
     """One call of ``chain(...)`` on this rank."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        graph: ChainGraph,
-        modules: Sequence[nn.Module],
-        messages: Messages,
-        order: Sequence[Action],
-    ) -> None:
-        self._comm = comm
-        self._graph = graph
-        self._modules = modules
-        self._messages = messages
-        self._order = order
-        self._call = messages.new_call()
+    _comm: Communicator
+    _graph: ChainGraph
+    _modules: Sequence[nn.Module]
+    _messages: Messages
+    _order: Sequence[Action]
+
+    def __post_init__(self) -> None:
+        self._call = self._messages.new_call()
         self._local: dict[int, Any] = {}
         self._thread = torch.zeros((), device="cpu", requires_grad=torch.is_grad_enabled())
 

@@ -30,6 +30,7 @@ from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError
 from torchmn.nn.layer_communicator import Ranks
 
 Split = Literal["output", "input"]
+_Map = Callable[[Tensor], Tensor]
 _CURE = "Make the model again with its communicator, and load the state into it."
 
 
@@ -307,21 +308,14 @@ def _part(x: Tensor, comm: Communicator, dim: int) -> Tensor:
     )
 
 
-def _with_reverse(
-    x: Tensor, function: Callable[[Tensor], Tensor], reverse: Callable[[Tensor], Tensor]
-) -> Tensor:
+def _with_reverse(x: Tensor, function: _Map, reverse: _Map) -> Tensor:
     """``function(x)``, whose gradient is ``reverse(dy)`` and can be differentiated again."""
     return _Linear.apply(x, function, reverse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        function: Callable[[Tensor], Tensor],
-        reverse: Callable[[Tensor], Tensor],
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, function: _Map, reverse: _Map) -> Tensor:
         ctx.reverse = reverse
         return function(x)
 

@@ -59,33 +59,26 @@ class _Arrival:
     grads: list[Tensor | None] = field(default_factory=list)
 
 
+@dataclass(eq=False)
 class Pipeline:
     """Runs the batches of one rank. *Collective* to make."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        graph: ChainGraph,
-        modules: Sequence[nn.Module],
-        messages: Messages,
-        orders: Sequence[Sequence[Action]],
-        num_microbatches: int,
-        *,
-        has_collective_layers: bool = False,
-    ) -> None:
-        self.comm = comm
-        self.graph = graph
-        self.modules = modules
-        self.messages = messages
-        self.order = orders[comm.rank]
-        self.num_microbatches = num_microbatches
-        self.runs_all = has_collective_layers
-        """Whether micro-batches without samples, or without a loss, run through the links: the
-        layers of other chains, whose batches are of other sizes, wait for them."""
+    comm: Communicator
+    graph: ChainGraph
+    modules: Sequence[nn.Module]
+    messages: Messages
+    orders: Sequence[Sequence[Action]]
+    num_microbatches: int
+    runs_all: bool
+    """Whether micro-batches without samples, or without a loss, run through the links: the layers
+    of other chains, whose batches are of other sizes, wait for them."""
+
+    def __post_init__(self) -> None:
+        self.order = self.orders[self.comm.rank]
         self.num_messages = {
-            peer: sum(self._num_sent_by(action) for action in orders[peer])
-            for peer in range(comm.size)
-            if peer != comm.rank
+            peer: sum(self._num_sent_by(action) for action in order)
+            for peer, order in enumerate(self.orders)
+            if peer != self.comm.rank
         }
         """How many messages of a batch each rank sends to this one."""
 

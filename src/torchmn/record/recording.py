@@ -10,33 +10,50 @@ from __future__ import annotations
 import atexit
 import contextlib
 import cProfile
+import functools
 import os
 import platform
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
+from torchmn.compiling import not_compiled
 from torchmn.control.private_files import make_private_folder
 from torchmn.errors import UsageError
 from torchmn.record.clock_offsets import ClockAddress, ClockServer, measure_offset
-from torchmn.record.observers import Observers
 from torchmn.record.profile_request import FOLDER as PROFILE_FOLDER
 from torchmn.record.profile_request import ProfileRequest, is_record_off
-from torchmn.record.record_file import FOLDER, RecordFile
-from torchmn.record.recorded_exchange import Coding, Traffic
-from torchmn.record.records import FORMAT, ClockOffset, Memory, Phase, RunEnd, RunStart
+from torchmn.record.records import (
+    FOLDER,
+    FORMAT,
+    ClockOffset,
+    Memory,
+    Phase,
+    RecordFile,
+    RunEnd,
+    RunStart,
+    say,
+)
 from torchmn.record.step_recorder import StepRecorder
-from torchmn.record.step_trace import RequestedTrace, StepTrace, running
-from torchmn.record.timeline import Mark, clock_of
+from torchmn.record.step_trace import RequestedTrace, StepTrace, TracedComm, running
+from torchmn.record.timeline import Coding, Mark, Traffic, clock_of
 
 _PERIOD_S = 1.0
 _MEMORY_PERIOD_S = 10.0
@@ -44,32 +61,18 @@ _CLOCK_PERIOD_S = 60.0
 _VERSIONED = ("torch", "numpy", "mpi4py")
 
 
-class World(Traffic, Protocol):
+class World(Traffic, TracedComm, Protocol):
     """What is used of a communicator."""
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def intra_rank(self) -> int:
-        """This rank on its node."""
-
-    @property
-    def inter_rank(self) -> int:
-        """The node of this rank."""
+    rank: int
+    size: int
+    intra_rank: int
+    inter_rank: int
+    device: torch.device
 
     @property
     def addresses(self) -> list[str]:
         """Those at which the other ranks reach this one."""
-
-    @property
-    def device(self) -> Any:
-        """The GPU of this rank, or the CPU."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -77,9 +80,6 @@ class World(Traffic, Protocol):
 
     def bcast_obj(self, obj: object, root: int = 0) -> Any:
         """Give every rank the root's object. *Collective.*"""
-
-    def recent_collectives(self) -> list[dict[str, Any]]:
-        """See `TracedComm.recent_collectives`."""
 
 
 class Recording:
@@ -172,7 +172,7 @@ class Recording:
                 make_private_folder(path.parent)
                 profile.dump_stats(path)
             except OSError as error:
-                _say(f"the profile {path} cannot be written: {error.strerror or error}")
+                say(f"the profile {path} cannot be written: {error.strerror or error}")
 
     def _close_at_exit(self) -> None:
         self.close(1 if getattr(sys, "last_value", None) is not None else 0)
@@ -254,7 +254,7 @@ def start(comm: World, folder: Path) -> Recording | None:
             recording = Recording(comm, Path(name), address, server)
             _current.append(recording)
     except OSError as error:
-        _say(
+        say(
             f"rank {comm.rank}: no record of steps is kept, for {name} cannot be written "
             f"({error.strerror or error}). {RECORD_VARIABLE}=off switches it off."
         )
@@ -396,10 +396,6 @@ def report_value(name: str, value: float, step: int | None = None) -> None:
         _current[0].recorder.value(name, float(value), step)
 
 
-def _say(text: str) -> None:
-    print(f"torchmn: {text}", file=sys.stderr, flush=True)
-
-
 # ---- facts ----
 
 
@@ -436,14 +432,87 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _memory(gpu: Any) -> Memory:
+def _memory(gpu: torch.device | None) -> Memory:
     """Of this process. ``gpu``: of this rank, or None; a thread's own is the first one."""
     rss_nbytes = device_nbytes = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         pages = Path("/proc/self/statm").read_text().split()[1]
         rss_nbytes = int(pages) * os.sysconf("SC_PAGE_SIZE")
     if gpu is not None:
-        import torch
-
         device_nbytes = torch.cuda.memory_allocated(gpu)
     return Memory(at_s=time.perf_counter(), rss_nbytes=rss_nbytes, device_nbytes=device_nbytes)
+
+
+# What is put around torch's own calls while a record is kept, and taken off at its end.
+#
+# A loop that torchmn does not run is seen where it calls torch: the iterator of a DataLoader,
+# `torch.autograd.backward` (which ``loss.backward()`` calls), and the step of an optimizer, for
+# which torch has hooks. Each is passed on unchanged; the clock is read before and after.
+
+
+class Observers:
+    """Tells a recorder what the training thread calls. Local."""
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        self._recorder = recorder
+        self._before: list[Phase | None] = []
+        self._undo: list[Callable[[], object]] = []
+
+    def install(self) -> None:
+        """Look at what is called from now on."""
+        recorder = self._recorder
+        plain_next: Callable[[Any], Any] = _BaseDataLoaderIter.__next__
+
+        @not_compiled
+        @functools.wraps(plain_next)
+        def timed_next(iterator: Any) -> Any:
+            before = recorder.data_begins()
+            try:
+                return plain_next(iterator)
+            finally:
+                recorder.data_ends(before)
+
+        plain_backward = torch.autograd.backward
+
+        @not_compiled
+        @functools.wraps(plain_backward)
+        def timed_backward(*args: Any, **kwargs: Any) -> None:
+            is_timed = recorder.backward_begins(args[0] if args else kwargs.get("tensors"))
+            try:
+                plain_backward(*args, **kwargs)
+            finally:
+                if is_timed:
+                    recorder.backward_ends()
+
+        self._replace(_BaseDataLoaderIter, "__next__", plain_next, timed_next)
+        self._replace(torch.autograd, "backward", plain_backward, timed_backward)
+        for register, function in (
+            (register_optimizer_step_pre_hook, self._step_begins),
+            (register_optimizer_step_post_hook, self._step_ends),
+        ):
+            self._undo.append(register(function).remove)
+
+    def remove(self) -> None:
+        """Put everything back as it was."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, plain: object, timed: object) -> None:
+        def put_back() -> None:
+            if getattr(owner, name) is timed:  # else another tool has put itself around it
+                setattr(owner, name, plain)
+
+        setattr(owner, name, timed)
+        self._undo.append(put_back)
+
+    @not_compiled
+    def _step_begins(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Of any optimizer; those inside of another one's step are parts of it."""
+        self._before.append(self._recorder.enter("optimizer"))
+
+    @not_compiled
+    def _step_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        before = self._before.pop() if self._before else None
+        if before is not None:
+            self._recorder.leave("other" if before in ("forward", "backward") else before)
+            self._recorder.optimizer_stepped(optimizer)

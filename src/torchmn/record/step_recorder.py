@@ -18,9 +18,8 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchmn.record.recorded_exchange import DIGITS, Exchange, Traffic
 from torchmn.record.records import (
     GradientTimes,
     Line,
@@ -29,7 +28,10 @@ from torchmn.record.records import (
     Step,
     Value,
 )
-from torchmn.record.timeline import Mark, StepClock
+from torchmn.record.timeline import DIGITS, Exchange, Mark, StepClock, Traffic
+
+if TYPE_CHECKING:
+    from torchmn.record.step_trace import StepTrace
 
 _MAX_MARKS = 4096
 _LOSS_PERIOD_S = 0.5
@@ -37,19 +39,6 @@ _MAX_OTHERS = 2
 _GRADIENT_STEPS = frozenset({3, 10, 30, 100})
 _GRADIENT_PERIOD = 500
 _UNTRAINED: frozenset[Phase] = frozenset({"data", "other", "evaluation"})
-
-
-class Trace(Protocol):
-    """A profile under way."""
-
-    def add_step(
-        self,
-        number: int,
-        marks: Sequence[tuple[Mark, Phase]],
-        end: Mark,
-        exchanges: Sequence[Exchange],
-    ) -> None:
-        """A step has ended, with the marks at which its phases began."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +51,23 @@ class GradientFacts:
 
 
 @dataclass(slots=True)
-class _Ended:
-    """A step that has ended, whose marks may not be over yet."""
+class _Step:
+    """A step under way, or one that has ended and whose marks may not be over yet."""
 
-    number: int
     at_s: float
     begin: Mark
-    end: Mark
     marks: list[tuple[Mark, Phase]]
-    folded: dict[Phase, float]
-    samples: int | None
-    sent: dict[str, int]
-    received: dict[str, int]
-    core_time: CoreTime | None
+    folded: dict[Phase, float] = field(default_factory=dict)
+    samples: int | None = None
     gradients: list[tuple[GradientFacts, Mark]] = field(default_factory=list)
     backward: Mark = None
     loss: Any = None
+    # Known when it has ended:
+    number: int = 0
+    end: Mark = None
+    sent: dict[str, int] = field(default_factory=dict)
+    received: dict[str, int] = field(default_factory=dict)
+    core_time: CoreTime | None = None
 
 
 class StepRecorder:
@@ -96,20 +86,15 @@ class StepRecorder:
         """Steps that have ended since the recorder was made."""
         self.on_step: list[Callable[[int], None]] = []
         """Called with the number of the step that begins, after each step."""
-        self.traces: list[Trace] = []
+        self.traces: list[StepTrace] = []
         """Those that are running."""
         self._write = write
         self._training = threading.get_ident()
         self._phase: Phase = "other"
         self._whole = 0
         self._has_begun = False
-        self._folded: dict[Phase, float] = {}
-        self._samples: int | None = None
-        self._gradients: list[tuple[GradientFacts, Mark]] = []
-        self._backward: Mark = None
-        self._loss: Any = None
-        self._begin_step(clock.mark())
-        self._ended: deque[_Ended] = deque()
+        self._step = self._new_step(clock.mark())
+        self._ended: deque[_Step] = deque()
         self._comms: list[Traffic] = []
         self._traffic: tuple[dict[str, int], dict[str, int]] = ({}, {})
         self._core_time = CoreTimeReader()
@@ -161,17 +146,17 @@ class StepRecorder:
 
     def _switch(self, phase: Phase) -> None:
         self._phase = phase
-        marks = self._marks
+        marks = self._step.marks
         marks.append((self.clock.mark(), phase))
         if len(marks) > _MAX_MARKS:  # as in a long evaluation
             last = len(marks) - 1 if self.clock.is_host else len(marks) // 2
             if self.clock.is_over(marks[last][0]):  # a GPU may be that far behind
-                _add_up(self.clock, marks[:last], marks[last][0], self._folded)
+                _add_up(self.clock, marks[:last], marks[last][0], self._step.folded)
                 del marks[:last]
 
     def _relabel(self, phase: Phase, untrained: frozenset[Phase]) -> None:
         """What came just before was a part of this phase, as is clear now."""
-        marks = self._marks
+        marks = self._step.marks
         for index in range(len(marks) - 1, -1, -1):
             mark, before = marks[index]
             if before not in untrained:
@@ -198,7 +183,7 @@ class StepRecorder:
         self._begin_first_step()
         if is_training:
             if num_samples is not None and self._phase not in ("forward", "backward"):
-                self._samples = (self._samples or 0) + num_samples
+                self._step.samples = (self._step.samples or 0) + num_samples
             self.enter("forward")
         elif not self._whole and threading.get_ident() == self._training:
             self.enter("evaluation")
@@ -214,7 +199,7 @@ class StepRecorder:
         self._note_loss(loss)
         if self.enter("backward") is None:
             return False
-        self._backward = self._backward or self._marks[-1][0]
+        self._step.backward = self._step.backward or self._step.marks[-1][0]
         return True
 
     def backward_ends(self) -> None:
@@ -223,7 +208,7 @@ class StepRecorder:
 
     def gradient_ready(self, facts: GradientFacts) -> None:
         """Called by autograd, in steps in which gradients are timed."""
-        self._gradients.append((facts, self.clock.mark()))
+        self._step.gradients.append((facts, self.clock.mark()))
 
     def wants_gradients(self) -> bool:
         """Whether gradients should be timed in the step that begins now."""
@@ -252,25 +237,13 @@ class StepRecorder:
     def end_step(self, number: int, *, samples: int | None = None) -> None:
         """A step has ended, and the next one begins. ``samples``: if forward has not seen them."""
         self._training = threading.get_ident()
-        end = self.clock.mark()
-        sent, received = self._new_traffic()
-        ended = _Ended(
-            number,
-            self._at_s,
-            self._begin,
-            end,
-            self._marks,
-            self._folded,
-            self._samples if samples is None else samples,
-            sent,
-            received,
-            self._core_time.since_last(),
-            self._gradients,
-            self._backward,
-            self._loss,
-        )
+        ended = self._step
+        ended.number, ended.end = number, self.clock.mark()
+        ended.sent, ended.received = self._new_traffic()
+        ended.samples = ended.samples if samples is None else samples
+        ended.core_time = self._core_time.since_last()
         self._ended.append(ended)
-        self._begin_step(end)
+        self._step = self._new_step(ended.end)
         self.num_steps += 1
         self.write_ended()
         for callback in self.on_step:
@@ -285,8 +258,8 @@ class StepRecorder:
         """Seconds of each phase since the last step."""
         if not self.clock.is_host or not self._has_begun:
             return {}
-        totals = dict(self._folded)
-        _add_up(self.clock, self._marks, self.clock.mark(), totals)
+        totals = dict(self._step.folded)
+        _add_up(self.clock, self._step.marks, self.clock.mark(), totals)
         return _rounded(totals)
 
     # ---- what is noted beside the phases ----
@@ -322,7 +295,8 @@ class StepRecorder:
 
     def _note_loss(self, loss: object) -> None:
         """Keep what backward is called on, now and then, without waiting for a GPU."""
-        if not self._reports_loss or self._at_s - self._loss_at_s < _LOSS_PERIOD_S:
+        step = self._step
+        if not self._reports_loss or step.at_s - self._loss_at_s < _LOSS_PERIOD_S:
             return
         import torch
 
@@ -333,13 +307,13 @@ class StepRecorder:
             return
         if found.is_cuda and torch.cuda.is_current_stream_capturing():
             return  # every replay of the graph would write to the copy
-        self._loss_at_s = self._at_s
+        self._loss_at_s = step.at_s
         value = found.detach()
         if value.is_cuda:  # there when the marks of the step are over, and not read before
             host = torch.empty_like(value, device="cpu", pin_memory=True)
-            self._loss = host.copy_(value, non_blocking=True)
+            step.loss = host.copy_(value, non_blocking=True)
         else:
-            self._loss = value.clone() if not self.clock.is_host else float(value)
+            step.loss = value.clone() if not self.clock.is_host else float(value)
 
     def _new_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         before, self._traffic = self._traffic, self._total_traffic()
@@ -374,17 +348,13 @@ class StepRecorder:
             if self._phase == "other" and not self._whole:
                 self._new_traffic()
                 self._core_time.since_last()
-                self._begin_step(self.clock.mark())
+                self._step = self._new_step(self.clock.mark())
 
-    def _begin_step(self, begin: Mark) -> None:
-        self._at_s = float(begin) if self.clock.is_host else time.perf_counter()
-        self._begin = begin
-        self._marks = [(begin, self._phase)]
-        self._folded = {}
-        self._samples, self._backward, self._loss = None, None, None
-        self._gradients = []
+    def _new_step(self, begin: Mark) -> _Step:
+        at_s = float(begin) if self.clock.is_host else time.perf_counter()
+        return _Step(at_s, begin, [(begin, self._phase)])
 
-    def _write_step(self, ended: _Ended) -> None:
+    def _write_step(self, ended: _Step) -> None:
         clock, begin = self.clock, ended.begin
         _add_up(clock, ended.marks, ended.end, ended.folded)
         exchanges = []

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,10 +22,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torchmn.control.private_files import make_private_folder
 from torchmn.errors import UsageError
 from torchmn.record.profile_request import ProfileRequest
-from torchmn.record.recorded_exchange import Exchange
-from torchmn.record.records import ClockOffset, Phase
+from torchmn.record.records import ClockOffset, Phase, say
 from torchmn.record.step_recorder import StepRecorder
-from torchmn.record.timeline import Mark
+from torchmn.record.timeline import Exchange, Mark
 
 CLOCK_EVENT = "torchmn clock"
 KEY = "torchmn"
@@ -39,19 +38,17 @@ class TracedComm(Protocol):
         """The last ones that have ended, each with its number, name, times and what it moved."""
 
 
+@dataclass(eq=False)
 class StepTrace:
     """One profile of this rank, from `begin` to `end`. Used by the training thread."""
 
-    def __init__(
-        self,
-        recorder: StepRecorder,
-        comm: TracedComm,
-        path: Path,
-        rank: int,
-        offset: Callable[[], ClockOffset | None],
-    ) -> None:
-        self._recorder, self._comm, self.path, self._rank = recorder, comm, path, rank
-        self._offset = offset
+    _recorder: StepRecorder
+    _comm: TracedComm
+    path: Path
+    _rank: int
+    _offset: Callable[[], ClockOffset | None]
+
+    def __post_init__(self) -> None:
         self._profiler: profile | None = None
         self._events: list[dict[str, Any]] = []
         self._last_number = 0
@@ -89,7 +86,7 @@ class StepTrace:
         end: Mark,
         exchanges: Sequence[Exchange],
     ) -> None:
-        """Called by the recorder for each step that ends."""
+        """Called by the recorder for each step that ends, with the marks of its phases."""
         if not self._recorder.clock.is_host:  # the profiler itself sees what the GPU does
             self._add_collectives()
             return
@@ -177,11 +174,7 @@ class RequestedTrace:
                     "a profiler of the script ran in these steps, and there can be only one at a "
                     "time. Remove it, or choose other steps"
                 )
-            print(
-                f"torchmn: --profile {self._request.first}:{self._request.last}: {why}.",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"--profile {self._request.first}:{self._request.last}: {why}.")
 
     def _begin(self) -> None:
         """Unless the script profiles itself: then in one of the next steps."""
@@ -194,7 +187,7 @@ class RequestedTrace:
         try:
             self._trace.end()
         except (OSError, RuntimeError) as error:
-            print(f"torchmn: the profile cannot be written: {error}", file=sys.stderr, flush=True)
+            say(f"the profile cannot be written: {error}")
 
 
 @contextmanager

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.contracts.pairs import in_pairs
 from torchmn.comm.allreduce import (
     NativeAllReduce,
     ReduceBlock,
@@ -19,9 +20,10 @@ from torchmn.comm.codecs import CODECS, Float16, Layout, create_codec
 from torchmn.testing import run_ranks
 
 
-@pytest.mark.parametrize("codec", [None, "float16", "bfloat16"])
-@pytest.mark.parametrize("numel", [0, 1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("num_exact", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("numel", "codec", "num_exact"),
+    in_pairs((0, 1, 2, 3, 4, 5, 9), (None, "float16", "bfloat16"), (0, 1, 2)),
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_short_buffers(codec: str | None, numel: int, num_exact: int, dtype: torch.dtype) -> None:
     num_exact = min(num_exact, numel)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -98,24 +97,15 @@ def test_gradient_dtypes_by_name_and_as_dtypes(dtype: object) -> None:
 
 def test_ranks_with_different_arguments_raise() -> None:
     store = HashStore()
-    texts: dict[int, str] = {}
 
     def rank_main(rank: int) -> None:
         transport = TorchDistributedTransport(store, rank, 2, timeout_s=5)
-        try:
+        text = "different name: rank 0: 'flat'; rank 1: 'naive'"
+        with pytest.raises(RankMismatchError, match=text):
             create_communicator("naive" if rank else "flat", transport=transport, timeout_s=5)
-        except RankMismatchError as error:
-            texts[rank] = str(error)
         transport.close()
 
-    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(texts) == 2
-    for text in texts.values():
-        assert "different name: rank 0: 'flat'; rank 1: 'naive'" in text
+    run_threads(rank_main, 2)
 
 
 def test_a_rank_knows_its_place() -> None:

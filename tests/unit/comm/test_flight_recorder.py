@@ -7,7 +7,6 @@ import threading
 import torch
 
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
-from tests.limits import limit
 from torchmn import create_multi_node_optimizer
 from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.testing import run_ranks
@@ -153,25 +152,6 @@ def test_another_thread_reads_while_collectives_run() -> None:
         return problems
 
     assert run_ranks(rank_main, 2) == [[], []]
-
-
-def test_a_collective_that_waits_for_others_shows_as_running() -> None:
-    may_come = threading.Event()
-
-    def rank_main(comm):
-        if comm.rank == 1:
-            assert may_come.wait(timeout=limit(10))
-            comm.sum_(torch.ones(5), bucket=4, step=9)
-            return None
-        work = comm.start_sum_(torch.ones(5), bucket=4, step=9)
-        while (seen := comm.flight_recorder.last) is None or seen.bucket != 4:
-            pass
-        state = seen.state
-        may_come.set()
-        work.wait()
-        return state, comm.flight_recorder.last.state
-
-    assert run_ranks(rank_main, 2)[0] == ("running", "done")
 
 
 def test_a_group_of_the_whole_job_is_described_without_its_ranks() -> None:

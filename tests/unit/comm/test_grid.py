@@ -92,20 +92,6 @@ def part_of_model(grid: Grid) -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def test_means_are_along_the_data_axis_only() -> None:
-    def rank_main(comm: Communicator) -> torch.Tensor:
-        grid = Grid(comm, data=2, model=2)
-        model = part_of_model(grid)
-        train(grid, model)
-        grid.finalize()
-        return model.weight.detach().clone()
-
-    first, second, third, fourth = run_ranks(rank_main, 4)
-    assert torch.equal(first, third)
-    assert torch.equal(second, fourth)
-    assert not torch.equal(first, second)
-
-
 def test_a_sampler_over_all_ranks_counts_the_steps_of_an_optimizer_over_one_axis() -> None:
     def rank_main(comm: Communicator) -> tuple[int | None, int]:
         grid = Grid(comm, data=2, model=1)

@@ -57,7 +57,3 @@ def test_the_first_failure_is_raised_on_all_ranks() -> None:
         return caught(lambda: raise_if_any_failed(comm, error))
 
     assert run_ranks(main, 3) == [(DataError, "Rank 1 on localhost: disk 1")] * 3
-
-
-def test_no_failure() -> None:
-    assert run_ranks(lambda c: raise_if_any_failed(c, None), 2) == [None, None]

@@ -47,10 +47,6 @@ def test_small_integers_do_not_overflow(dtype: torch.dtype) -> None:
         assert (found.tolist(), found.dtype) == ([3 * most], torch.int64)
 
 
-def test_one_value_is_returned_by_itself() -> None:
-    assert run_ranks(lambda comm: comm.sum_over_ranks(comm.rank + 1), 3) == [6, 6, 6]
-
-
 def test_floats_are_rounded_once() -> None:
     """In rank order, with a rounding at each addition, the small ones would be lost."""
     values = [1e16, 1.0, 1.0]

@@ -94,15 +94,6 @@ def test_converts_in_place_and_back() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_a_model_may_be_one_layer() -> None:
-    def rank_main(comm):
-        layer = convert_batch_norm(nn.BatchNorm2d(3), comm)
-        assert type(layer) is MultiNodeBatchNorm2d
-        assert type(revert_batch_norm(layer)) is nn.BatchNorm2d
-
-    run_ranks(rank_main, 1)
-
-
 @pytest.mark.parametrize("other", [nn.SyncBatchNorm(3), nn.LazyBatchNorm2d()])
 def test_other_classes_are_named_before_anything_is_changed(other: nn.Module) -> None:
     def rank_main(comm):

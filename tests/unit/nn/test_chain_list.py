@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import sys
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from tests.contracts.suites.communicator_contracts import seeded
-from torchmn.cluster import Topology
 from torchmn.comm import Communicator, Grid
 from torchmn.errors import (
     CommunicationError,
@@ -276,22 +274,6 @@ def test_names_of_parameters_differ_between_ranks() -> None:
     ]
 
 
-def test_a_copy_trains_by_itself() -> None:
-    def run(comm: Communicator) -> None:
-        chain = line(comm, num_microbatches=2)
-        chain.forward_backward(*batch(), mse)
-        copied = copy.deepcopy(chain).eval()
-        assert not copied.training
-        copied.zero_grad()
-        copied.forward_backward(*batch(), mse)
-        chain.forward_backward(*batch(), mse)
-        for own, other in zip(chain.parameters(), copied.parameters(), strict=True):
-            assert own is not other
-            torch.testing.assert_close(own.grad, 2 * other.grad)
-
-    run_ranks(run, 2)
-
-
 def test_a_copy_of_a_class_of_the_script() -> None:
     """ChainerMN's way to write a chain: its constructor has other arguments."""
 
@@ -490,40 +472,6 @@ def test_schedules_along_a_data_axis(name: str) -> None:
         grid.finalize()
 
     run_ranks(run, 4)
-
-
-def flat(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def wide(num_in: int, num_out: int) -> nn.Linear:
-    """Enough for a codec, which sends small tensors as they are."""
-    linear = nn.Linear(num_in, num_out, bias=False)
-    with torch.no_grad():
-        linear.weight.copy_(seeded(num_in, num_out, num_in) / 100)
-    return linear
-
-
-@pytest.mark.parametrize("codec", ["int8", "1bit", "power_sgd"])
-def test_codecs_along_a_data_axis(codec: str) -> None:
-    def run(comm: Communicator) -> None:
-        grid = Grid(comm, data=2, model=2)
-        trained = []
-        for form in (None, codec):
-            part = nn.Sequential(
-                layer(grid.model.rank), wide(3, 200), nn.Tanh(), wide(200, 200), wide(200, 3)
-            )
-            chain = line(grid.model, part, num_microbatches=2).float()
-            start = flat(chain)
-            trained_over(grid.data, chain, torch.float32, 1e-3, codec=form)
-            trained.append(flat(chain))
-        exact, encoded = trained
-        assert 0 < torch.dist(encoded, exact) < 2 * torch.dist(exact, start)
-        first, second = grid.data.allgather(encoded)
-        assert torch.equal(first, second)
-        grid.finalize()
-
-    run_ranks(run, 4, topology=Topology(tuple(f"host{rank}" for rank in range(4))))
 
 
 @pytest.mark.parametrize("weight", ["rank", "samples"])

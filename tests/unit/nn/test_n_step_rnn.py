@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from tests.contracts.suites.communicator_contracts import seeded
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
-from torchmn.nn import create_multi_node_n_step_rnn, functions
+from torchmn.nn import create_multi_node_n_step_rnn
 from torchmn.testing import run_ranks
 
 KINDS = {
@@ -75,19 +75,6 @@ def test_packed_sequences_and_a_delegate_alone() -> None:
     run_ranks(run, 2)
 
 
-def test_a_delegate_in_a_pseudo_connect() -> None:
-    def run(comm: Communicator) -> None:
-        rank = comm.rank
-        network = create_multi_node_n_step_rnn(
-            nn.RNN(4, 4), comm, rank_in=rank - 1 if rank else None, rank_out=None if rank else 1
-        )
-        output, _, delegate = network(torch.ones(2, 2, 4))
-        functions.pseudo_connect(delegate, output).sum().backward()
-        assert all(p.grad is not None for p in network.parameters())
-
-    run_ranks(run, 2)
-
-
 @pytest.mark.parametrize(
     ("other", "what"),
     [
@@ -119,19 +106,5 @@ def test_arguments() -> None:
         network = create_multi_node_n_step_rnn(nn.GRU(1, 1), comm, rank_in=1 - comm.rank)
         with pytest.raises(UsageError, match="hx is given"):
             network(torch.ones(1, 1, 1), torch.ones(1, 1, 1))
-
-    run_ranks(run, 2)
-
-
-def test_copies_share_the_communicator() -> None:
-    def run(comm: Communicator) -> None:
-        first, second = (None, 1), (0, None)
-        network = create_multi_node_n_step_rnn(
-            nn.GRU(4, 4), comm, *(first if comm.rank == 0 else second)
-        )
-        copied = copy.deepcopy(network)
-        assert copied.communicator is comm
-        x = torch.ones(3, 2, 4)
-        assert torch.equal(copied(x)[1], network(x)[1])
 
     run_ranks(run, 2)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchmn.record.recorded_exchange import Coding
 from torchmn.record.records import GradientTimes, Line, Step, Value
 from torchmn.record.step_recorder import GradientFacts, StepRecorder
-from torchmn.record.timeline import GpuClock, Mark
+from torchmn.record.timeline import Coding, GpuClock, Mark
 
 
 class ManualClock:
@@ -227,7 +226,7 @@ def test_a_very_long_step_keeps_no_list_of_its_phases(
     for _ in range(3000):
         batch(recorder, clock)
         clock.now += 1
-    assert len(recorder._marks) < 5000
+    assert len(recorder._step.marks) < 5000
     recorder.end_step(0)
     assert steps(lines)[0].phases == {"data": 3000.0, "other": 3000.0}
     assert steps(lines)[0].seconds == 6000.0
@@ -297,7 +296,7 @@ def test_on_a_gpu_a_long_step_keeps_few_events(lines: list[Line]) -> None:
     for number in range(20_000):
         recorder.leave(recorder.enter("evaluation"))
         stream.num_passed = stream.num_events if number > 5000 else 0
-    assert len(recorder._marks) < 5000
+    assert len(recorder._step.marks) < 5000
     recorder.end_step(0)
     stream.num_passed = stream.num_events
     recorder.write_ended()

@@ -27,11 +27,7 @@ class ReducedPrecision(StripeCodec):
     """Sends floating-point stripes in a narrower floating-point type."""
 
     bits = 16
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.name = name
-        self.dtype = dtype
+    dtype: torch.dtype
 
     def stripe_nbytes(self, stripe: Layout) -> int:
         return stripe.span * self.dtype.itemsize
@@ -87,8 +83,8 @@ class Float16(ReducedPrecision):
         'float16'
     """
 
-    def __init__(self) -> None:
-        super().__init__("float16", torch.float16)
+    name = "float16"
+    dtype = torch.float16
 
 
 class BFloat16(ReducedPrecision):
@@ -99,5 +95,5 @@ class BFloat16(ReducedPrecision):
         'bfloat16'
     """
 
-    def __init__(self) -> None:
-        super().__init__("bfloat16", torch.bfloat16)
+    name = "bfloat16"
+    dtype = torch.bfloat16

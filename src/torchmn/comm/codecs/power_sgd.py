@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from torchmn.comm.codecs.base import Codec
-from torchmn.comm.codecs.kernels.select import kernels_for
+from torchmn.comm.codecs.kernels import kernels_for
 from torchmn.comm.codecs.layout import Layout, Segment, is_small
 from torchmn.comm.codecs.residuals import Residuals
 from torchmn.errors import UsageError

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from torchmn.comm.codecs.base import Side, StripeCodec, check_encoded, span_of
-from torchmn.comm.codecs.kernels.select import kernels_for
+from torchmn.comm.codecs.kernels import kernels_for
 from torchmn.comm.codecs.kernels.wire_format import Noise, QuantizationSpec, StripePlan, plan_stripe
 from torchmn.comm.codecs.layout import Layout
 from torchmn.errors import UsageError

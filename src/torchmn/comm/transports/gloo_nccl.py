@@ -306,17 +306,12 @@ def _batch(group: Any, sends: Sequence[Message], recvs: Sequence[Message], tag: 
 def _start_all(
     group: Any, sends: Sequence[Message], recvs: Sequence[Message], tag: int
 ) -> list[Any]:
-    works = [
-        group.recv([_bytes(tensor)], peer, _sized_tag(tag, tensor))
-        for peer, tensor in recvs
+    return [
+        start([_bytes(tensor)], peer, _sized_tag(tag, tensor))
+        for start, messages in ((group.recv, recvs), (group.send, sends))
+        for peer, tensor in messages
         if tensor.numel()
     ]
-    works += [
-        group.send([_bytes(tensor)], peer, _sized_tag(tag, tensor))
-        for peer, tensor in sends
-        if tensor.numel()
-    ]
-    return works
 
 
 def _run_within(limit_s: float, end: Callable[[], object]) -> bool:

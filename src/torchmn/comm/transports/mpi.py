@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -137,11 +137,7 @@ class MpiTransport(Transport):
                 [memory, buffer.nbytes, self._mpi.BYTE], self._mpi.ANY_SOURCE, tag
             )
 
-        def is_done() -> bool:
-            with _TURN:
-                return bool(request.Test(status))
-
-        if not poll_until(is_done, limit, _POLLS_BEFORE_YIELD):
+        if not self._completes(lambda: request.Test(status), limit):
             with _TURN:
                 request.Cancel()
             raise TimeLimitError(f"no rank sent a message within {limit.seconds:g} s.")
@@ -177,13 +173,17 @@ class MpiTransport(Transport):
 
     def _wait(self, requests: list[Any], limit: TimeLimit, what: str) -> None:
         test_all = self._mpi.Request.Testall
+        if not self._completes(lambda: test_all(requests), limit):
+            raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
+
+    def _completes(self, test: Callable[[], Any], limit: TimeLimit) -> bool:
+        """Whether a test of MPI succeeds in time."""
 
         def is_done() -> bool:
             with _TURN:
-                return bool(test_all(requests))
+                return bool(test())
 
-        if not poll_until(is_done, limit, _POLLS_BEFORE_YIELD):
-            raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
+        return poll_until(is_done, limit, _POLLS_BEFORE_YIELD)
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         self.barrier_of(ranks, limit)  # with a limit, which Create_group lacks
@@ -280,24 +280,23 @@ def _leave(mpi: Any) -> None:
         with _TURN:
             return bool(request.Test())
 
+    def say(text: str) -> None:
+        print(f"torchmn: rank {rank} {text}", file=sys.stderr, flush=True)
+
     while not is_done():
         waited_s = time.monotonic() - began_at
         if waited_s > limit_s:
-            print(
-                f"torchmn: rank {rank} has exited, but other ranks did not within {limit_s:g} s "
+            say(
+                f"has exited, but other ranks did not within {limit_s:g} s "
                 "(TORCHMN_EXIT_TIMEOUT_S); aborting the job. Exit all ranks together, or call "
-                "comm.finalize() on all of them.",
-                file=sys.stderr,
-                flush=True,
+                "comm.finalize() on all of them."
             )
             _abort(mpi, 1)
         if waited_s > _NOTE_AFTER_S and not has_noted and rank in (0, size - 1):
             has_noted = True
-            print(
-                f"torchmn: rank {rank} of {size} has reached the end of its script and waits for "
-                "the other ranks to do so (TORCHMN_EXIT_TIMEOUT_S sets a limit).",
-                file=sys.stderr,
-                flush=True,
+            say(
+                f"of {size} has reached the end of its script and waits for the other ranks to do "
+                "so (TORCHMN_EXIT_TIMEOUT_S sets a limit)."
             )
         time.sleep(0.001 if waited_s < 1 else 0.01)
     mpi.Finalize()

@@ -64,8 +64,9 @@ class Exchange:
         self._number = next(_numbers)
         self._pass_id = -1
         self._may_run_again = True
-        self._taken_by: tuple[weakref.ref[Exchange], str] | None = None
-        self._node: weakref.ref[Any] | None = None
+        self.taken_by: tuple[weakref.ref[Exchange], str] | None = None
+        """Which exchange has its delegate as a hidden input."""
+        self.node_reference: weakref.ref[Any] | None = None
         self._results: list[Like] = []
 
     def recorded(
@@ -126,10 +127,6 @@ class Exchange:
             for like, grad in zip(self._results, grads, strict=True)
         ]
 
-    def was_taken_by(self, follower: Exchange) -> None:
-        """Note which exchange has its delegate as a hidden input."""
-        self._taken_by = weakref.ref(follower), follower.title
-
     def has_run_in(self, pass_id: int) -> bool:
         """Whether its backward has run in this pass."""
         return self._pass_id == pass_id
@@ -141,17 +138,13 @@ class Exchange:
     @property
     def node(self) -> Any:
         """Its node; None after the graph has been released."""
-        return None if self._node is None else self._node()
-
-    def has_node(self, node: Any) -> None:
-        """Note its node."""
-        self._node = weakref.ref(node)
+        return None if self.node_reference is None else self.node_reference()
 
     def _raise_if_repeated(self, pass_id: int) -> None:
         """Raise UsageError if a pass has run it that did not keep the graph, or by itself now."""
         if self._pass_id in (-1, pass_id):
             return
-        follower, title = (None, "") if self._taken_by is None else self._taken_by
+        follower, title = (None, "") if self.taken_by is None else self.taken_by
         taken_by = None if follower is None else follower()
         is_alone = bool(title) and (taken_by is None or not taken_by.has_run_in(pass_id))
         if is_alone or not self._may_run_again:
@@ -192,7 +185,7 @@ class _Node(torch.autograd.Function):
         ctx.hidden = [Like(delegate) for delegate in inputs[num_inputs:]]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if not has_gradients(x)))
-        exchange.has_node(ctx)
+        exchange.node_reference = weakref.ref(ctx)
         return tuple(results)
 
     @staticmethod
@@ -242,7 +235,7 @@ class Order:
         self._release(position())
         taken, self._pending = self._pending, []
         for _, exchange, _ in taken:
-            exchange.was_taken_by(follower)
+            exchange.taken_by = weakref.ref(follower), follower.title
         return [delegate for _, _, delegate in taken]
 
     def add(self, exchange: Exchange, delegate: Tensor) -> None:

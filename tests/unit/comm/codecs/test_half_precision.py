@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchmn.comm.codecs import CODECS, BFloat16, Float16, create_codec
+from torchmn.comm.codecs import BFloat16, Float16, create_codec
 from torchmn.comm.codecs.base import anonymous_layout
 from torchmn.errors import UnknownNameError
 
@@ -53,13 +53,3 @@ def test_names() -> None:
     assert create_codec(own) is own
     with pytest.raises(UnknownNameError, match="Unknown codec 'float8'. Known: float32, float16,"):
         create_codec("float8")
-    assert list(CODECS) == [
-        "float32",
-        "float16",
-        "bfloat16",
-        "int8",
-        "int4",
-        "int2",
-        "1bit",
-        "power_sgd",
-    ]

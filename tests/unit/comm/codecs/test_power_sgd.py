@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchmn.comm import Communicator
-from torchmn.comm.codecs import PowerSGD, reshard
-from torchmn.comm.codecs.kernels import reference
-from torchmn.comm.codecs.kernels.select import kernels_for
+from torchmn.comm.codecs import PowerSGD
+from torchmn.comm.codecs.kernels import kernels_for, reference
 from torchmn.comm.codecs.power_sgd import orthogonalise_
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
@@ -89,18 +88,6 @@ def test_sums_up_and_is_the_same_everywhere(size: int, dtype: torch.dtype) -> No
         ), name
     held = {entry["name"] for entry in states[0]["residuals"]}
     assert held == {"conv", "dense"}  # the others would not gain
-
-
-def test_what_is_not_compressed_is_exact() -> None:
-    def mean(comm: Communicator) -> dict[str, Tensor]:
-        named = gradients(comm.rank, 0, torch.float64)
-        PowerSGD(rank=2).mean_(named, comm)
-        return dict(named)
-
-    (got, *_) = run_ranks(mean, 3)
-    for name in ("bias", "scalar", "empty", "small", "tall"):
-        expected = sum(dict(gradients(r, 0, torch.float64))[name] for r in range(3)) / 3
-        torch.testing.assert_close(got[name], expected)
 
 
 def test_a_matrix_of_that_rank_is_exact() -> None:
@@ -195,52 +182,6 @@ def test_what_is_not_finite_reaches_all_and_leaves_no_trace(name: str, bad: floa
         assert same
 
 
-def test_state_resumes_bit_equal_and_survives_another_number_of_workers() -> None:
-    def first(comm: Communicator) -> tuple[dict, dict[str, Tensor]]:
-        codec = PowerSGD(rank=2)
-        for step in range(3):
-            codec.mean_(gradients(comm.rank, step), comm)
-            codec.finish(is_valid=True)
-        state = codec.state_dict()
-        named = gradients(comm.rank, 3)
-        codec.mean_(named, comm)
-        return state, dict(named)
-
-    results = run_ranks(first, 3)
-
-    def resume(comm: Communicator) -> dict[str, Tensor]:
-        codec = PowerSGD(rank=2)
-        codec.load_state_dict(results[comm.rank][0])
-        assert residual_of([codec.state_dict()], "dense", SHAPES["dense"]).any()
-        named = gradients(comm.rank, 3)
-        codec.mean_(named, comm)
-        return dict(named)
-
-    for (_, expected), got in zip(results, run_ranks(resume, 3), strict=True):
-        assert all(torch.equal(got[name], expected[name]) for name in SHAPES)
-
-    state = reshard([state for state, _ in results], 2)
-    before = {
-        name: residual_of([s for s, _ in results], name, SHAPES[name]) for name in ("dense", "conv")
-    }
-
-    def resume_on_two(comm: Communicator) -> tuple[dict[str, Tensor], dict]:
-        codec = PowerSGD(rank=2)
-        codec.load_state_dict(state)
-        named = gradients(comm.rank, 3)
-        codec.mean_(named, comm)
-        codec.finish(is_valid=True)
-        return dict(named), codec.state_dict()
-
-    resumed = run_ranks(resume_on_two, 2)
-    for name, residual in before.items():
-        true = sum(dict(gradients(rank, 3))[name].double() / 2 for rank in range(2)) + residual
-        sent = resumed[0][0][name].double() + residual_of(
-            [s for _, s in resumed], name, SHAPES[name]
-        )
-        torch.testing.assert_close(sent, true, rtol=0, atol=1e-4)
-
-
 def test_strides_and_sixteen_bits() -> None:
     def mean(comm: Communicator) -> list[tuple[Tensor, Tensor]]:
         conv = dict(gradients(comm.rank, 0))["conv"]
@@ -306,33 +247,6 @@ def test_invalid_arguments_and_new_instance() -> None:
     codec.finish(is_valid=True)
     assert repr(codec.new_instance()) == "PowerSGD(rank=3)"
     assert codec.new_instance().state_dict()["step"] == 0
-
-
-def test_what_is_lost_is_counted_in_means() -> None:
-    """Whatever multiple of its mean each sum is: steps of unequal weights."""
-    scales = (0.75, 0.01, 30.0)
-
-    def train(comm: Communicator) -> tuple[Tensor, dict]:
-        codec, sent = PowerSGD(rank=2), torch.zeros(SHAPES["dense"], dtype=torch.float64)
-        for step, scale in enumerate(scales):
-            codec.begin(scale)
-            named = [(n, t * scale / comm.size) for n, t in gradients(comm.rank, step, sent.dtype)]
-            codec.sum_(named, comm)
-            codec.finish(is_valid=True)
-            sent += dict(named)["dense"] / scale
-            again = PowerSGD(rank=2)
-            again.load_state_dict(codec.state_dict())
-            codec = again
-        return sent, codec.state_dict()
-
-    results = run_ranks(train, 2)
-    remaining = residual_of([state for _, state in results], "dense", SHAPES["dense"]) / scales[-1]
-    true = sum(
-        dict(gradients(rank, step, torch.float64))["dense"] / 2
-        for rank in range(2)
-        for step in range(3)
-    )
-    torch.testing.assert_close(results[0][0] + remaining, true, rtol=0, atol=1e-11)
 
 
 def test_inside_autocast_it_has_the_precision_of_its_tensors() -> None:

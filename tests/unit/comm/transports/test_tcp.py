@@ -78,18 +78,6 @@ def test_sums_by_pieces_are_those_by_two_steps(monkeypatch, size, dtype) -> None
     assert run(rank_main, size) == [True] * size
 
 
-@pytest.mark.parametrize("op", ["max", "min"])
-def test_other_reductions(op) -> None:
-    def rank_main(transport):
-        buffer = part(transport.rank, numel=2 * LARGE)
-        transport.all_reduce_(buffer, op, TimeLimit(20))
-        return buffer
-
-    expected = getattr(torch, f"{op}imum")(*(part(r, numel=2 * LARGE) for r in range(2)))
-    for result in run(rank_main, 2):
-        assert torch.equal(result, expected)
-
-
 def test_small_and_large_messages_to_all_in_one_exchange() -> None:
     def rank_main(transport):
         me, others = transport.rank, [r for r in range(3) if r != transport.rank]
@@ -155,19 +143,6 @@ def test_ranks_that_announce_different_sums_raise() -> None:
                 transport.all_reduce_(buffer, "sum", TimeLimit(20))
 
     run(rank_main, 2)
-
-
-def test_a_split_group_has_connections_of_its_own() -> None:
-    def rank_main(transport):
-        if transport.rank == 1:
-            return
-        group = transport.split([0, 2], "part", TimeLimit(20))
-        buffer = torch.ones(2 * LARGE)
-        group.all_reduce_(buffer, "sum", TimeLimit(20))
-        assert (buffer == 2).all()
-        group.close()
-
-    run(rank_main, 3)
 
 
 def test_a_late_rank_is_named_when_the_time_limit_passes() -> None:

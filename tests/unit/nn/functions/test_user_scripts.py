@@ -9,12 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 
 import torchmn.nn.functions as F
 from torchmn.comm import Communicator
-from torchmn.nn import clip_grad_norm_
 from torchmn.testing import run_ranks
 
 Outcome = tuple[list[Tensor], list[float]]
@@ -51,10 +48,6 @@ class Halves:
         if self.has_loss:
             self.logged.append(float(value.detach()))
 
-    def total(self, own: Tensor) -> Tensor:
-        """The sum over ranks of a number that each has for its part."""
-        return own if self.comm is None else self.comm.allreduce(own)
-
     def batches(self, sizes: tuple[int, ...] = (5, 5, 5)) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(5)
         for size in sizes:
@@ -74,41 +67,6 @@ def plain(halves: Halves) -> nn.Module:
         optimizer.step()
         halves.log(loss)
     return halves.modules
-
-
-def clipping(halves: Halves) -> nn.Module:
-    optimizer = halves.sgd()
-    for x, y in halves.batches():
-        optimizer.zero_grad()
-        halves.loss(x, y).backward()
-        grads = [p.grad for p in halves.modules.parameters()]
-        norm = halves.total(sum(g.square().sum() for g in grads)).sqrt()
-        halves.log(norm)
-        nn.utils.clip_grads_with_norm_(halves.modules.parameters(), 0.1, norm)
-        optimizer.step()
-    return halves.modules
-
-
-def clipping_by_one_call(halves: Halves) -> nn.Module:
-    optimizer = halves.sgd()
-    for index, (x, y) in enumerate(halves.batches()):
-        optimizer.zero_grad()
-        halves.loss(x, y).backward()
-        norm_type = (2.0, 3.0, float("inf"))[index]
-        halves.log(clip_grad_norm_(halves.modules, 0.01, norm_type, comm=halves.comm))
-        optimizer.step()
-    return halves.modules
-
-
-def moving_average(halves: Halves) -> nn.Module:
-    optimizer = halves.sgd()
-    average = AveragedModel(halves.modules, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    for x, y in halves.batches():
-        optimizer.zero_grad()
-        halves.loss(x, y).backward()
-        optimizer.step()
-        average.update_parameters(halves.modules)
-    return average.module
 
 
 def autocast(halves: Halves) -> nn.Module:
@@ -139,33 +97,6 @@ def scaled_loss(halves: Halves) -> nn.Module:
         scaler.step(optimizer)
         scaler.update()
     return halves.modules.double()
-
-
-def checkpointing(halves: Halves) -> nn.Module:
-    optimizer = halves.sgd()
-    layers = list(halves.run)
-    halves.run = [
-        lambda x, layer=layer: checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
-        for layer in layers
-    ]
-    for x, y in halves.batches():
-        optimizer.zero_grad()
-        halves.loss(x, y).backward()
-        optimizer.step()
-    return halves.modules
-
-
-def two_optimizers(halves: Halves) -> nn.Module:
-    weights = [p for p in halves.modules.parameters() if p.dim() > 1]
-    biases = [p for p in halves.modules.parameters() if p.dim() == 1]
-    optimizers = [torch.optim.Adam(weights, 0.01), torch.optim.SGD(biases, 0.3)]
-    for x, y in halves.batches():
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        halves.loss(x, y).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return halves.modules
 
 
 def accumulation(halves: Halves) -> nn.Module:
@@ -214,33 +145,14 @@ def frozen_first_half(halves: Halves) -> nn.Module:
     return halves.modules
 
 
-def gradients_of_inputs(halves: Halves) -> nn.Module:
-    optimizer = halves.sgd()
-    for x, y in halves.batches():
-        x.requires_grad_()
-        optimizer.zero_grad()
-        halves.loss(x, y).backward()
-        if halves.comm is None or halves.comm.rank == 0:
-            assert x.grad is not None
-            assert x.grad.abs().sum() > 0
-        optimizer.step()
-    return halves.modules
-
-
 SCRIPTS = (
     plain,
-    clipping,
-    clipping_by_one_call,
-    moving_average,
     autocast,
     scaled_loss,
-    checkpointing,
-    two_optimizers,
     accumulation,
     several_losses_at_once,
     evaluation_between,
     frozen_first_half,
-    gradients_of_inputs,
 )
 
 

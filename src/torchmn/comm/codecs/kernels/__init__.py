@@ -1,1 +1,62 @@
 """Codec kernels: reference, CPU and CUDA, and their byte format."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from torchmn.comm.codecs.kernels.wire_format import Noise, StripePlan
+
+
+class Kernels(Protocol):
+    """The interface of `reference`, `cpu` and `cuda`."""
+
+    def encode(
+        self,
+        values: Tensor,
+        residual: Tensor | None,
+        new_residual: Tensor | None,
+        out: Tensor,
+        plan: StripePlan,
+        noise: Noise | None,
+    ) -> Tensor:
+        """See `reference.encode`."""
+
+    def decode(self, encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
+        """See `reference.decode`."""
+
+    def outer_sum(self, p: Tensor, q: Tensor, out: Tensor) -> None:
+        """See `reference.outer_sum`."""
+
+    def subtract_outer_(self, v: Tensor, p: Tensor, q: Tensor) -> None:
+        """See `reference.subtract_outer_`."""
+
+
+_COMPILERS = {"cpu": ("numba", "cpu"), "cuda": ("triton", "cuda")}
+
+
+@functools.cache
+def kernels_for(device_type: str) -> Kernels:
+    """The fastest kernels that run here. Warns once if they are the slow ones."""
+    compiler, module = _COMPILERS.get(device_type, ("", ""))
+    if compiler and importlib.util.find_spec(compiler) is not None:
+        return _load(module)
+    cure = {
+        "numba": " Install numba: pip install 'torchmn[compression]'.",
+        "triton": " Install triton.",
+    }
+    warnings.warn(
+        f"Gradients on {device_type} are quantized with plain torch, about ten times slower than "
+        f"with compiled kernels.{cure.get(compiler, '')}",
+        stacklevel=2,
+    )
+    return _load("reference")
+
+
+def _load(module: str) -> Kernels:
+    return cast(Kernels, importlib.import_module(f"torchmn.comm.codecs.kernels.{module}"))

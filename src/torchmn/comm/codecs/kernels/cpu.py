@@ -6,7 +6,7 @@ quantized. Inner loops have one job each and run over slices from 0, so that LLV
 or fused (no fastmath): results are the bits of `reference`. Sums run in 32 lanes that are
 added up at the end.
 
-Importing this module takes a second and needs numba; `torchmn.comm.codecs.kernels.select` does it.
+Importing this module takes a second and needs numba; `torchmn.comm.codecs.kernels` does it.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, call-overload, misc"

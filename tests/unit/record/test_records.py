@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchmn.control.codec import decode_union
-from torchmn.record.record_file import MAX_FILES, RecordFile
-from torchmn.record.records import FORMAT, Line, RunStart, Step
+from torchmn.record.records import FORMAT, MAX_FILES, Line, RecordFile, RunStart, Step
 
 
 def start(rank: int = 0) -> RunStart:

@@ -1,1 +1,0 @@
-"""Routes: the paths by which a sum travels over ranks and nodes, one class each."""
