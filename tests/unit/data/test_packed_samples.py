@@ -136,21 +136,12 @@ def test_index_outside(index: int) -> None:
         packed([1, 2, 3])[index]
 
 
-def test_negative_index() -> None:
-    assert packed([1, 2, 3])[-1] == 3
-
-
 def test_objects_need_trust() -> None:
     samples = [Fraction(1, i + 1) for i in range(3)]
     with pytest.raises(UnsupportedError, match=r"Sample 0 .* Fraction needs pickle"):
         packed(samples)
     for trust in (Trust(is_private=True), Trust(secret=b"text")):
         assert list(packed(samples, trust)) == samples
-
-
-def test_structured_arrays_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="structured"):
-        packed([np.zeros(2, [("a", "i4")])])
 
 
 def test_tensors_elsewhere_are_refused() -> None:

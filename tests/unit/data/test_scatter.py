@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from tests.limits import limit
 from tests.mpi_pool import MpiPool
@@ -244,14 +244,6 @@ def test_the_root_reads_each_sample_once_and_others_nothing() -> None:
     source = Readings(10)
     run_ranks(lambda c: list(scatter_dataset(source if c.rank == 0 else None, c)), 2)
     assert source.num_reads == [1] * 10
-
-
-def test_a_data_loader_takes_the_shard() -> None:
-    def batches(comm):
-        part = scatter_dataset(images(8) if comm.rank == 0 else None, comm)
-        return [labels.tolist() for _, labels in DataLoader(part, batch_size=2)]
-
-    assert run_ranks(batches, 2) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_work_longer_than_the_time_limit_is_no_failure() -> None:

@@ -65,7 +65,7 @@ class ArrayChunk:
         )
 
     def has_one_sample(self) -> dict[str, bool]:
-        """See `DeserializerOfKnownLengths`."""
+        """See `Deserializer`."""
         return {name: lengths is None for name, (_, lengths) in self._columns.items()}
 
     def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
@@ -98,7 +98,7 @@ class ArrayDeserializer:
         return self._chunk.stream_infos()
 
     def has_one_sample(self) -> dict[str, bool]:
-        """See `DeserializerOfKnownLengths`."""
+        """See `Deserializer`."""
         return self._chunk.has_one_sample()
 
     def num_chunks(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from torchmn.cntk.readers.ctf_errors import (
+from torchmn.cntk.readers.ctf_parse import (
     DUPLICATE_INDEX,
     INDEX_TOO_LARGE,
     NO_NAME,
