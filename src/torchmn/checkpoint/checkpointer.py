@@ -435,7 +435,7 @@ class MultiNodeCheckpointer:
                 self._warn_once_per_job(outcome.problem)
 
     def _warn_once_per_job(self, text: str | None) -> None:
-        if self._comm.rank == 0:
+        if text and self._comm.rank == 0:
             self._warn(text)
 
     def _warn(self, text: str | None) -> None:

@@ -523,7 +523,10 @@ class TensorBoardProgressWriter(ProgressWriter):
         if freq == 0:
             raise UsageError("freq=0 must be a number of minibatches, or None for summaries only.")
         super().__init__(freq)
-        self._writer: Any = _summary_writer(log_dir) if not rank else None
+        self._writer: Any = None
+        if not rank:
+            module = require("torch.utils.tensorboard", "TensorBoardProgressWriter", "tensorboard")
+            self._writer = module.SummaryWriter(str(log_dir))
         self._is_closed = False
 
     def write_value(self, name: str, value: float, step: int) -> None:
@@ -583,8 +586,3 @@ class TensorBoardProgressWriter(ProgressWriter):
     def _raise_if_closed(self) -> None:
         if self._is_closed:
             raise UsageError("This TensorBoardProgressWriter was closed.")
-
-
-def _summary_writer(log_dir: str | Path) -> Any:
-    module = require("torch.utils.tensorboard", "TensorBoardProgressWriter", "tensorboard")
-    return module.SummaryWriter(str(log_dir))

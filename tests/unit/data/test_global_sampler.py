@@ -73,12 +73,6 @@ def test_parts_are_as_even_as_possible(size: int) -> None:
         assert counts == sorted(counts, reverse=True)
 
 
-def test_permutations_of_epochs_and_seeds_differ() -> None:
-    (one,), (other,) = samplers(1, 50, 8, seed=0), samplers(1, 50, 8, seed=1)
-    orders = [one.order(0), one.order(1), other.order(0), other.order(1)]
-    assert len({tuple(order.tolist()) for order in orders}) == 4
-
-
 def test_collective_on_real_ranks() -> None:
     def batches(comm):
         return list(GlobalSampler(10, comm, 4, shuffle=False))

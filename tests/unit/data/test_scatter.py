@@ -150,15 +150,6 @@ def test_own_data_sets(length: int, size: int, shuffle: bool, force_equal_length
     ]
 
 
-def test_only_own_samples_are_read() -> None:
-    def reads(comm):
-        own = Readings(12)
-        list(scatter_dataset(own, comm, shuffle=True, seed=0))
-        return own.num_reads
-
-    assert np.array(run_ranks(reads, 3)).sum(axis=0).tolist() == [1] * 12
-
-
 def test_without_a_seed_ranks_still_share_one_permutation() -> None:
     def shard(comm):
         return list(scatter_dataset(list(range(40)), comm, shuffle=True, force_equal_length=False))
@@ -352,16 +343,6 @@ def test_the_root_s_error_is_raised_on_all_ranks(case: str, topology: Topology) 
     assert len({str(error) for error, _ in results}) == 1
     assert message in str(results[0][0])
     assert all(seconds < 10 for _, seconds in results)
-
-
-def test_a_folder_that_is_not_there() -> None:
-    def attempt(comm):
-        own = images() if comm.rank == 0 else None
-        return outcome(lambda c: scatter_dataset(own, c, shared_directory="/nowhere/at/all"), comm)
-
-    results = run_ranks(attempt, 2)
-    assert all(isinstance(error, DataError) for error, _ in results)
-    assert all("/nowhere/at/all" in str(error) for error, _ in results)
 
 
 def test_too_little_room_on_another_node(memory_folder: str) -> None:

@@ -254,7 +254,8 @@ def optimizers_of(
                 "torch.optim.Optimizer, or a distributed learner around one."
             )
     _raise_if_shared([_local(learner) for learner in learners])
-    distributed = [each for each in learners if not _is_alone(each)]
+    kinds = (DistributedLearner, MultiNodeOptimizer)
+    distributed = [each for each in learners if isinstance(each, kinds)]
     if not distributed:
         _warn_of_separate_training()
         return None, [each for each in learners if isinstance(each, Optimizer)]
@@ -277,10 +278,6 @@ def optimizers_of(
     comm = first.comm or default_communicator()
     local = first.learner if len(same) == 1 else LearnerSet([each.learner for each in same])
     return comm, [first.make(local, **first.options, comm=comm, model=models)]
-
-
-def _is_alone(learner: DistributedLearner | Optimizer) -> bool:
-    return not isinstance(learner, (DistributedLearner, MultiNodeOptimizer))
 
 
 def _how_distributed(learner: DistributedLearner | Optimizer) -> str:

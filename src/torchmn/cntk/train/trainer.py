@@ -13,7 +13,7 @@ blocks end on all ranks at the same minibatch, where the samples of all have fil
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -201,7 +201,8 @@ class Trainer:
                 optimizer.reducer.contribution.mean_samples = share
             if not is_exchanged:
                 optimizer.reducer.exchange_now()
-        if self._scaler is None or not any(True for _ in _gradients(optimizer)):
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if self._scaler is None or all(p.grad is None for p in parameters):
             optimizer.step()  # without gradients: this rank has no data, and trains alone now
             return
         self._scaler.step(optimizer)
@@ -452,11 +453,6 @@ def _learners(optimizer: Optimizer) -> list[Learner]:
     inner = optimizer.inner if isinstance(optimizer, MultiNodeOptimizer) else optimizer
     each = inner.learners if isinstance(inner, LearnerSet) else [inner]
     return [learner for learner in each if isinstance(learner, Learner)]
-
-
-def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from (p.grad for p in group["params"] if p.grad is not None)
 
 
 def _criteria(criterion: Any) -> tuple[Criterion, Criterion | None]:
