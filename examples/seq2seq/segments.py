@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchmn import Communicator, GlobalSampler
-from torchmn.data.permutations import Order, epoch_permutation
+from torchmn.data.permutations import Order, keyed_permutation
 from torchmn.errors import DataError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -126,5 +126,5 @@ class BucketSampler(GlobalSampler):
         full, rest = np.split(order, [num_full * self.global_batch])
         batches = full.reshape(num_full, self.global_batch)
         return np.concatenate(
-            [batches[epoch_permutation(num_full, self.seed, epoch)].flatten(), rest]
+            [batches[keyed_permutation(num_full, self.seed, epoch)].flatten(), rest]
         )

@@ -43,9 +43,7 @@ def no_package(name: str) -> str | None:
 
 
 ALONE: dict[str, Callable[[], str | None]] = {
-    "torchmn.cntk.tensorboard_progress_writer.TensorBoardProgressWriter": partial(
-        no_package, "tensorboard"
-    ),
+    "torchmn.cntk.logging.TensorBoardProgressWriter": partial(no_package, "tensorboard"),
     "torchmn.train.frameworks.accelerate.attach": partial(no_package, "accelerate"),
     "torchmn.train.frameworks.lightning.fabric_strategy": partial(no_package, "lightning"),
     "torchmn.train.frameworks.lightning.lightning_strategy": partial(no_package, "lightning"),

@@ -75,11 +75,16 @@ def test_what_a_package_imports_is_in_all(package: str) -> None:
     """From its own modules: nothing public is missing."""
     tree = ast.parse((SOURCE / package / "__init__.py").read_text())
     imported = {
-        alias.asname or alias.name
+        name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchmn.")
         for alias in node.names
         if (alias.asname or "") != alias.name  # a submodule, for type checkers
+        for name in (
+            import_module(str(node.module)).__all__
+            if alias.name == "*"
+            else [alias.asname or alias.name]
+        )
     }
     names = set(import_module(f"torchmn.{package}").__all__)
     assert {name for name in imported if not name.startswith("_")} == names

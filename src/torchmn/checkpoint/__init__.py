@@ -3,9 +3,9 @@
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, SaveRecord
 from torchmn.checkpoint.create import create_multi_node_checkpointer
 from torchmn.checkpoint.dcp import export_dcp, import_dcp
-from torchmn.checkpoint.retention import Best
+from torchmn.checkpoint.manifest import Best
 from torchmn.checkpoint.snapshot import HasReplicatedTensors, Stateful
-from torchmn.checkpoint.storage import FolderStorage, Storage
+from torchmn.checkpoint.storage import FolderStorage
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.rank_seeds import RandomStreams, seed_ranks
 from torchmn.exchange.resharding import HasResumeWarnings, Resharding
@@ -22,7 +22,6 @@ __all__ = [
     "Resharding",
     "SaveRecord",
     "Stateful",
-    "Storage",
     "create_multi_node_checkpointer",
     "export_dcp",
     "import_dcp",

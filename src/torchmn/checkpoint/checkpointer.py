@@ -8,20 +8,17 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.folder_owner import FolderOwner
-from torchmn.checkpoint.manifest import Manifest, parse
+from torchmn.checkpoint.manifest import Manifest, is_checkpoint, order_of, parse
 from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.restore import RestoreOperation
-from torchmn.checkpoint.retention import Best, is_checkpoint, order_of
 from torchmn.checkpoint.snapshot import CopyMemory, Stateful
-from torchmn.checkpoint.storage import Storage
 from torchmn.checkpoint.writer import Outcome, Request, Writer, read_manifest
 from torchmn.comm import Communicator, Grid
 from torchmn.data import rng_state
@@ -79,16 +76,11 @@ class MultiNodeCheckpointer:
     def __init__(
         self,
         comm: Communicator,
-        storage: Storage,
-        channel: ControlChannel,
+        writer: Writer,
         *,
-        where: str,
-        keep: int,
-        best: Best | None,
         is_async: bool,
-        check_replicas: bool | Literal["warn"],
+        checks_replicas: bool,
         on_failure: OnFailure,
-        announce: Callable[[int], None] = lambda _: None,
         owner: FolderOwner | None = None,
         read_only: bool = False,
         grid: Grid | None = None,
@@ -97,28 +89,14 @@ class MultiNodeCheckpointer:
         self._grid = grid
         self._owner = owner
         self._is_read_only = read_only
-        self._storage = storage
-        self._channel = channel
-        self._where = where
-        self._best = best
+        self._writer = writer
+        self._channel = writer.channel
+        self._where = writer.where
         self.is_async = is_async
         """Whether training continues while a checkpoint is written."""
-        self._checks_replicas = bool(check_replicas)
+        self._checks_replicas = checks_replicas
         self._on_failure = on_failure
         self._memory = CopyMemory()
-        self._writer = Writer(
-            rank=comm.rank,
-            rank_label=comm.rank_label,
-            route=comm.name,
-            storage=storage,
-            where=where,
-            channel=channel,
-            keep=keep,
-            best=best,
-            rejects_difference=check_replicas is True,
-            grid={} if grid is None else grid.sizes,
-            announce=announce,
-        )
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | Exception | None = None
         self._last_problem: TorchmnError | None = None
@@ -255,11 +233,11 @@ class MultiNodeCheckpointer:
     def __call__(self, trainer: Any) -> None:
         """Save the trainer. *Collective.* ``best`` refers to its observation."""
         metric = None
-        if self._best is not None:
-            metric = trainer.observation.get(self._best.key)
+        if (best := self._writer.best) is not None:
+            metric = trainer.observation.get(best.key)
             if metric is None and self._comm.rank == 0:
                 self._warn(
-                    f"the observation has no '{self._best.key}' for the best checkpoint at "
+                    f"the observation has no '{best.key}' for the best checkpoint at "
                     f"iteration {trainer.iteration}; it has {', '.join(trainer.observation)}."
                 )
         self.save(trainer.iteration, {"trainer": trainer}, metric=metric)
@@ -318,11 +296,11 @@ class MultiNodeCheckpointer:
             mine: dict[str, Any] = {"problem": None, "found": []}
             try:
                 names = sorted(
-                    filter(is_checkpoint, self._storage.names()), key=order_of, reverse=True
+                    filter(is_checkpoint, self._writer.storage.names()), key=order_of, reverse=True
                 )
                 for name in names:
                     try:
-                        text = read_manifest(self._storage, name).to_bytes().decode()
+                        text = read_manifest(self._writer.storage, name).to_bytes().decode()
                         mine["found"].append([name, text, None])
                     except DataError as error:
                         mine["found"].append([name, None, str(error)])
@@ -346,7 +324,7 @@ class MultiNodeCheckpointer:
         problem = reason = None
         rejection: Exception | None = None
         try:
-            with SavedCheckpoint(self._storage, name, manifest) as saved:
+            with SavedCheckpoint(self._writer.storage, name, manifest) as saved:
                 restore.read(saved, state)
         except DataError as caught:
             problem = str(caught)
@@ -447,8 +425,7 @@ class MultiNodeCheckpointer:
             if outcome.name is None:
                 raise RankMismatchError(f"{self._comm.rank_label}: {outcome.disagreement}")
             self._warn_once_per_job(outcome.disagreement)
-        if outcome.note is not None and self._comm.rank == 0:
-            self._warn(outcome.note)
+        self._warn_once_per_job(outcome.note)
         if outcome.problem is not None:
             error = DataError(f"{self._comm.rank_label}: {outcome.problem}")
             if self._on_failure == "raise":
@@ -457,8 +434,8 @@ class MultiNodeCheckpointer:
             if not is_last:
                 self._warn_once_per_job(outcome.problem)
 
-    def _warn_once_per_job(self, text: str) -> None:
-        if self._comm.rank == 0:
+    def _warn_once_per_job(self, text: str | None) -> None:
+        if text and self._comm.rank == 0:
             self._warn(text)
 
     def _warn(self, text: str | None) -> None:

@@ -12,11 +12,10 @@ from typing import Any, Literal
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.folder_owner import FolderOwner
-from torchmn.checkpoint.retention import Best
+from torchmn.checkpoint.manifest import Best
 from torchmn.checkpoint.storage import FolderStorage
+from torchmn.checkpoint.writer import Writer
 from torchmn.comm import Communicator, Grid
-from torchmn.control.script import record_progress
-from torchmn.control.script_monitor import checkpoint_saved
 from torchmn.errors import DataError, RankMismatchError, UnsupportedError, UsageError
 
 _TOKEN = ".token-"
@@ -118,32 +117,34 @@ def create_multi_node_checkpointer(
             owner = _own(comm, access)
     storage = FolderStorage(where, gid=gid, confirm=None if owner is None else owner.confirm)
     transport = comm.new_transport("checkpoint") if comm.size > 1 else None
-    return MultiNodeCheckpointer(
-        comm,
-        storage,
-        ControlChannel(
-            transport,
-            comm.rank_label,
-            comm.timeout_s,
-            recorder=comm.flight_recorder.for_other_thread(),
-        ),
+    channel = ControlChannel(
+        transport,
+        comm.rank_label,
+        comm.timeout_s,
+        recorder=comm.flight_recorder.for_other_thread(),
+    )
+    writer = Writer(
+        rank=comm.rank,
+        rank_label=comm.rank_label,
+        route=comm.name,
+        storage=storage,
         where=str(where),
+        channel=channel,
         keep=keep,
         best=best,
+        rejects_difference=check_replicas is True,
+        grid={} if grid is None else grid.sizes,
+    )
+    return MultiNodeCheckpointer(
+        comm,
+        writer,
         is_async=is_async,
-        check_replicas=check_replicas,
+        checks_replicas=bool(check_replicas),
         on_failure=on_failure,
-        announce=_announce,
         owner=owner,
         read_only=read_only,
         grid=grid,
     )
-
-
-def _announce(step: int) -> None:
-    """Tell who waits for checkpoints: `torchmn submit --requeue`, hosts that join a job."""
-    checkpoint_saved(step)
-    record_progress(f"checkpoint of step {step}")
 
 
 def _check(name: str, keep: int, best: object, check_replicas: object, on_failure: object) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.shard_file import ShardReader
 from torchmn.checkpoint.snapshot import SavedRank
-from torchmn.checkpoint.storage import Reader, Storage, read_text
+from torchmn.checkpoint.storage import FileReader, FolderStorage, read_text
 from torchmn.comm import object_codec
 from torchmn.comm.checksums import digest
 from torchmn.comm.local_tensors import PART
@@ -28,7 +28,7 @@ class SavedCheckpoint:
     Every method raises DataError: a file is missing, truncated or damaged; the message names it.
     """
 
-    def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
+    def __init__(self, storage: FolderStorage, name: str, manifest: Manifest) -> None:
         self.name = name
         self.manifest = manifest
         self._storage = storage
@@ -157,7 +157,7 @@ class SavedCheckpoint:
                 raise
         return self._readers[file].read(name, checksum)
 
-    def _open(self, file: str) -> Reader:
+    def _open(self, file: str) -> FileReader:
         reader = self._storage.open(self.name, file)
         nbytes = self.manifest.files[file].nbytes
         if reader.nbytes != nbytes:

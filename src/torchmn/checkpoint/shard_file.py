@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchmn.checkpoint.storage import Reader
+from torchmn.checkpoint.storage import FileReader
 from torchmn.comm.checksums import digest
 from torchmn.errors import DataError
 
@@ -76,7 +76,7 @@ def header_of(entries: Sequence[TensorEntry]) -> bytes:
 class ShardReader:
     """Reads tensors out of one file. Local. Raises DataError from every method."""
 
-    def __init__(self, file: Reader, name: str, header_checksum: str) -> None:
+    def __init__(self, file: FileReader, name: str, header_checksum: str) -> None:
         self._file = file
         self._name = name
         length = memoryview(bytearray(_LENGTH_NBYTES))

@@ -1,4 +1,4 @@
-"""Storage of checkpoints: the interface between the format and a folder.
+"""Storage of checkpoints in a folder.
 
 A checkpoint is a set of named files. It is written under a temporary name; `commit` turns it into a
 checkpoint atomically. What has no manifest is not a checkpoint.
@@ -12,7 +12,6 @@ import shutil
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 from torchmn.control.private_files import open_private
 from torchmn.errors import DataError
@@ -20,22 +19,10 @@ from torchmn.errors import DataError
 MANIFEST = "manifest.json"
 
 
-class Reader(Protocol):
-    """One file of a checkpoint, open for reading."""
-
-    nbytes: int
-
-    def read_into(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory``. Raises DataError: the file cannot be read, or is too short."""
-
-    def close(self) -> None:
-        """Close the file."""
-
-
 _MAX_TEXT_NBYTES = 1_000_000_000
 
 
-def read_text(reader: Reader, file: str, begin: bytes) -> bytes:
+def read_text(reader: FileReader, file: str, begin: bytes) -> bytes:
     """All of a file of JSON that begins so. Local. Raises DataError: it is something else.
 
     A file of any size, such as one that consists of a hole, is rejected before memory is taken.
@@ -51,37 +38,13 @@ def read_text(reader: Reader, file: str, begin: bytes) -> bytes:
     return bytes(raw)
 
 
-class Storage(Protocol):
-    """Stores checkpoints. Every method is local; each says which ranks call it.
-
-    OSError from any method means that this storage failed. Rank 0 can open the files that other
-    ranks have staged.
-    """
-
-    def write(self, staged: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Write one file of a staged checkpoint; it is durable on return. Any rank."""
-
-    def open(self, checkpoint: str, file: str) -> Reader:
-        """Open one file. Any rank. Raises DataError: it is missing or cannot be read."""
-
-    def commit(self, staged: str, checkpoint: str, manifest: bytes) -> str | None:
-        """Make a staged checkpoint a checkpoint, atomically. Rank 0, after all have written.
-
-        Returns a warning, or None.
-        """
-
-    def names(self) -> list[str]:
-        """The names of all checkpoints, also staged and incomplete ones. Rank 0."""
-
-    def remove(self, name: str) -> None:
-        """Remove a checkpoint or a staged one; if interrupted, it is no checkpoint. Rank 0."""
-
-
 class FolderStorage:
     """A folder with one folder for each checkpoint, on a file system that all ranks see.
 
     Only the user may read what is written, and the members of the group with the number ``gid`` if
     it is given. ``confirm`` is called before a checkpoint becomes one, and raises if it must not.
+    Every method is local; each says which ranks call it. OSError from any of them means that this
+    storage failed. Rank 0 can open the files that other ranks have staged.
 
     >>> import pathlib, tempfile
     >>> from torchmn.checkpoint import FolderStorage
@@ -99,7 +62,7 @@ class FolderStorage:
         self._is_made_again = False
 
     def write(self, staged: str, file: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """See `Storage.write`."""
+        """Write one file of a staged checkpoint; it is durable on return. Any rank."""
         path = self.folder / staged / file
         try:
             self.make_folder(path.parent)
@@ -113,12 +76,15 @@ class FolderStorage:
                     remaining = remaining[out.write(remaining) :]
             os.fsync(out.fileno())
 
-    def open(self, checkpoint: str, file: str) -> Reader:
-        """See `Storage.open`."""
+    def open(self, checkpoint: str, file: str) -> FileReader:
+        """Open one file. Any rank. Raises DataError: it is missing or cannot be read."""
         return FileReader(self.folder / checkpoint / file)
 
     def commit(self, staged: str, checkpoint: str, manifest: bytes) -> str | None:
-        """See `Storage.commit`: the checkpoint exists from the rename on."""
+        """Make a staged checkpoint a checkpoint, atomically. Rank 0, after all have written.
+
+        It exists from the rename on. Returns a warning, or None.
+        """
         self.write(staged, MANIFEST, [manifest])
         _sync_folder(self.folder / staged)
         # A new folder may have the number of the one that was removed.
@@ -135,14 +101,14 @@ class FolderStorage:
         )
 
     def names(self) -> list[str]:
-        """See `Storage.names`."""
+        """The names of all checkpoints, also staged and incomplete ones. Rank 0."""
         try:
             return sorted(entry.name for entry in os.scandir(self.folder) if entry.is_dir())
         except FileNotFoundError:
             return []
 
     def remove(self, name: str) -> None:
-        """See `Storage.remove`."""
+        """Remove a checkpoint or a staged one; if interrupted, it is no checkpoint. Rank 0."""
         path = self.folder / name
         with suppress(FileNotFoundError):  # from here on it is not a checkpoint
             (path / MANIFEST).unlink()
@@ -186,7 +152,7 @@ class FolderStorage:
 
 
 class FileReader:
-    """See `Reader`."""
+    """One file of a checkpoint, open for reading."""
 
     def __init__(self, path: Path) -> None:
         self._name = path.name
@@ -199,7 +165,7 @@ class FileReader:
         self.nbytes = os.fstat(self._file.fileno()).st_size
 
     def read_into(self, offset: int, memory: memoryview) -> None:
-        """See `Reader.read_into`."""
+        """Fill ``memory``. Raises DataError: the file cannot be read, or is too short."""
         remaining = memory.cast("B")
         try:
             self._file.seek(offset)
@@ -212,7 +178,7 @@ class FileReader:
             raise DataError(f"{self._name} cannot be read: {error.strerror}") from error
 
     def close(self) -> None:
-        """See `Reader.close`."""
+        """Close the file."""
         self._file.close()
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -21,21 +21,26 @@ import torch
 
 from torchmn import __version__
 from torchmn.checkpoint.control_channel import ControlChannel
-from torchmn.checkpoint.manifest import BEGIN, FileEntry, Manifest, parse
-from torchmn.checkpoint.retention import (
+from torchmn.checkpoint.manifest import (
+    BEGIN,
     TEMPORARY,
     Best,
+    FileEntry,
+    Manifest,
     checkpoints_to_delete,
     is_checkpoint,
     name_of,
     order_of,
+    parse,
 )
 from torchmn.checkpoint.shard_file import TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.snapshot import Copy, SavedRank
-from torchmn.checkpoint.storage import MANIFEST, Storage, read_text
+from torchmn.checkpoint.storage import MANIFEST, FolderStorage, read_text
 from torchmn.comm.checksums import describe_differences, differences, digest
 from torchmn.comm.grid import num_model_parts
 from torchmn.comm.object_codec import as_bytes
+from torchmn.control.script import record_progress
+from torchmn.control.script_monitor import checkpoint_saved
 from torchmn.errors import DataError
 
 
@@ -68,15 +73,12 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Writer:
-    """Writes for one rank. ``bad`` are checkpoints that were damaged when they were read.
-
-    ``announce`` is called on rank 0 with the step of a checkpoint that is finished.
-    """
+    """Writes for one rank. ``bad`` are checkpoints that were damaged when they were read."""
 
     rank: int
     rank_label: str
     route: str
-    storage: Storage
+    storage: FolderStorage
     where: str
     channel: ControlChannel
     keep: int
@@ -84,7 +86,6 @@ class Writer:
     rejects_difference: bool
     grid: Mapping[str, int] = field(default_factory=dict)
     """The sizes of the grid's axes: only ranks of the first axis hold the same."""
-    announce: Callable[[int], None] = lambda _: None
     bad: set[str] = field(default_factory=set)
 
     def write(self, request: Request) -> Outcome:
@@ -207,7 +208,9 @@ class Writer:
         except Exception as error:
             self._discard(staged)
             return {"problem": self._describe(error), "name": None, "note": self._newest()}
-        self.announce(request.step)
+        # For who waits for checkpoints: `torchmn submit --requeue`, hosts that join a job.
+        checkpoint_saved(request.step)
+        record_progress(f"checkpoint of step {request.step}")
         notes = [note for note in (replaced, self._remove_old(name)) if note]
         return {"problem": None, "name": name, "note": " ".join(notes) or None}
 
@@ -279,7 +282,7 @@ class Writer:
         )
 
 
-def read_manifest(storage: Storage, checkpoint: str) -> Manifest:
+def read_manifest(storage: FolderStorage, checkpoint: str) -> Manifest:
     """The manifest of a checkpoint. Local. Raises DataError: it has none that is valid."""
     reader = storage.open(checkpoint, MANIFEST)
     try:

@@ -23,6 +23,8 @@ from torchmn.cntk.schedules import (
 )
 from torchmn.errors import UnsupportedError, UsageError
 
+__all__ = ["Learner", "LearnerOptions"]
+
 Parameters = (
     Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Callable[[], Iterable[nn.Parameter]]
 )

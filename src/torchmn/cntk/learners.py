@@ -37,14 +37,30 @@ import torch
 from torch import Tensor
 
 from torchmn.cntk.learner import Learner, LearnerOptions, Parameters, Scale
-from torchmn.cntk.schedules import Schedule, Values, momentum_schedule_per_sample
-from torchmn.cntk.schedules import UnitType as UnitType  # CNTK's scripts import them from here
-from torchmn.cntk.schedules import learning_parameter_schedule as learning_parameter_schedule
-from torchmn.cntk.schedules import learning_rate_schedule as learning_rate_schedule
 from torchmn.cntk.schedules import (
-    momentum_as_time_constant_schedule as momentum_as_time_constant_schedule,
+    Schedule,
+    UnitType,
+    Values,
+    learning_parameter_schedule,
+    learning_rate_schedule,
+    momentum_as_time_constant_schedule,
+    momentum_schedule,
+    momentum_schedule_per_sample,
 )
-from torchmn.cntk.schedules import momentum_schedule as momentum_schedule
+
+__all__ = [
+    "UnitType",  # CNTK's scripts import it and the schedules from here
+    "adagrad",
+    "adam",
+    "learning_parameter_schedule",
+    "learning_rate_schedule",
+    "momentum_as_time_constant_schedule",
+    "momentum_schedule",
+    "momentum_sgd",
+    "nesterov",
+    "rmsprop",
+    "sgd",
+]
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -54,58 +70,116 @@ _DEFAULT_VARIANCE_MOMENTUM = 0.9999986111120757
 
 
 class SGD(Learner):
-    """See `sgd`."""
+    """Stochastic gradient descent.
+
+    Args:
+        parameters: as `torch.optim` takes them, or ``model.parameters`` itself.
+        lr: a schedule; or a rate or list of rates, each for the mean of a minibatch, or for one of
+            ``minibatch_size`` samples.
+        options: see `LearnerOptions`.
+
+    Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer = torch.nn.Linear(3, 2)
+        >>> learner = sgd(layer.parameters(), learning_rate_schedule(0.1, UnitType.minibatch))
+    """
 
     accepts_sparse_gradients = True
 
-    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:  # noqa: D102
+    def __init__(
+        self, parameters: Parameters, lr: Values | Schedule, **options: Unpack[LearnerOptions]
+    ) -> None:
+        super().__init__(parameters, lr, options)
+
+    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:
         torch._foreach_add_(weights, gradients, alpha=-scale.of_mean)
 
 
 class MomentumSGD(Learner):
-    """See `momentum_sgd`; with ``is_nesterov`` see `nesterov`."""
+    """Stochastic gradient descent with momentum.
+
+    Args:
+        parameters, lr, options: see `sgd`.
+        momentum: a schedule; or a momentum or list of these, per minibatch.
+        unit_gain: whether gradients count 1 - momentum times, so that the momentum does not make
+            steps longer.
+
+    Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.1, UnitType.minibatch)
+        >>> learner = momentum_sgd(layer.parameters(), rate, momentum_schedule(0.9))
+    """
+
+    looks_ahead = False
 
     def __init__(
         self,
         parameters: Parameters,
         lr: Values | Schedule,
         momentum: Values | Schedule,
-        options: LearnerOptions,
-        *,
-        unit_gain: bool,
-        is_nesterov: bool = False,
+        unit_gain: bool = True,
+        **options: Unpack[LearnerOptions],
     ) -> None:
         super().__init__(parameters, lr, options)
         self._momentum, self._unit_gain = self._momenta(momentum), unit_gain
-        self._is_nesterov = is_nesterov
 
-    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:  # noqa: D102
+    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:
         momentum = self.decay(self._momentum)
         gain = (1 - momentum if self._unit_gain else 1) * scale.of_mean
         smoothed = self.buffers(weights, "momentum_buffer")
         torch._foreach_mul_(smoothed, momentum)
         torch._foreach_add_(smoothed, gradients, alpha=gain)
-        if self._is_nesterov:
+        if self.looks_ahead:
             torch._foreach_add_(weights, smoothed, alpha=-momentum)
             torch._foreach_add_(weights, gradients, alpha=-gain)
         else:
             torch._foreach_sub_(weights, smoothed)
 
 
+class Nesterov(MomentumSGD):
+    """`momentum_sgd` that looks ahead, as Nesterov's accelerated gradient. Arguments as there.
+
+    Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.1, UnitType.minibatch)
+        >>> learner = nesterov(layer.parameters(), rate, momentum_schedule(0.9))
+    """
+
+    looks_ahead = True
+
+
 class Adam(Learner):
-    """See `adam`."""
+    """Adam. Its step does not grow with the number of samples, but its rate is divided by it.
+
+    So a rate per minibatch of N samples makes steps of about rate / N, as in CNTK; with
+    ``use_mean_gradient=True`` it makes steps of the rate, as in torch.
+
+    Args:
+        parameters, lr, momentum, unit_gain, options: see `momentum_sgd`.
+        variance_momentum: of the squares; default: a time constant of 720,000 samples.
+        epsilon: added to the root of the mean square of the sum of gradients.
+        adamax: use the largest gradient instead of the mean square.
+
+    Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.001, UnitType.sample)
+        >>> learner = adam(layer.parameters(), rate, momentum_schedule(0.9))
+    """
 
     def __init__(
         self,
         parameters: Parameters,
         lr: Values | Schedule,
         momentum: Values | Schedule,
-        variance_momentum: Values | Schedule | None,
-        options: LearnerOptions,
-        *,
-        unit_gain: bool,
-        epsilon: float,
-        adamax: bool,
+        unit_gain: bool = True,
+        variance_momentum: Values | Schedule | None = None,
+        epsilon: float = 1e-8,
+        adamax: bool = False,
+        **options: Unpack[LearnerOptions],
     ) -> None:
         super().__init__(parameters, lr, options)
         self._momentum, self._unit_gain = self._momenta(momentum), unit_gain
@@ -116,7 +190,7 @@ class Adam(Learner):
         )
         self._epsilon, self._is_adamax = epsilon, adamax
 
-    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:  # noqa: D102
+    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:
         momentum, variance = self.decay(self._momentum), self.decay(self._variance_momentum)
         gain = 1 - momentum if self._unit_gain else 1
         first = self.buffers(weights, "exp_avg")
@@ -152,20 +226,30 @@ class Adam(Learner):
 
 
 class AdaGrad(Learner):
-    """See `adagrad`."""
+    """AdaGrad.
+
+    Args:
+        parameters, lr, options: see `sgd`.
+        need_ave_multiplier: divide the factors of a parameter's elements by their mean.
+
+    Raises UsageError: an option is out of range.
+
+    Example:
+        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.01, UnitType.sample)
+        >>> learner = adagrad(layer.parameters(), rate)
+    """
 
     def __init__(
         self,
         parameters: Parameters,
         lr: Values | Schedule,
-        options: LearnerOptions,
-        *,
-        need_ave_multiplier: bool,
+        need_ave_multiplier: bool = True,
+        **options: Unpack[LearnerOptions],
     ) -> None:
         super().__init__(parameters, lr, options)
         self._divides_by_mean = need_ave_multiplier
 
-    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:  # noqa: D102
+    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:
         sums = self.buffers(weights, "sum")
         torch._foreach_addcmul_(sums, gradients, gradients, scale.num_samples**2)
         factors = torch._foreach_add(sums, 1e-16)
@@ -175,25 +259,47 @@ class AdaGrad(Learner):
 
 
 class RMSProp(Learner):
-    """See `rmsprop`."""
+    """CNTK's RMSProp, whose factors also grow while a gradient keeps its sign.
+
+    Args:
+        parameters, lr, options: see `sgd`.
+        gamma: of the mean square.
+        inc: by which a factor grows, up to ``max``.
+        dec: by which it shrinks, down to ``min``.
+        max: see ``inc``.
+        min: see ``dec``.
+        need_ave_multiplier: divide the factors of a parameter's elements by their mean.
+
+    Raises UsageError: an option is out of range.
+
+    >>> from torchmn import cntk
+    >>> weight = torch.nn.Parameter(torch.ones(1))
+    >>> learner = cntk.rmsprop([weight], 0.1, gamma=0.9, inc=1.2, dec=0.5, max=10, min=0.1)
+    >>> weight.grad = torch.ones(1)
+    >>> learner.begin_minibatch(1)
+    >>> learner.step()
+    >>> learner.end_minibatch(1)
+    >>> weight.item() < 1
+    True
+    """
 
     def __init__(
         self,
         parameters: Parameters,
         lr: Values | Schedule,
-        options: LearnerOptions,
-        *,
         gamma: float,
         inc: float,
         dec: float,
-        limits: tuple[float, float],
-        need_ave_multiplier: bool,
+        max: float,
+        min: float,
+        need_ave_multiplier: bool = True,
+        **options: Unpack[LearnerOptions],
     ) -> None:
         super().__init__(parameters, lr, options)
-        self._gamma, self._inc, self._dec, self._limits = gamma, inc, dec, limits
+        self._gamma, self._inc, self._dec, self._limits = gamma, inc, dec, (min, max)
         self._divides_by_mean = need_ave_multiplier
 
-    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:  # noqa: D102
+    def update(self, weights: list[Tensor], gradients: list[Tensor], scale: Scale) -> None:
         squares = torch._foreach_mul(gradients, gradients)
         torch._foreach_mul_(squares, scale.num_samples**2)
         for weight, square in zip(weights, squares, strict=True):
@@ -237,169 +343,5 @@ def _apply(
         weight.addcmul_(gradient, factor, value=-scale.of_mean)
 
 
-def sgd(
-    parameters: Parameters, lr: Values | Schedule, **options: Unpack[LearnerOptions]
-) -> Learner:
-    """Stochastic gradient descent.
-
-    Args:
-        parameters: as `torch.optim` takes them, or ``model.parameters`` itself.
-        lr: a schedule; or a rate or list of rates, each for the mean of a minibatch, or for one of
-            ``minibatch_size`` samples.
-        options: see `LearnerOptions`.
-
-    Raises UsageError: an option is out of range.
-
-    Example:
-        >>> layer = torch.nn.Linear(3, 2)
-        >>> learner = sgd(layer.parameters(), learning_rate_schedule(0.1, UnitType.minibatch))
-    """
-    return SGD(parameters, lr, options)
-
-
-def momentum_sgd(
-    parameters: Parameters,
-    lr: Values | Schedule,
-    momentum: Values | Schedule,
-    unit_gain: bool = True,
-    **options: Unpack[LearnerOptions],
-) -> Learner:
-    """Stochastic gradient descent with momentum.
-
-    Args:
-        parameters, lr, options: see `sgd`.
-        momentum: a schedule; or a momentum or list of these, per minibatch.
-        unit_gain: whether gradients count 1 - momentum times, so that the momentum does not make
-            steps longer.
-
-    Raises UsageError: an option is out of range.
-
-    Example:
-        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.1, UnitType.minibatch)
-        >>> learner = momentum_sgd(layer.parameters(), rate, momentum_schedule(0.9))
-    """
-    return MomentumSGD(parameters, lr, momentum, options, unit_gain=unit_gain)
-
-
-def nesterov(
-    parameters: Parameters,
-    lr: Values | Schedule,
-    momentum: Values | Schedule,
-    unit_gain: bool = True,
-    **options: Unpack[LearnerOptions],
-) -> Learner:
-    """`momentum_sgd` that looks ahead, as Nesterov's accelerated gradient. Arguments as there.
-
-    Raises UsageError: an option is out of range.
-
-    Example:
-        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.1, UnitType.minibatch)
-        >>> learner = nesterov(layer.parameters(), rate, momentum_schedule(0.9))
-    """
-    return MomentumSGD(parameters, lr, momentum, options, unit_gain=unit_gain, is_nesterov=True)
-
-
-def adam(
-    parameters: Parameters,
-    lr: Values | Schedule,
-    momentum: Values | Schedule,
-    unit_gain: bool = True,
-    variance_momentum: Values | Schedule | None = None,
-    epsilon: float = 1e-8,
-    adamax: bool = False,
-    **options: Unpack[LearnerOptions],
-) -> Learner:
-    """Adam. Its step does not grow with the number of samples, but its rate is divided by it.
-
-    So a rate per minibatch of N samples makes steps of about rate / N, as in CNTK; with
-    ``use_mean_gradient=True`` it makes steps of the rate, as in torch.
-
-    Args:
-        parameters, lr, momentum, unit_gain, options: see `momentum_sgd`.
-        variance_momentum: of the squares; default: a time constant of 720,000 samples.
-        epsilon: added to the root of the mean square of the sum of gradients.
-        adamax: use the largest gradient instead of the mean square.
-
-    Raises UsageError: an option is out of range.
-
-    Example:
-        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.001, UnitType.sample)
-        >>> learner = adam(layer.parameters(), rate, momentum_schedule(0.9))
-    """
-    return Adam(
-        parameters,
-        lr,
-        momentum,
-        variance_momentum,
-        options,
-        unit_gain=unit_gain,
-        epsilon=epsilon,
-        adamax=adamax,
-    )
-
-
-def adagrad(
-    parameters: Parameters,
-    lr: Values | Schedule,
-    need_ave_multiplier: bool = True,
-    **options: Unpack[LearnerOptions],
-) -> Learner:
-    """AdaGrad.
-
-    Args:
-        parameters, lr, options: see `sgd`.
-        need_ave_multiplier: divide the factors of a parameter's elements by their mean.
-
-    Raises UsageError: an option is out of range.
-
-    Example:
-        >>> layer, rate = torch.nn.Linear(3, 2), learning_rate_schedule(0.01, UnitType.sample)
-        >>> learner = adagrad(layer.parameters(), rate)
-    """
-    return AdaGrad(parameters, lr, options, need_ave_multiplier=need_ave_multiplier)
-
-
-def rmsprop(
-    parameters: Parameters,
-    lr: Values | Schedule,
-    gamma: float,
-    inc: float,
-    dec: float,
-    max: float,
-    min: float,
-    need_ave_multiplier: bool = True,
-    **options: Unpack[LearnerOptions],
-) -> Learner:
-    """CNTK's RMSProp, whose factors also grow while a gradient keeps its sign.
-
-    Args:
-        parameters, lr, options: see `sgd`.
-        gamma: of the mean square.
-        inc: by which a factor grows, up to ``max``.
-        dec: by which it shrinks, down to ``min``.
-        max: see ``inc``.
-        min: see ``dec``.
-        need_ave_multiplier: divide the factors of a parameter's elements by their mean.
-
-    Raises UsageError: an option is out of range.
-
-    >>> from torchmn import cntk
-    >>> weight = torch.nn.Parameter(torch.ones(1))
-    >>> learner = cntk.rmsprop([weight], 0.1, gamma=0.9, inc=1.2, dec=0.5, max=10, min=0.1)
-    >>> weight.grad = torch.ones(1)
-    >>> learner.begin_minibatch(1)
-    >>> learner.step()
-    >>> learner.end_minibatch(1)
-    >>> weight.item() < 1
-    True
-    """
-    return RMSProp(
-        parameters,
-        lr,
-        options,
-        gamma=gamma,
-        inc=inc,
-        dec=dec,
-        limits=(min, max),
-        need_ave_multiplier=need_ave_multiplier,
-    )
+sgd, momentum_sgd, nesterov = SGD, MomentumSGD, Nesterov
+adam, adagrad, rmsprop = Adam, AdaGrad, RMSProp

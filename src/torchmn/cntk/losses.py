@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.errors import UsageError
 
+__all__ = ["classification_error", "cross_entropy_with_softmax", "squared_error"]
+
 
 def cross_entropy_with_softmax(
     output_vector: Tensor, target_vector: Tensor | MinibatchData

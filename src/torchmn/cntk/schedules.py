@@ -22,6 +22,20 @@ import numpy as np
 
 from torchmn.errors import UsageError
 
+__all__ = [
+    "IGNORE",
+    "Schedule",
+    "UnitType",
+    "learning_parameter_schedule",
+    "learning_parameter_schedule_per_sample",
+    "learning_rate_schedule",
+    "minibatch_size_schedule",
+    "momentum_as_time_constant_schedule",
+    "momentum_schedule",
+    "momentum_schedule_per_sample",
+    "training_parameter_schedule",
+]
+
 IGNORE = 0
 """A value is for a whole minibatch, whatever its size."""
 

@@ -14,12 +14,12 @@ from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
 from torchmn.record import recording
 
 if TYPE_CHECKING:
-    from torchmn.cntk.training_session import TrainingSession
+    from torchmn.cntk.train.training_session import TrainingSession
 import glob
 from pathlib import Path
 
 from torchmn.checkpoint import create_multi_node_checkpointer
-from torchmn.checkpoint.retention import is_checkpoint
+from torchmn.checkpoint.manifest import is_checkpoint
 from torchmn.cntk.session_config import CheckpointConfig
 from torchmn.comm import Communicator
 from torchmn.errors import UsageError
@@ -41,7 +41,8 @@ class SessionUpdater:
         self.has_trained = False
         self._device = device
         self._is_stopped = False
-        self._before = self.position()
+        self.before = self.position()
+        """The position before the last iteration."""
 
     @property
     def iteration(self) -> int:
@@ -61,7 +62,7 @@ class SessionUpdater:
     @property
     def previous_epoch_detail(self) -> float | None:
         """`epoch_detail` before the last iteration."""
-        return float(self._before[DataUnit.sweep])
+        return float(self.before[DataUnit.sweep])
 
     def position(self) -> dict[DataUnit, int]:
         """How far the training is, in each unit."""
@@ -71,10 +72,6 @@ class SessionUpdater:
             DataUnit.sweep: self.trainer.num_sweeps,
         }
 
-    def previous_position(self) -> dict[DataUnit, int]:
-        """The same before the last iteration."""
-        return self._before
-
     def stop(self) -> None:
         """Let the next iteration be the last one."""
         self._is_stopped = True
@@ -82,9 +79,9 @@ class SessionUpdater:
     def update(self) -> None:
         """Train on the next minibatch, or find that there is none. *Collective.*"""
         session = self.session
-        self._before = self.position()
-        num_samples = self._before[DataUnit.sample]
-        size = int(session.sizes.value(num_samples, self._before[DataUnit.sweep]))
+        self.before = self.position()
+        num_samples = self.before[DataUnit.sample]
+        size = int(session.sizes.value(num_samples, self.before[DataUnit.sweep]))
         size = limited(size, session.max_samples, num_samples)
         has_data = self._train_on(0 if self._is_stopped else size)
         self.has_ended = not has_data
@@ -153,7 +150,7 @@ class Action:
     @property
     def index(self) -> int:
         """How many multiples were passed before this iteration."""
-        before = self._updater.previous_position()[self.unit]
+        before = self._updater.before[self.unit]
         return 0 if self.period is None else before // self.period
 
     def __call__(self, loop: object) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Sampler, default_collate
 
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
-from torchmn.data.permutations import Order, epoch_permutation
+from torchmn.data.permutations import Order, keyed_permutation
 from torchmn.data.sampler_position import IteratingLoader, SamplerPass, iterating_loader
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
@@ -217,7 +217,7 @@ class GlobalSampler(Sampler[list[int]]):
         """The permutation of an epoch, shape ``(dataset_length,)``."""
         if not self.shuffle:
             return np.arange(self.dataset_length)
-        return epoch_permutation(self.dataset_length, self.seed, epoch)
+        return keyed_permutation(self.dataset_length, self.seed, epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; does nothing if it is already in progress.

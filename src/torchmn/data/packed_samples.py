@@ -93,22 +93,6 @@ class Layout:
         return cls(**{**plain, "fields": fields})
 
 
-class OwnMemory:
-    """Memory of this process alone, in place of a `SharedMemorySegment`. Local."""
-
-    def __init__(self, content: bytearray) -> None:
-        self._content = content
-
-    @property
-    def size(self) -> int:
-        """Its number of bytes."""
-        return len(self._content)
-
-    def map_private(self) -> bytearray:
-        """Return the bytes."""
-        return self._content
-
-
 class PackedSamples(Dataset[Any]):
     """The samples in a node's shared memory. Local.
 
@@ -128,7 +112,7 @@ class PackedSamples(Dataset[Any]):
 
     def __init__(
         self,
-        memory: SharedMemorySegment | OwnMemory,
+        memory: SharedMemorySegment | bytearray,
         layout: Layout,
         trust: object_codec.Trust,
         held: np.ndarray[Any, Any] | None = None,
@@ -139,7 +123,9 @@ class PackedSamples(Dataset[Any]):
         self._trust = trust
         self._held = held
         self._length = layout.num_samples if length is None else length
-        self._map: Any = memory.map_private() if memory.size else bytearray()
+        self._map: Any = memory if isinstance(memory, bytearray) else bytearray()
+        if isinstance(memory, SharedMemorySegment) and memory.size:
+            self._map = memory.map_private()
         self._columns = [_column(self._map, field, layout.num_samples) for field in layout.fields]
         self._starts = np.zeros(1, np.int64)
         if layout.container == "encoded":
@@ -179,7 +165,7 @@ class PackedSamples(Dataset[Any]):
             content, layout = _selected(self.layout, self._columns, rows)
         # The receiver of the pickle trusts it already, so it does not contain the secret.
         trust = object_codec.Trust(is_private=True)
-        return PackedSamples(OwnMemory(content), layout, trust, held, len(self))
+        return PackedSamples(content, layout, trust, held, len(self))
 
     def _row(self, index: int) -> int:
         """The position of a sample in this memory."""
@@ -200,14 +186,14 @@ class PackedSamples(Dataset[Any]):
         if is_starting_process():
             held = (self._held, self._length)
             return PackedSamples, (self.memory, self.layout, self._trust, *held)
-        copy = self if isinstance(self.memory, OwnMemory) else self.only(range(len(self)))
+        copy = self if isinstance(self.memory, bytearray) else self.only(range(len(self)))
         held = (copy._held, copy._length)
         return PackedSamples, (copy.memory, copy.layout, copy._trust, *held)
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedSamples:
         memory = self.memory
-        if isinstance(memory, OwnMemory):
-            memory = OwnMemory(bytearray(memory.map_private()))
+        if isinstance(memory, bytearray):
+            memory = bytearray(memory)
         return PackedSamples(memory, self.layout, self._trust, self._held, self._length)
 
 

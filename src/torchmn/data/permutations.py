@@ -1,13 +1,17 @@
-"""Permutations of data sets and their seeds. See `torchmn.data.keyed_permutation`."""
+"""Permutations of data sets and their seeds, the same on every machine and numpy version.
+
+numpy guarantees the streams of RandomState and SeedSequence, but not those of Generator.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from torchmn.data.keyed_permutation import Order as Order
-from torchmn.data.keyed_permutation import keyed_permutation
 from torchmn.errors import UsageError
 
+Order = np.ndarray[Any, np.dtype[np.int64]]
 SEED_RULE = "A seed must be an integer from 0 to 2**32 - 1, or None."
 
 
@@ -21,9 +25,10 @@ def permutation(length: int, seed: int) -> Order:
     return np.random.RandomState(int(seed)).permutation(length).astype(np.int64)
 
 
-def epoch_permutation(length: int, seed: int, epoch: int) -> Order:
-    """One permutation of ``length`` indices for (seed, epoch), both 0 or more."""
-    return keyed_permutation(length, seed, epoch)
+def keyed_permutation(length: int, *key: int) -> Order:
+    """One permutation of ``length`` indices for integers of 0 or more, such as (seed, epoch)."""
+    bits = np.random.MT19937(np.random.SeedSequence(key))
+    return np.random.RandomState(bits).permutation(length).astype(np.int64)
 
 
 def is_seed(value: object) -> bool:

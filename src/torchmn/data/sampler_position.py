@@ -11,21 +11,18 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from torchmn.errors import UsageError
 
+if TYPE_CHECKING:
+    from torchmn.comm import Communicator
+
 _COUNT, _NEXT, _KEPT = "_num_yielded", "_next_data", "_iterator"
 """Torch's private names, the last one of the DataLoader; tests check that they exist."""
-
-
-class StepCount(Protocol):
-    """The attribute of a communicator that tells training from peeking at the data."""
-
-    num_steps: int | None
 
 
 class IteratingLoader(NamedTuple):
@@ -44,9 +41,9 @@ class SamplerPass:
     is a pass that was left with its first batch.
     """
 
-    def __init__(self, steps: StepCount, source: IteratingLoader | None) -> None:
-        self._steps = steps
-        self._num_steps_before = steps.num_steps
+    def __init__(self, comm: Communicator, source: IteratingLoader | None) -> None:
+        self._comm = comm
+        self._num_steps_before = comm.num_steps
         self._num_drawn = 0
         self.is_exhausted = False
         """Whether indices were requested after the last ones, by the loop or by prefetching."""
@@ -62,20 +59,22 @@ class SamplerPass:
             self._keeper = None if source.loader is None else weakref.ref(source.loader)
             self._watch_end(source.iterator)
 
-    def batches(self, indices: Iterator[list[int]]) -> SamplerBatches:
+    def batches(self, indices: Iterator[list[int]]) -> Iterator[list[int]]:
         """The iterator for the loop."""
-        batches = SamplerBatches(self, indices)
+        batches = self._counted(indices)
         if self._owner is None:
             self._owner = weakref.ref(batches)
         return batches
 
+    def _counted(self, indices: Iterator[list[int]]) -> Iterator[list[int]]:
+        for batch in indices:
+            self.count_drawn()
+            yield batch
+        self.is_exhausted = True
+
     def count_drawn(self) -> None:
         """Count a batch that was drawn."""
         self._num_drawn += 1
-
-    def end(self) -> None:
-        """Record that no batch was left."""
-        self.is_exhausted = True
 
     @property
     def num_handed_out(self) -> int:
@@ -107,9 +106,9 @@ class SamplerPass:
     @property
     def was_peek(self) -> bool:
         """Whether no step was taken on its batches, given that it was left early."""
-        if self._steps.num_steps is None:
+        if self._comm.num_steps is None:
             return self.num_handed_out <= 1
-        return self._steps.num_steps == (self._num_steps_before or 0)
+        return self._comm.num_steps == (self._num_steps_before or 0)
 
     def _watch_end(self, iterator: _BaseDataLoaderIter) -> None:
         """Take note when the iterator of a DataLoader ends the loop."""
@@ -129,25 +128,6 @@ class SamplerPass:
 
     def _record_count(self, _: object) -> None:
         self._num_drawn, self._fields = self.num_handed_out, None
-
-
-class SamplerBatches:
-    """The iterator of one pass."""
-
-    def __init__(self, counted_by: SamplerPass, indices: Iterator[list[int]]) -> None:
-        self._pass = counted_by
-        self._indices = indices
-
-    def __iter__(self) -> SamplerBatches:
-        return self
-
-    def __next__(self) -> list[int]:
-        batch = next(self._indices, None)
-        if batch is None:
-            self._pass.end()
-            raise StopIteration
-        self._pass.count_drawn()
-        return batch
 
 
 def iterating_loader(sampler: object, caller: FrameType | None) -> IteratingLoader | None:

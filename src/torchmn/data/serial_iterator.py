@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from torch.utils.data import default_collate
 
-from torchmn.data.permutations import Order, draw_seed, epoch_permutation
+from torchmn.data.permutations import Order, draw_seed, keyed_permutation
 from torchmn.data.scatter import SHARDS_DIFFER
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import UsageError
@@ -188,4 +188,4 @@ class SerialIterator(Generic[Batch]):
     def _order_of(self, epoch: int) -> Order:
         if not self.shuffle:
             return np.arange(len(self.dataset))
-        return epoch_permutation(len(self.dataset), self._seed, epoch)
+        return keyed_permutation(len(self.dataset), self._seed, epoch)

@@ -26,14 +26,6 @@ class SizedDataset(Protocol[Sample]):
     def __getitem__(self, index: int, /) -> Sample: ...
 
 
-@runtime_checkable
-class Separable(Protocol):
-    """A data set that can be copied in part."""
-
-    def only(self, indices: Sequence[int]) -> SizedDataset[Any]:
-        """A copy with these samples only, under the same indices."""
-
-
 def is_starting_process() -> bool:
     """Whether an object is being pickled for a process that this one starts. Local."""
     return get_spawning_popen() is not None
@@ -114,8 +106,9 @@ class SubDataset(Dataset[Sample]):
     def __getstate__(self) -> dict[str, Any]:
         """For pickling: a scattered data set omits the samples of other parts."""
         state = dict(self.__dict__)
-        if isinstance(self.dataset, Separable) and not is_starting_process():
-            state["dataset"] = self.dataset.only(self.indices)
+        only = getattr(self.dataset, "only", None)  # of `PackedSamples`
+        if only is not None and not is_starting_process():
+            state["dataset"] = only(self.indices)
         return state
 
     def __copy__(self) -> SubDataset[Sample]:

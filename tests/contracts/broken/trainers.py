@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torchmn.cntk as C
-from torchmn.cntk.trainer import _learners
+from torchmn.cntk.train.trainer import _learners
 
 
 class WeighsRanksEqually(C.Trainer):

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import default_collate
 
 from tests.contracts.suites.communicator_contracts import require
-from torchmn.cntk import trainer as cntk_trainer
 from torchmn.cntk.readers import MinibatchData
+from torchmn.cntk.train import trainer as cntk_trainer
 from torchmn.data import EmptyBatchCollate, num_samples
 from torchmn.errors import UsageError
 from torchmn.exchange.weights import Contribution

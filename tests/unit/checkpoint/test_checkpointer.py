@@ -17,6 +17,7 @@ from torch import nn
 import torchmn
 from tests.limits import limit
 from tests.unit.checkpoint.training import (
+    Holder,
     Training,
     assert_same,
     checkpointer_of,
@@ -35,19 +36,6 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-
-
-class Holder:
-    """Has any state."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -354,20 +342,6 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_memory_of_the_copy_is_used_again(tmp_path: Path) -> None:
-    def rank_main(comm: torchmn.Communicator) -> set[int]:
-        model = nn.Linear(50, 50)
-        checkpointer = checkpointer_of(comm, tmp_path)
-        addresses = set()
-        for step in range(3):
-            checkpointer.save(step, {"model": model})
-            addresses.add(checkpointer._memory._block.data_ptr())
-        checkpointer.finish()
-        return addresses
-
-    assert [len(addresses) for addresses in on_ranks(rank_main, 1)] == [1]
-
-
 def test_same_step_again_is_another_checkpoint(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> Any:
         holder = Holder("first")
@@ -398,24 +372,6 @@ def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
 
     assert on_ranks(rank_main, 2) == [(15, "second run, 15")] * 2
     assert names(tmp_path) == ["step-00000005-2", "step-00000015-2"]
-
-
-def test_what_ranks_have_in_common_is_written_once(tmp_path: Path) -> None:
-    def rank_main(comm: torchmn.Communicator) -> int:
-        model = nn.Linear(100, 100)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(0.5)
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {"model": model, "again": nn.Linear(100, 100)})
-        checkpointer.finish()
-        return int(checkpointer.records[-1].written_nbytes)
-
-    torch.manual_seed(0)
-    on_ranks(rank_main, 3)
-    files = list((tmp_path / "a run" / "step-00000001").glob("*.safetensors"))
-    total = sum(file.stat().st_size for file in files)
-    assert total < (1 + 3) * 4 * 100 * 101 + 30_000  # the model once, what differs for each rank
 
 
 def test_replicas_of_a_divided_model_are_written_once_for_each_part(tmp_path: Path) -> None:
@@ -539,11 +495,6 @@ def test_ranks_that_do_not_share_the_file_system(
     monkeypatch.setattr(create, "_sees", lambda token, comm: comm.rank != 1)
     with pytest.raises(UnsupportedError, match=r"ranks \[1\] on localhost do not see"):
         on_ranks(lambda c: checkpointer_of(c, tmp_path), 2)
-
-
-def test_token_is_removed(tmp_path: Path) -> None:
-    on_ranks(lambda c: checkpointer_of(c, tmp_path) and None, 2)
-    assert names(tmp_path) == []
 
 
 def test_folder_may_move(tmp_path: Path) -> None:

@@ -126,14 +126,6 @@ def test_file_that_is_a_hole(path: Path, file: str, nbytes: int) -> None:
     assert file in warned
 
 
-def test_swapped_files(path: Path) -> None:
-    folder = path / "a run" / NEWEST
-    (folder / "rank0000.safetensors").rename(folder / "x")
-    (folder / "rank0001.safetensors").rename(folder / "rank0000.safetensors")
-    (folder / "x").rename(folder / "rank0001.safetensors")
-    assert resume(path)[0][0] == 1
-
-
 def test_file_that_is_a_folder(path: Path) -> None:
     target = path / "a run" / NEWEST / "rank0001.json"
     target.unlink()
@@ -319,7 +311,6 @@ FORGED = [
     ["array", "|O", [1]],
     ["array", "<f4", [10**9]],
     ["device", "nowhere"],
-    ["int", "1" * 9],
     ["set", [["list", []]]],
     ["dict", [[["list", []], 1]]],
     ["unknown", []],
@@ -334,8 +325,6 @@ def test_forged_values(path: Path, body: Any) -> None:
     raw["objects"]["scheduler"]["body"] = body
     for rank in range(NUM_RANKS):
         reseal(path, f"rank{rank:04d}.json", json.dumps(raw).encode())
-    if body == ["int", "1" * 9]:
-        return
     (step, warned), _ = resume(path)
     assert step == 1
     assert warned

@@ -12,25 +12,14 @@ import pytest
 import torch
 
 import torchmn
-from tests.unit.checkpoint.training import assert_same, checkpointer_of, on_ranks, train
+from tests.unit.checkpoint.training import Holder, assert_same, checkpointer_of, on_ranks, train
 from torchmn.data import rng_state
 from torchmn.errors import UsageError
 
 CPU = torch.device("cpu")
 
 
-class Plain:
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
-
-
-class Shards(Plain):
+class Shards(Holder):
     """Keeps a part of 0..11 on each rank."""
 
     def reshard_state_dict(self, states: Sequence[Any], comm: torchmn.Communicator) -> Any:
@@ -45,7 +34,7 @@ def save(path: Path, num_ranks: int) -> None:
     def rank_main(comm: torchmn.Communicator) -> None:
         checkpointer = checkpointer_of(comm, path)
         part = torch.arange(12).tensor_split(comm.size)[comm.rank]
-        state = {"shards": Shards({"part": part, "from": 0}), "plain": Plain([comm.rank])}
+        state = {"shards": Shards({"part": part, "from": 0}), "plain": Holder([comm.rank])}
         checkpointer.save(4, state)
         checkpointer.finish()
 
@@ -57,7 +46,7 @@ def load(path: Path, num_ranks: int) -> list[Any]:
         warned: list[str] = []
         checkpointer = checkpointer_of(comm, path)
         checkpointer._warn = warned.append
-        shards, plain = Shards(), Plain()
+        shards, plain = Shards(), Holder()
         step = checkpointer.resume({"shards": shards, "plain": plain})
         return step, shards.state["part"].tolist(), shards.state["from"], plain.state, warned
 

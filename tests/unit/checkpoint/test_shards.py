@@ -10,9 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import torchmn
 from tests.unit.checkpoint.training import Training, checkpointer_of, on_ranks, train
-from torchmn.checkpoint import Best, FolderStorage, export_dcp, import_dcp
-from torchmn.checkpoint.manifest import Manifest
-from torchmn.checkpoint.retention import checkpoints_to_delete, name_of, order_of
+from torchmn.checkpoint import Best, FolderStorage, dcp, export_dcp, import_dcp
+from torchmn.checkpoint.manifest import Manifest, checkpoints_to_delete, name_of, order_of
 from torchmn.checkpoint.shard_file import ShardReader, TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.writer import owners
 from torchmn.comm.checksums import digest
@@ -164,3 +163,15 @@ def test_export_and_import_of_dcp(tmp_path: Path) -> None:
 def test_nothing_to_export(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there is no checkpoint"):
         on_ranks(lambda comm: checkpointer_of(comm, tmp_path).export_dcp(tmp_path / "x"), 2)
+
+
+def test_a_torch_whose_dcp_cannot_run_on_one_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.6: its functions have no ``no_dist``."""
+
+    def save(state: object, *, storage_writer: object = None) -> None:
+        pass
+
+    assert dcp._alone(save) == {}
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    with pytest.raises(UnsupportedError, match="on all ranks of the default process group"):
+        dcp._alone(save)

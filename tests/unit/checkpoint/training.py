@@ -47,6 +47,19 @@ class Training:
         return [p.detach().clone() for p in self.model.parameters()]
 
 
+class Holder:
+    """Has any state."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 def checkpointer_of(comm: torchmn.Communicator, path: Path, **options: Any) -> Any:
     return torchmn.create_multi_node_checkpointer(comm, path, "a run", **options)
 

@@ -35,21 +35,12 @@ def cases(C: Any) -> Any:
         "sgd_minibatch": lambda p: C.sgd(p, per_minibatch()),
         "sgd_float": lambda p: C.sgd(p, 0.08),
         "sgd_ref8": lambda p: C.sgd(p, C.learning_parameter_schedule(0.08, minibatch_size=8)),
-        "sgd_ref8_learner": lambda p: C.sgd(p, 0.08, minibatch_size=8),
         "sgd_l2_sample": lambda p: C.sgd(p, per_sample(), l2_regularization_weight=0.1),
-        "sgd_l2_minibatch": lambda p: C.sgd(p, per_minibatch(), l2_regularization_weight=0.1),
         "sgd_l1_sample": lambda p: C.sgd(p, per_sample(), l1_regularization_weight=0.1),
-        "sgd_l1_minibatch": lambda p: C.sgd(p, per_minibatch(), l1_regularization_weight=0.1),
         "sgd_trunc": lambda p: C.sgd(p, per_sample(), gradient_clipping_threshold_per_sample=0.3),
         "sgd_norm": lambda p: C.sgd(
             p,
             per_sample(),
-            gradient_clipping_threshold_per_sample=0.3,
-            gradient_clipping_with_truncation=False,
-        ),
-        "sgd_norm_mb": lambda p: C.sgd(
-            p,
-            per_minibatch(),
             gradient_clipping_threshold_per_sample=0.3,
             gradient_clipping_with_truncation=False,
         ),
@@ -61,13 +52,6 @@ def cases(C: Any) -> Any:
             gradient_clipping_with_truncation=False,
         ),
         "sgd_mean": lambda p: C.sgd(p, per_sample(), use_mean_gradient=True),
-        "sgd_mean_clip_l2": lambda p: C.sgd(
-            p,
-            per_sample(),
-            use_mean_gradient=True,
-            l2_regularization_weight=0.1,
-            gradient_clipping_threshold_per_sample=0.1,
-        ),
         "sgd_mean_l1": lambda p: C.sgd(
             p, per_sample(), use_mean_gradient=True, l1_regularization_weight=0.1
         ),
@@ -78,11 +62,9 @@ def cases(C: Any) -> Any:
         "mom_sample": lambda p: C.momentum_sgd(p, per_sample(), momentum(0.9)),
         "mom_minibatch": lambda p: C.momentum_sgd(p, per_minibatch(), momentum(0.9)),
         "mom_time": lambda p: C.momentum_sgd(p, per_sample(), time(20)),
-        "mom_time_mb": lambda p: C.momentum_sgd(p, per_minibatch(), time(20)),
         "mom_ref8": lambda p: C.momentum_sgd(
             p, per_sample(), C.momentum_schedule(0.9, minibatch_size=8)
         ),
-        "mom_learner_mb": lambda p: C.momentum_sgd(p, 0.08, 0.9, minibatch_size=8),
         "mom_nogain": lambda p: C.momentum_sgd(p, per_sample(), momentum(0.9), unit_gain=False),
         "mom_l1l2": lambda p: C.momentum_sgd(
             p,
@@ -102,19 +84,12 @@ def cases(C: Any) -> Any:
         ),
         "nag_sample": lambda p: C.nesterov(p, per_sample(), momentum(0.9)),
         "nag_nogain": lambda p: C.nesterov(p, per_sample(), momentum(0.9), unit_gain=False),
-        "nag_mb": lambda p: C.nesterov(p, per_minibatch(), time(20)),
         "nag_lr_changes": lambda p: C.nesterov(p, changing(), momentum(0.9)),
         "adam_var": lambda p: C.adam(
             p, per_sample(), momentum(0.9), variance_momentum=momentum(0.99)
         ),
-        "adam_var_nogain": lambda p: C.adam(
-            p, per_sample(), momentum(0.9), unit_gain=False, variance_momentum=momentum(0.99)
-        ),
         "adam_eps": lambda p: C.adam(
             p, per_sample(), momentum(0.9), variance_momentum=momentum(0.99), epsilon=0.1
-        ),
-        "adam_mb_eps": lambda p: C.adam(
-            p, per_minibatch(), momentum(0.9), variance_momentum=momentum(0.99), epsilon=0.1
         ),
         "adam_time": lambda p: C.adam(p, per_minibatch(), time(20), variance_momentum=time(200)),
         "adam_mean": lambda p: C.adam(
@@ -140,11 +115,9 @@ def cases(C: Any) -> Any:
             p, per_sample(), momentum(0.9), variance_momentum=momentum(0.99), adamax=True
         ),
         "adagrad": lambda p: C.adagrad(p, per_sample()),
-        "adagrad_mb": lambda p: C.adagrad(p, per_minibatch()),
         "adagrad_noave": lambda p: C.adagrad(p, per_sample(), need_ave_multiplier=False),
         "adagrad_mean": lambda p: C.adagrad(p, per_sample(), use_mean_gradient=True),
         "rmsprop": lambda p: C.rmsprop(p, per_sample(), **rms),
-        "rmsprop_mb": lambda p: C.rmsprop(p, per_minibatch(), **rms),
         "rmsprop_noave": lambda p: C.rmsprop(p, per_sample(), need_ave_multiplier=False, **rms),
         "rmsprop_mean_mb": lambda p: C.rmsprop(p, per_minibatch(), use_mean_gradient=True, **rms),
     }

@@ -13,7 +13,10 @@ from tests.limits import limit
 IMPORTS = {
     "torchmn.cntk": (
         "Trainer UnitType classification_error cross_entropy_with_softmax learning_rate_schedule "
-        "momentum_sgd momentum_as_time_constant_schedule sgd adam"
+        "momentum_sgd momentum_as_time_constant_schedule sgd adam "
+        "CTFDeserializer CBFDeserializer HTKFeatureDeserializer HTKMLFDeserializer "
+        "ImageDeserializer Base64ImageDeserializer UserDeserializer MinibatchSource "
+        "UserMinibatchSource StreamDef StreamDefs StreamInformation INFINITELY_REPEAT"
     ),
     "torchmn.cntk.io": (
         "Base64ImageDeserializer CTFDeserializer FULL_DATA_SWEEP INFINITELY_REPEAT "

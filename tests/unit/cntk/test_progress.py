@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from torchmn.cntk import progress_printer, progress_writer
-from torchmn.cntk.progress_printer import ProgressPrinter, log_number_of_parameters
-from torchmn.cntk.progress_writer import ProgressWriter
-from torchmn.cntk.tensorboard_progress_writer import TensorBoardProgressWriter
-from torchmn.cntk.training_summary_callback import TrainingSummaryProgressCallback
+from torchmn.cntk import logging
+from torchmn.cntk.logging import (
+    ProgressPrinter,
+    ProgressWriter,
+    TensorBoardProgressWriter,
+    TrainingSummaryProgressCallback,
+    log_number_of_parameters,
+)
 from torchmn.errors import UnsupportedError, UsageError
 
 
@@ -34,8 +37,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(progress_writer, "time", clock)
-    monkeypatch.setattr(progress_printer, "time", clock)
+    monkeypatch.setattr(logging, "time", clock)
+    monkeypatch.setattr(logging, "time", clock)
     return clock
 
 
@@ -58,18 +61,6 @@ def test_lines_of_minibatches_and_epochs(clock: Clock, capsys: Any) -> None:
         "Finished Epoch[1 of 160]: [Training] loss = 3.000000 * 320, metric = 50.00% * 320 20.100s "
         "( 15.9 samples/s);",
         " Minibatch[   1-   2]: loss = 1.500000 * 128, metric = 50.00% * 128;",
-    ]
-
-
-def test_lines_without_metric_tag_and_number_of_epochs(clock: Clock, capsys: Any) -> None:
-    printer = ProgressPrinter(freq=3)
-    train(printer, 3, metric=False)
-    clock.now_s += 2
-    printer.write_training_summary()
-
-    assert capsys.readouterr().out.splitlines() == [
-        " Minibatch[   1-   3]: loss = 2.000000 * 192;",
-        "Finished Epoch[1]: loss = 2.000000 * 192 2.000s ( 96.0 samples/s);",
     ]
 
 

@@ -6,15 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchmn
 import torchmn.cntk as C
-from torchmn.cntk.readers import MinibatchSourceFromData
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.comm import Communicator
 from torchmn.errors import DataError, UnsupportedError, UsageError
@@ -94,6 +91,11 @@ def trained(
     return first
 
 
+def momentum(model: nn.Module, comm: Communicator) -> Any:
+    learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
+    return C.data_parallel_distributed_learner(learner, comm=comm)
+
+
 def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
@@ -127,44 +129,14 @@ def test_many_workers_are_as_one(name: str, size: int) -> None:
         return C.data_parallel_distributed_learner(learner, comm=comm)
 
     many = trained(distributed, size)
-    for ours, theirs in zip(many, trained(distributed, 1), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(many, trained(distributed, 1), atol=1e-5, rtol=1e-4)
 
 
 def test_alone_needs_no_communicator() -> None:
-    def distributed(model: nn.Module, comm: Communicator) -> Any:
-        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
-        return C.data_parallel_distributed_learner(learner, comm=comm)
-
     def plain(model: nn.Module, comm: Communicator) -> Any:
         return C.momentum_sgd(model.parameters, PER_SAMPLE, TIME)  # CNTK's property
 
-    assert_equal(trained(plain, 1), trained(distributed, 1))
-
-
-def test_one_bit_learns_and_keeps_what_it_rounds() -> None:
-    """At a constant gradient the sum of what is applied is the sum of gradients, but for less
-    than one step: without residuals each step would be wrong in the same direction.
-    """
-    data = minibatches([24]) * 60
-
-    def one_bit(bits: int) -> Callable[[nn.Module, Communicator], Any]:
-        def make(model: nn.Module, comm: Communicator) -> Any:
-            learner = C.sgd(model.parameters(), C.learning_rate_schedule(1e-5, C.UnitType.sample))
-            return C.data_parallel_distributed_learner(
-                learner, num_quantization_bits=bits, comm=comm
-            )
-
-        return make
-
-    def network() -> nn.Module:
-        return Network(width=512)
-
-    start = values_of(network())
-    one, full = (trained(one_bit(bits), 2, model=network, data=data) for bits in (1, 32))
-    moved = torch.cat([(a - b).flatten() for a, b in zip(full, start, strict=True)])
-    lost = torch.cat([(a - b).flatten() for a, b in zip(one, full, strict=True)])
-    assert 0 < lost.norm() < 0.25 * moved.norm()
+    assert_equal(trained(plain, 1), trained(momentum, 1))
 
 
 def test_bits_begin_after_the_warm_start() -> None:
@@ -188,23 +160,6 @@ def test_bits_begin_after_the_warm_start() -> None:
         assert_equal(after(4, 1), after(4, 32))
 
 
-def test_blocks_begin_after_the_warm_start() -> None:
-    def blocks(model: nn.Module, comm: Communicator) -> Any:
-        learner = C.sgd(model.parameters(), PER_SAMPLE)
-        return C.block_momentum_distributed_learner(
-            learner, 100, distributed_after=sum(SIZES[:4]), comm=comm
-        )
-
-    def every_step(model: nn.Module, comm: Communicator) -> Any:
-        learner = C.sgd(model.parameters(), PER_SAMPLE)
-        return C.data_parallel_distributed_learner(learner, comm=comm)
-
-    data = minibatches(SIZES)
-    assert_equal(trained(blocks, 2, data=data[:4]), trained(every_step, 2, data=data[:4]))
-    with pytest.raises(AssertionError):
-        assert_equal(trained(blocks, 2, data=data), trained(every_step, 2, data=data))
-
-
 @pytest.mark.filterwarnings("ignore:.*'hidden.bias' require a gradient")
 def test_several_learners_and_parameters_in_none() -> None:
     def two(model: nn.Module, comm: Communicator) -> Any:
@@ -217,8 +172,7 @@ def test_several_learners_and_parameters_in_none() -> None:
 
     model = Network()
     many = trained(two, 3)
-    for ours, theirs in zip(many, trained(two, 1), strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(many, trained(two, 1))
     assert torch.equal(many[1], model.hidden.bias)
     assert all(not torch.equal(many[i], list(model.parameters())[i]) for i in (0, 2, 3))
 
@@ -299,33 +253,12 @@ def test_grad_scaler(blocks: bool) -> None:
         return results[0], results[1]
 
     for plain, scaled in run_ranks(rank, 2):
-        for ours, theirs in zip(scaled, plain, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(scaled, plain, atol=1e-6, rtol=1e-5)
 
 
 def test_compiled_model() -> None:
-    def distributed(model: nn.Module, comm: Communicator) -> Any:
-        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
-        return C.data_parallel_distributed_learner(learner, comm=comm)
-
-    compiled = trained(distributed, 1, model=lambda: torch.compile(Network(), backend="eager"))
-    for ours, theirs in zip(compiled, trained(distributed, 1), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_autocast_in_the_model() -> None:
-    class Narrow(Network):
-        def forward(self, features: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return super().forward(features)
-
-    def distributed(model: nn.Module, comm: Communicator) -> Any:
-        learner = C.sgd(model.parameters(), PER_SAMPLE)
-        return C.data_parallel_distributed_learner(learner, comm=comm)
-
-    many, one = trained(distributed, 2, model=Narrow), trained(distributed, 1, model=Narrow)
-    for ours, theirs in zip(many, one, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=5e-3, rtol=1e-2)
+    compiled = trained(momentum, 1, model=lambda: torch.compile(Network(), backend="eager"))
+    torch.testing.assert_close(compiled, trained(momentum, 1))
 
 
 @pytest.mark.parametrize(
@@ -352,41 +285,7 @@ def test_layers_whose_ranks_communicate(criterion: Any) -> None:
     ((one, loss),) = run_ranks(rank, 1)
     for many, average in run_ranks(rank, 3):
         assert average == pytest.approx(loss, rel=1e-5)
-        for ours, theirs in zip(many, one, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
-
-
-def test_averaged_weights(tmp_path: Path) -> None:
-    """Those of one process; what is saved of them loads without this package."""
-
-    def rank(comm: Communicator) -> list[Tensor]:
-        model = Network()
-        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.6))
-        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
-        trainer = C.Trainer(
-            model,
-            C.cross_entropy_with_softmax,
-            C.data_parallel_distributed_learner(learner, comm=comm),
-        )
-        for whole in minibatches(SIZES):
-            trainer.train_minibatch(part_of(whole, comm.rank, comm.size))
-            averaged.update_parameters(model)
-        if comm.rank == 0:
-            torch.save(averaged.state_dict(), tmp_path / f"of {comm.size}.pt")
-        return [value.clone() for value in averaged.state_dict().values()]
-
-    (one,), (first, second) = run_ranks(rank, 1), run_ranks(rank, 2)
-    assert_equal(first, second)
-    plain = AveragedModel(Network())
-    names = list(plain.state_dict())
-    for size, values in ((1, one), (2, first)):
-        saved = torch.load(tmp_path / f"of {size}.pt", weights_only=True)
-        assert list(saved) == names
-        plain.load_state_dict(saved)
-        assert_equal(list(plain.state_dict().values()), values)
-    assert not torch.equal(one[1], values_of(Network())[0])
-    for ours, theirs in zip(first, one, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(many, one, atol=1e-5, rtol=1e-4)
 
 
 def test_evaluation_leaves_modes_as_they_were() -> None:
@@ -452,8 +351,7 @@ def test_mean_losses_and_arrays() -> None:
         assert ours.previous_minibatch_loss_average == pytest.approx(
             theirs.previous_minibatch_loss_average
         )
-    for a, b in zip(values_of(ours.model), values_of(theirs.model), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(values_of(ours.model), values_of(theirs.model))
     assert ours.total_number_of_samples_seen == sum(SIZES)
 
 
@@ -486,39 +384,6 @@ def test_sweeps_move_schedules() -> None:
         rates.append(learner.learning_rate())
         trainer.train_minibatch(whole, is_sweep_end=index == 1)
     assert rates == [0.5, 0.5, 0.25, 0.25, 0.25]
-
-
-def test_an_own_loop_over_a_source() -> None:
-    """Partitions of a minibatch source, without a session: as many workers, so one."""
-    random = np.random.RandomState(1)
-    data = {
-        "features": random.randn(23, FEATURES).astype(np.float32),
-        "labels": np.eye(CLASSES, dtype=np.float32)[random.randint(CLASSES, size=23)],
-    }
-
-    def rank(comm: Communicator) -> tuple[list[Tensor], int]:
-        model = Network()
-        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
-        trainer = C.Trainer(
-            model,
-            (C.cross_entropy_with_softmax, C.classification_error),
-            C.data_parallel_distributed_learner(learner, comm=comm),
-        )
-        source = MinibatchSourceFromData(data, max_samples=46)
-        names = {"features": source["features"], "labels": source["labels"]}
-        while True:
-            part = source.next_minibatch(
-                5, names, num_data_partitions=comm.size, partition_index=comm.rank
-            )
-            if not trainer.train_minibatch(part):
-                return values_of(model), trainer.total_number_of_samples_seen
-
-    ((one, num_samples),) = run_ranks(rank, 1)
-    assert num_samples == 46
-    for many, count in run_ranks(rank, 4):
-        assert count == num_samples
-        for ours, theirs in zip(many, one, strict=True):
-            torch.testing.assert_close(ours, theirs)
 
 
 # ---- learners that are refused ----
@@ -594,11 +459,7 @@ def test_multi_node_optimizers_are_learners() -> None:
             C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME), comm, model, weight="samples"
         )
 
-    def newer(model: nn.Module, comm: Communicator) -> Any:
-        learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
-        return C.data_parallel_distributed_learner(learner, comm=comm)
-
-    assert_equal(trained(older, 2), trained(newer, 2))
+    assert_equal(trained(older, 2), trained(momentum, 2))
 
 
 def test_one_rank_raises() -> None:
@@ -792,23 +653,3 @@ def test_a_mean_that_is_no_scalar_is_not_one_sample() -> None:
         ).train_minibatch(whole)
     with pytest.raises(UsageError, match="The loss is float"):
         alone(lambda output, labels: 1.5).train_minibatch(whole)  # type: ignore[arg-type,return-value]
-
-
-def test_what_was_saved_last_is_restored(tmp_path: Path) -> None:
-    """Also if another training has saved after more minibatches in the same folder."""
-
-    def rank(comm: Communicator) -> None:
-        models = []
-        for count in (3, 1):
-            model = Network()
-            trainer = C.Trainer(model, C.cross_entropy_with_softmax, blocks(model, comm))
-            train(trainer, minibatches([6] * count), comm)
-            trainer.save_checkpoint(tmp_path / "model", {"count": count})
-            models.append(values_of(model))
-        again = Network()
-        trainer = C.Trainer(again, C.cross_entropy_with_softmax, blocks(again, comm))
-        assert trainer.restore_from_checkpoint(tmp_path / "model") == {"count": 1}
-        assert trainer.num_minibatches == 1
-        assert all(map(torch.equal, values_of(again), models[1]))
-
-    run_ranks(rank, 2)

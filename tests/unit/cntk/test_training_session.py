@@ -120,7 +120,7 @@ def test_the_error_is_the_mean_over_the_samples_of_all_ranks() -> None:
     assert errors[4][0] == pytest.approx(errors[1][0], rel=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_callback_of_one_rank_stops_all(size: int) -> None:
     def rank(comm: Communicator) -> tuple[Calls, int]:
         calls: Calls = []
@@ -162,8 +162,7 @@ class Single(torch.nn.Module):
         return self.weight * x.sum(1)
 
 
-@pytest.mark.parametrize("mb_size", [1, 2, 5])
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("size", "mb_size"), [(1, 1), (2, 2), (3, 1), (3, 5)])
 def test_wrong_lines_are_left_out(tmp_path: Path, size: int, mb_size: int) -> None:
     """Also where a minibatch has no other line: the training continues with the next one."""
     (tmp_path / "wrong").write_text("|x 1 |y 1\n" * 2 + "|x one |y 1\n" * 2 + "|x 3 |y 1\n" * 3)
@@ -315,31 +314,6 @@ def test_workers_have_the_losses_of_one() -> None:
             assert losses == pytest.approx(one, rel=1e-4)
 
 
-def test_gradients_are_quantized() -> None:
-    def rank(comm: Communicator, learner: str) -> list[float]:
-        training = Training(comm, learner)
-        training.run(source(max_sweeps=2))
-        return training.recorder.losses
-
-    exact = run_ranks(lambda comm: rank(comm, "plain"), 2)[0]
-    quantized = run_ranks(lambda comm: rank(comm, "1bit"), 2)[0]
-    assert quantized[0] == pytest.approx(exact[0])
-    assert quantized[-1] != pytest.approx(exact[-1])
-
-
-def test_block_momentum_has_global_minibatches_and_ends_with_equal_replicas() -> None:
-    def rank(comm: Communicator) -> Any:
-        training = Training(comm, "block")
-        training.run(source(max_sweeps=2), 4)
-        return training.state()
-
-    states = run_ranks(rank, 3)
-    assert len(states[0]["losses"]) == 13  # 50 samples, 4 of all ranks together in each
-    for state in states:
-        assert torch.equal(state["weight"], states[0]["weight"])
-        assert state["losses"] == states[0]["losses"]
-
-
 # ---- checkpoints ----
 
 
@@ -390,7 +364,7 @@ class _Failing(C.ProgressWriter):
             raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 4), (4, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (3, 2)])
 def test_another_number_of_workers_continues_with_the_next_sample(
     before: int, after: int, tmp_path: Path
 ) -> None:
@@ -475,18 +449,6 @@ def test_a_preserved_checkpoint_is_restored_by_its_name(tmp_path: Path) -> None:
     assert run_ranks(rank, 2) == [[12, 20, 25, 25, 4]] * 2
 
 
-def test_restore_false_begins_again(tmp_path: Path) -> None:
-    def rank(comm: Communicator) -> list[int]:
-        numbers = []
-        for _ in range(2):
-            training = Training(comm)
-            training.run(checkpoint_config=C.CheckpointConfig(tmp_path / "m", restore=False))
-            numbers.append(len(training.recorder.losses))
-        return numbers
-
-    assert run_one(rank) == [7, 7]
-
-
 def test_a_checkpoint_of_a_trainer_has_no_position_of_the_source(tmp_path: Path) -> None:
     def rank(comm: Communicator) -> None:
         Training(comm).trainer.save_checkpoint(tmp_path / "m")
@@ -494,27 +456,6 @@ def test_a_checkpoint_of_a_trainer_has_no_position_of_the_source(tmp_path: Path)
             Training(comm).run(checkpoint_config=C.CheckpointConfig(tmp_path / "m"))
 
     run_one(rank)
-
-
-def test_a_source_is_evaluated_again_by_the_next_session() -> None:
-    def rank(comm: Communicator) -> list[Any]:
-        training, found = Training(comm), []
-        validated = []
-        train, cv, test = source(max_sweeps=1), source(seed=1), source(20, seed=2)
-        for _ in range(2):
-            result = training.run(
-                train,
-                cv_config=C.CrossValidationConfig(cv, callback=lambda *a: validated.append(a)),
-                test_config=C.TestConfig(test),
-            )
-            found.append(result)
-            train = source(max_sweeps=1, seed=3)
-        assert [each[2] for each in validated] == [NUM_SAMPLES] * 2
-        return found
-
-    first, second = run_one(rank)
-    assert first.num_samples == second.num_samples == 20
-    assert first.error != second.error
 
 
 def test_an_evaluation_without_samples_is_nan() -> None:

@@ -73,12 +73,6 @@ def test_parts_are_as_even_as_possible(size: int) -> None:
         assert counts == sorted(counts, reverse=True)
 
 
-def test_permutations_of_epochs_and_seeds_differ() -> None:
-    (one,), (other,) = samplers(1, 50, 8, seed=0), samplers(1, 50, 8, seed=1)
-    orders = [one.order(0), one.order(1), other.order(0), other.order(1)]
-    assert len({tuple(order.tolist()) for order in orders}) == 4
-
-
 def test_collective_on_real_ranks() -> None:
     def batches(comm):
         return list(GlobalSampler(10, comm, 4, shuffle=False))
@@ -207,14 +201,6 @@ def test_a_look_at_a_batch_moves_nothing(options: dict[str, object], num_steps: 
         seen.append([i for batch in loader for i in batch.tolist()])
         assert seen[-1][:4] == first.tolist()
     assert seen == [sampler.order(epoch).tolist() for epoch in range(2)]
-
-
-def test_a_look_at_the_only_batch_does_not_end_the_epoch() -> None:
-    (sampler,) = samplers(1, 4, 4)
-    next(iter(sampler))
-    assert sampler.epoch == 0
-    assert len(list(sampler)) == 1
-    assert sampler.epoch == 1
 
 
 @pytest.mark.parametrize("position", [0, 4])
@@ -440,13 +426,6 @@ def test_set_epoch_keeps_an_epoch_in_progress() -> None:
     assert next(iter(sampler)) == sampler.order(5)[:4].tolist()
 
 
-def test_passes_are_epochs() -> None:
-    (sampler,) = samplers(1, 6, 4)
-    assert [[i for batch in sampler for i in batch] for _ in range(3)] == [
-        sampler.order(epoch).tolist() for epoch in range(3)
-    ]
-
-
 def test_sizes() -> None:
     ranks = samplers(3, 10, 8)
     assert [len(sampler) for sampler in ranks] == [2, 2, 2]
@@ -493,22 +472,6 @@ def test_a_rank_without_a_part_gets_a_batch_of_no_rows() -> None:
     images, labels = steps[1][3]
     assert (images.shape, images.dtype) == ((0, 1, 4, 4), torch.float32)
     assert (labels.shape, labels.dtype) == ((0,), torch.int64)
-
-
-def test_a_step_with_an_empty_batch_has_gradients_of_zero() -> None:
-    images, labels = list(loaders(4, 10, 8)[3])[1]
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 10))
-    loss = nn.functional.cross_entropy(model(images), labels, reduction="sum")
-    loss.backward()
-    assert all(torch.count_nonzero(p.grad) == 0 for p in model.parameters())
-    assert torch.isfinite(model[1].running_var).all()
-
-
-@pytest.mark.processes
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_an_empty_batch_from_a_worker() -> None:
-    loader = loaders(4, 9, 8, num_workers=1)[3]
-    assert [len(labels) for _, labels in loader] == [2, 0]
 
 
 Pair = namedtuple("Pair", "x name")

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn.comm.object_codec import Trust
 from torchmn.data.packed_samples import Layout, PackedSamples, pack_dataset
-from torchmn.errors import DataError, UnsupportedError
+from torchmn.errors import UnsupportedError
 
 UNTRUSTED = Trust()
 
@@ -136,10 +136,6 @@ def test_index_outside(index: int) -> None:
         packed([1, 2, 3])[index]
 
 
-def test_negative_index() -> None:
-    assert packed([1, 2, 3])[-1] == 3
-
-
 def test_objects_need_trust() -> None:
     samples = [Fraction(1, i + 1) for i in range(3)]
     with pytest.raises(UnsupportedError, match=r"Sample 0 .* Fraction needs pickle"):
@@ -148,26 +144,9 @@ def test_objects_need_trust() -> None:
         assert list(packed(samples, trust)) == samples
 
 
-def test_structured_arrays_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="structured"):
-        packed([np.zeros(2, [("a", "i4")])])
-
-
 def test_tensors_elsewhere_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="tensor on meta"):
         packed([torch.empty(2, device="meta")])
-
-
-def test_a_failing_sample_is_named() -> None:
-    class Source:
-        def __len__(self) -> int:
-            return 3
-
-        def __getitem__(self, index: int) -> int:
-            return [1, 2][index]
-
-    with pytest.raises(DataError, match="sample 2 of 3: IndexError"):
-        packed(Source())
 
 
 @pytest.mark.parametrize("samples", [STACKED["dict"], ENCODED["nested"]])

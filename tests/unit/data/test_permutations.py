@@ -5,15 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from torchmn.data.keyed_permutation import keyed_permutation
-from torchmn.data.permutations import draw_seed, epoch_permutation, is_seed, permutation
+from torchmn.data.permutations import draw_seed, is_seed, keyed_permutation, permutation
 from torchmn.errors import UsageError
 
 
 def test_permutations_never_change() -> None:
     assert permutation(8, 0).tolist() == [6, 2, 1, 7, 3, 0, 5, 4]
-    assert epoch_permutation(8, 0, 0).tolist() == [6, 3, 5, 0, 7, 2, 1, 4]
-    assert epoch_permutation(8, 0, 1).tolist() == [3, 1, 0, 4, 5, 6, 7, 2]
+    assert keyed_permutation(8, 0, 0).tolist() == [6, 3, 5, 0, 7, 2, 1, 4]
+    assert keyed_permutation(8, 0, 1).tolist() == [3, 1, 0, 4, 5, 6, 7, 2]
     assert keyed_permutation(8, 0, 1, 2).tolist() == [5, 1, 4, 6, 7, 2, 3, 0]
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from tests.limits import limit
 from tests.mpi_pool import MpiPool
@@ -150,15 +150,6 @@ def test_own_data_sets(length: int, size: int, shuffle: bool, force_equal_length
     ]
 
 
-def test_only_own_samples_are_read() -> None:
-    def reads(comm):
-        own = Readings(12)
-        list(scatter_dataset(own, comm, shuffle=True, seed=0))
-        return own.num_reads
-
-    assert np.array(run_ranks(reads, 3)).sum(axis=0).tolist() == [1] * 12
-
-
 def test_without_a_seed_ranks_still_share_one_permutation() -> None:
     def shard(comm):
         return list(scatter_dataset(list(range(40)), comm, shuffle=True, force_equal_length=False))
@@ -244,14 +235,6 @@ def test_the_root_reads_each_sample_once_and_others_nothing() -> None:
     source = Readings(10)
     run_ranks(lambda c: list(scatter_dataset(source if c.rank == 0 else None, c)), 2)
     assert source.num_reads == [1] * 10
-
-
-def test_a_data_loader_takes_the_shard() -> None:
-    def batches(comm):
-        part = scatter_dataset(images(8) if comm.rank == 0 else None, comm)
-        return [labels.tolist() for _, labels in DataLoader(part, batch_size=2)]
-
-    assert run_ranks(batches, 2) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 def test_work_longer_than_the_time_limit_is_no_failure() -> None:
@@ -360,16 +343,6 @@ def test_the_root_s_error_is_raised_on_all_ranks(case: str, topology: Topology) 
     assert len({str(error) for error, _ in results}) == 1
     assert message in str(results[0][0])
     assert all(seconds < 10 for _, seconds in results)
-
-
-def test_a_folder_that_is_not_there() -> None:
-    def attempt(comm):
-        own = images() if comm.rank == 0 else None
-        return outcome(lambda c: scatter_dataset(own, c, shared_directory="/nowhere/at/all"), comm)
-
-    results = run_ranks(attempt, 2)
-    assert all(isinstance(error, DataError) for error, _ in results)
-    assert all("/nowhere/at/all" in str(error) for error, _ in results)
 
 
 def test_too_little_room_on_another_node(memory_folder: str) -> None:

@@ -241,17 +241,6 @@ def test_a_rank_without_samples_gets_no_rows_in_training_and_nothing_in_evaluati
     assert ranks[-1][0][-1] == 0
 
 
-def test_dicts_of_no_samples() -> None:
-    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
-        return {"x": torch.stack([x for x, _ in samples]).float()}
-
-    def rank_main(comm):
-        loader = scatter_loader(DataLoader(data(9), 8, collate_fn=collate), comm)
-        return [batch["x"].shape[0] for batch in loader]
-
-    assert run_ranks(rank_main, 2) == [[4, 1], [4, 0]]
-
-
 # ---- weights ----
 
 

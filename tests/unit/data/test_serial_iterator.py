@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from torchmn.data import SerialIterator, SubDataset, scatter_index
 from torchmn.errors import UsageError
@@ -120,13 +120,6 @@ def test_resume_at_the_end_without_repeat() -> None:
     other = iterator(5, 3, repeat=False)
     other.load_state_dict(batches.state_dict())
     assert list(other) == []
-
-
-def test_collates_tensors() -> None:
-    data = TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(3))
-    x, label = next(SerialIterator(data, 2, shuffle=False))
-    assert x.tolist() == [[0, 1], [2, 3]]
-    assert label.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize(

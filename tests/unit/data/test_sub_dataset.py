@@ -7,9 +7,8 @@ import pickle
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
-from torchmn.data import SubDataset, split_dataset, split_dataset_n_random
+from torchmn.data import SubDataset, create_empty_dataset, split_dataset, split_dataset_n_random
 from torchmn.errors import UsageError
 
 
@@ -61,11 +60,6 @@ def test_order_of_another_length() -> None:
         SubDataset("abc", 0, 3, order=[1, 0])
 
 
-def test_in_a_data_loader() -> None:
-    loader = DataLoader(SubDataset(list(range(9)), 4, 9), batch_size=2)
-    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8]]
-
-
 def test_split_in_two() -> None:
     first, rest = split_dataset("abcde", 2)
     assert (list(first), list(rest)) == (["a", "b"], ["c", "d", "e"])
@@ -94,3 +88,18 @@ def test_split_at_random_without_a_seed_differs() -> None:
 def test_split_at_random_refuses(n: int, seed: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         split_dataset_n_random("abc", n, seed)
+
+
+# ---- data sets with nothing but a length
+
+
+@pytest.mark.parametrize("length", [0, 1, 10])
+def test_length_and_samples_of_an_empty_one(length: int) -> None:
+    empty = create_empty_dataset(list(range(length)))
+    assert len(empty) == length
+    assert list(empty) == [()] * length
+
+
+def test_index_outside_of_an_empty_one() -> None:
+    with pytest.raises(IndexError, match="Sample 2 of an empty data set with 2"):
+        create_empty_dataset("ab")[2]

@@ -1,4 +1,4 @@
-"""Arrays, tensors and lists of sequences as a chunk."""
+"""Arrays, tensors and lists of sequences as a chunk, and as a data set of one."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from torchmn.errors import UsageError
 
 
 class ArrayChunk:
-    """Arrays, tensors and lists of sequences. Local.
+    """Arrays, tensors and lists of sequences; also as a data set of one chunk. Local.
 
     Args:
         data_streams: see `MinibatchSourceFromData`.
         streams: whose dtypes the values get.
     """
+
+    is_in_memory = True
 
     def __init__(
         self, data_streams: Mapping[str, Any], streams: Sequence[StreamInformation] = ()
@@ -65,7 +67,7 @@ class ArrayChunk:
         )
 
     def has_one_sample(self) -> dict[str, bool]:
-        """See `DeserializerOfKnownLengths`."""
+        """See `Deserializer`."""
         return {name: lengths is None for name, (_, lengths) in self._columns.items()}
 
     def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
@@ -81,25 +83,7 @@ class ArrayChunk:
                 found[name] = (select(data, rows), torch.from_numpy(own))
         return found
 
-    def __repr__(self) -> str:
-        return f"data in memory ({', '.join(self._columns)})"
-
-
-class ArrayDeserializer:
-    """An `ArrayChunk` as a data set of one chunk. Local."""
-
-    is_in_memory = True
-
-    def __init__(self, chunk: ArrayChunk) -> None:
-        self._chunk = chunk
-
-    def stream_infos(self) -> list[StreamInformation]:
-        """See `Deserializer`."""
-        return self._chunk.stream_infos()
-
-    def has_one_sample(self) -> dict[str, bool]:
-        """See `DeserializerOfKnownLengths`."""
-        return self._chunk.has_one_sample()
+    # ---- as a data set of one chunk
 
     def num_chunks(self) -> int:
         """See `Deserializer`."""
@@ -107,14 +91,14 @@ class ArrayDeserializer:
 
     def chunk_infos(self) -> list[ChunkInfo]:
         """See `Deserializer`."""
-        return [self._chunk.info()]
+        return [self.info()]
 
     def get_chunk(self, chunk_id: int) -> Chunk:
         """See `Deserializer`."""
-        return self._chunk
+        return self
 
     def __repr__(self) -> str:
-        return repr(self._chunk)
+        return f"data in memory ({', '.join(self._columns)})"
 
 
 Column = tuple[torch.Tensor, Indices | None]

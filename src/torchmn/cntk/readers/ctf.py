@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from torchmn.cluster.units import MiB
-from torchmn.cntk.readers.ctf_columns import columns_of
-from torchmn.cntk.readers.ctf_errors import describe
 from torchmn.cntk.readers.ctf_index import ChunkPlace, Index, make_index
-from torchmn.cntk.readers.ctf_parse import Sequences, parse
+from torchmn.cntk.readers.ctf_parse import Sequences, columns_of, describe, parse
 from torchmn.cntk.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
 from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.streams import StreamDef, StreamInformation
@@ -90,7 +88,7 @@ class CTFDeserializer:
         return list(self._columns.infos)
 
     def has_one_sample(self) -> dict[str, bool]:
-        """See `DeserializerOfKnownLengths`; reads the file on the first call."""
+        """See `Deserializer`; reads the file on the first call."""
         has_one = np.stack([chunk.has_one for chunk in self._indexed().chunks])
         return {info.name: bool(has_one[:, n].all()) for n, info in enumerate(self._columns.infos)}
 
@@ -154,7 +152,7 @@ class CTFChunk:
         return self.assemble([ChunkPart(self, indices, np.arange(len(indices)))], seed)
 
     def assemble(self, parts: Sequence[ChunkPart], seed: Seed) -> Mapping[str, StreamData]:
-        """See `torchmn.cntk.readers.deserializer.AssemblingChunk`."""
+        """See `Chunk`."""
         return parse(parts, self.of._columns, self.may_have_ids, self.of._fill)
 
     def leave_out(self, index: int, error: Array) -> None:

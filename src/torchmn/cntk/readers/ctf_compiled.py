@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """The loops over CTF text, compiled by numba. They hold no lock: threads run them side by side.
 
-They report the first wrong token of a sequence as its kind (`ctf_errors`), the offset of the token
-and one number more.
+They report the first wrong token of a sequence as its kind, the offset of the token and one number
+more. `torchmn.cntk.readers.ctf_parse` has the kinds and the arrays. numba's cache beside this file
+names that module: empty it when the module is renamed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from torchmn.cntk.readers.ctf_errors import (
+from torchmn.cntk.readers.ctf_parse import (
     DUPLICATE_INDEX,
     INDEX_TOO_LARGE,
     NO_NAME,

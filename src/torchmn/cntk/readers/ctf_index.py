@@ -11,8 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from torchmn.cluster.units import KiB, MiB
-from torchmn.cntk.readers.ctf_columns import Columns
-from torchmn.cntk.readers.ctf_parse import Sequences, Table, has_ids, scan
+from torchmn.cntk.readers.ctf_parse import Columns, Sequences, Table, has_ids, scan
 from torchmn.cntk.readers.deserializer import ChunkInfo
 from torchmn.cntk.readers.files import open_file
 from torchmn.errors import DataError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -13,12 +13,161 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchmn.cntk.readers.ctf_columns import Columns
 from torchmn.cntk.readers.deserializer import ChunkPart, StreamData
-from torchmn.cntk.readers.streams import csr_tensor
-from torchmn.errors import require
+from torchmn.cntk.readers.streams import StreamDef, StreamInformation, csr_tensor
+from torchmn.errors import UsageError, require
 
 Array = np.ndarray[Any, Any]
+
+_MAX_DIMENSION = 2**31 - 1
+
+
+class Inputs(NamedTuple):
+    """The inputs that streams read, as the parsers need them.
+
+    The name of input s is ``names[bounds[s]:bounds[s + 1]]``; ``dims[s]`` are the values of a
+    sample.
+    """
+
+    names: Array
+    bounds: Array
+    is_sparse: Array
+    dims: Array
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The streams of a file. ``defining`` is the number of that which defines the minibatch size.
+
+    ``fields`` are the names in the file.
+    """
+
+    infos: tuple[StreamInformation, ...]
+    fields: tuple[str, ...]
+    inputs: Inputs
+    max_lengths: tuple[int, ...]
+    defining: int | None
+
+    def samples_of(self, counts: Array) -> Array:
+        """The samples of each sequence, as the minibatch size counts them; at least one."""
+        one = slice(None) if self.defining is None else slice(self.defining, self.defining + 1)
+        samples: Array = counts[:, one].max(axis=1, initial=1)
+        return samples
+
+
+def columns_of(streams: Mapping[str, StreamDef]) -> Columns:
+    """Check the streams. Raises UsageError: one has no shape, or what text cannot have."""
+    if not streams:
+        raise UsageError("CTFDeserializer without streams: pass StreamDefs(name=StreamDef(...)).")
+    infos, fields = [], []
+    for number, (name, stream) in enumerate(streams.items()):
+        field = name if stream.field is None else stream.field
+        raw = field.encode()
+        if not raw or raw.startswith(b"#") or any(byte in b" \t\r\n|" for byte in raw):
+            raise UsageError(
+                f"The field {field!r} of the stream {name!r} cannot be an input of a CTF file: it "
+                "must have no blanks, no '|' and no '#' at its beginning."
+            )
+        if field in fields:
+            raise UsageError(f"Two streams read the input {field!r}. Read it once.")
+        for option in ("transforms", "context", "scp", "mlf", "broadcast"):
+            if getattr(stream, option):
+                raise UsageError(
+                    f"The stream {name!r} of a CTF file has {option}, which text has not."
+                )
+        shape = stream.sample_shape
+        if not shape:
+            raise UsageError(
+                f"The stream {name!r} has no shape. StreamDef(shape=...) says how many values a "
+                "sample has."
+            )
+        if math.prod(shape) > _MAX_DIMENSION:
+            raise UsageError(
+                f"The stream {name!r} has {math.prod(shape)} values in a sample, more than "
+                f"{_MAX_DIMENSION}."
+            )
+        infos.append(
+            StreamInformation(
+                name,
+                number,
+                "sparse" if stream.is_sparse else "dense",
+                np.float32,
+                shape,
+                stream.defines_mb_size,
+            )
+        )
+        fields.append(field)
+    defining = [number for number, info in enumerate(infos) if info.defines_mb_size]
+    if len(defining) > 1:
+        raise UsageError(
+            "More than one stream has defines_mb_size: "
+            f"{', '.join(repr(infos[number].name) for number in defining)}. Choose one."
+        )
+    raw_names = [field.encode() for field in fields]
+    inputs = Inputs(
+        np.frombuffer(b"".join(raw_names), np.uint8),
+        np.cumsum([0, *map(len, raw_names)], dtype=np.int64),
+        np.array([info.is_sparse for info in infos]),
+        np.array([math.prod(info.shape) for info in infos], np.int64),
+    )
+    return Columns(
+        tuple(infos),
+        tuple(fields),
+        inputs,
+        tuple(stream.max_sequence_length for stream in streams.values()),
+        defining[0] if defining else None,
+    )
+
+
+NOT_A_SAMPLE = 1
+NO_NAME = 2
+NOT_A_NUMBER = 3
+NOT_A_PAIR = 4
+INDEX_TOO_LARGE = 5
+DUPLICATE_INDEX = 6
+OUT_OF_RANGE = 7
+TOO_FEW = 8
+TOO_MANY = 9
+STREAM_MISSING = 10
+UNEXPECTED_ID = 11
+
+TOO_LARGE_FOR_FLOAT32 = (2 - 2.0**-24) * 2.0**127  # rounds to infinity from here
+
+_MAX_QUOTED = 40
+
+
+def describe(kind: int, text: bytes, number: int, fields: Sequence[str]) -> str:
+    """What is wrong. ``text`` begins with the token; ``number`` is what the parser adds."""
+    token = quoted(text)
+    return {
+        NOT_A_SAMPLE: f"expected '|' and the name of an input, found {token}",
+        NO_NAME: "a '|' without the name of an input",
+        NOT_A_NUMBER: f"{token} is not a number",
+        NOT_A_PAIR: f"{token} is not index:value, as a sparse stream has it",
+        INDEX_TOO_LARGE: f"the index of {token} is not below the stream's dimension, {number}",
+        DUPLICATE_INDEX: f"the index {number} occurs twice in the sample",
+        OUT_OF_RANGE: f"{token} is too large for float32",
+        TOO_FEW: f"the sample has {number} values, fewer than the stream's shape; where the rest "
+        "is meant to be zero, CTFDeserializer(..., fill_with_zeros=True) fills it up",
+        TOO_MANY: f"the sample has more than {number} values, from {token} on",
+        STREAM_MISSING: f"the sequence has no sample of the input {_field(fields, number)!r}",
+        UNEXPECTED_ID: f"the line begins with the sequence id {token}, but the first line of the "
+        "file has none; CTFDeserializer(..., skip_sequence_ids=True) ignores ids",
+    }[kind]
+
+
+def quoted(text: bytes) -> str:
+    """The token that the text begins with, in quotes, cut if it is long."""
+    end = next((i for i, byte in enumerate(text[: _MAX_QUOTED + 1]) if byte in b" \t\r\n|"), None)
+    if end is None:
+        cut = text[:_MAX_QUOTED]
+        return ascii(cut.decode("utf-8", "replace")) + ("..." if len(text) > _MAX_QUOTED else "")
+    return ascii(text[: max(end, 1)].decode("utf-8", "replace"))
+
+
+def _field(fields: Sequence[str], number: int) -> str:
+    return fields[number] if 0 <= number < len(fields) else ""
+
 
 _MIN_PAIR_BYTES = 4  # "1:1" and a blank
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, Protocol, overload
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -48,7 +47,13 @@ class ChunkInfo:
 
 
 class Chunk(Protocol):
-    """Part of a data set in memory. Its sequences are numbered from 0."""
+    """Part of a data set in memory. Its sequences are numbered from 0.
+
+    Where copies of the minibatch count, as for text and images, all chunks of a deserializer have
+    the method ``assemble(parts, seed)`` as well. It decodes sequences of several chunks, a
+    `ChunkPart` of each, and returns the streams in the order of the places, which are 0, 1, ...
+    over all parts.
+    """
 
     def sequences(self, indices: Indices, seed: Seed) -> Mapping[str, StreamData]:
         """Decode some sequences, in the order of ``indices``: by stream name, their samples.
@@ -70,20 +75,6 @@ class ChunkPart(NamedTuple):
     places: Indices
 
 
-class AssemblingChunk(Chunk, Protocol):
-    """A chunk that decodes sequences of several chunks to where they belong in a minibatch.
-
-    This saves copies of the minibatch, which count for text and images. All chunks of a
-    deserializer have this method, or none.
-    """
-
-    def assemble(self, parts: Sequence[ChunkPart], seed: Seed) -> Mapping[str, StreamData]:
-        """As `Chunk.sequences`, for sequences of several chunks of this deserializer.
-
-        The streams are in the order of the places, which are 0, 1, ... over all parts.
-        """
-
-
 class Deserializer(Protocol):
     """Reads a data set of one format in chunks. Local; all ranks make the same one.
 
@@ -92,6 +83,11 @@ class Deserializer(Protocol):
     MB. A deserializer whose decoding takes much longer than reading, as that of images, has the
     attribute ``is_parallel = True``; sources then decode in several threads. Its ``repr`` names
     its file: it is in the messages of errors.
+
+    A deserializer that knows of which streams a minibatch has lengths has the method
+    ``has_one_sample()``: by stream name, whether each sequence of the whole data set has one
+    sample. Whether a stream has lengths is then the same in all minibatches and partitions, where
+    a part may have no sequence, or by chance only those of one sample.
     """
 
     def stream_infos(self) -> list[StreamInformation]:
@@ -107,17 +103,6 @@ class Deserializer(Protocol):
         """Read a chunk. Called by a thread that reads ahead, several times over the sweeps."""
 
 
-class DeserializerOfKnownLengths(Deserializer, Protocol):
-    """A deserializer that says of which streams a minibatch has lengths.
-
-    Whether one has is then the same in all minibatches and partitions, where a part may have no
-    sequence, or by chance only those of one sample.
-    """
-
-    def has_one_sample(self) -> dict[str, bool]:
-        """By stream name, whether each sequence of the whole data set has one sample."""
-
-
 def has_one_sample(deserializer: Deserializer) -> dict[str, bool]:
     """Of the streams of which the deserializer says it."""
     known = getattr(deserializer, "has_one_sample", None)
@@ -125,23 +110,24 @@ def has_one_sample(deserializer: Deserializer) -> dict[str, bool]:
 
 
 class InfosOnDemand(Sequence[ChunkInfo]):
-    """Base class: what is known of a chunk is found when it is asked for, not for all at once."""
+    """What is known of each chunk is found when it is asked for, not for all at once."""
 
-    @abstractmethod
-    def info(self, chunk_id: int) -> ChunkInfo:
-        """What is known of a chunk. Raises IndexError: there is no such chunk."""
+    def __init__(self, num_chunks: Callable[[], int], info: Callable[[int], ChunkInfo]) -> None:
+        self._num_chunks = num_chunks
+        self._info = info
 
-    @overload
-    def __getitem__(self, chunk_id: int) -> ChunkInfo: ...
-    @overload
-    def __getitem__(self, chunk_id: slice) -> Sequence[ChunkInfo]: ...
-    def __getitem__(self, chunk_id: int | slice) -> ChunkInfo | Sequence[ChunkInfo]:
+    def __len__(self) -> int:
+        return self._num_chunks()
+
+    def __getitem__(self, chunk_id: Any) -> Any:
         if isinstance(chunk_id, slice):
-            return [self.info(number) for number in range(*chunk_id.indices(len(self)))]
-        return self.info(chunk_id)
+            return [self._info(number) for number in range(*chunk_id.indices(len(self)))]
+        if not 0 <= chunk_id < len(self):
+            raise IndexError(chunk_id)
+        return self._info(chunk_id)
 
     def __iter__(self) -> Iterator[ChunkInfo]:
-        return (self.info(number) for number in range(len(self)))
+        return (self._info(number) for number in range(len(self)))
 
 
 def sequence_lengths(infos: Sequence[ChunkInfo]) -> Indices | None:

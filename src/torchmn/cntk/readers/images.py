@@ -28,6 +28,7 @@ from torchmn.cntk.readers.transforms import (
     ImageTransform,
     Mean,
     Scale,
+    size_of,
 )
 from torchmn.errors import DataError, UsageError
 
@@ -42,7 +43,26 @@ _UTF8_MARK = b"\xef\xbb\xbf"
 _MAX_LABELS = 2**31 - 1
 
 
-class ImageDeserializer:
+class _Images:
+    """What both deserializers of images have."""
+
+    is_parallel = True
+    _path: str
+    _decoder: _Decoder
+
+    def stream_infos(self) -> list[StreamInformation]:
+        """The image stream, and the label stream if there is one."""
+        return self._decoder.infos
+
+    def has_one_sample(self) -> dict[str, bool]:
+        """See `Deserializer`."""
+        return {info.name: True for info in self.stream_infos()}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._path!r})"
+
+
+class ImageDeserializer(_Images):
     """Reads images that a map file lists, and their labels. Local.
 
     Each line is ``path<TAB>label``, or ``id<TAB>path<TAB>label``. A path that begins with ``...``
@@ -73,22 +93,10 @@ class ImageDeserializer:
     ['x', 'y']
     """
 
-    is_parallel = True
-
     def __init__(self, filename: str | os.PathLike[str], streams: Mapping[str, StreamDef]) -> None:
-        self._map = _MapFile(os.fspath(filename), _label_stream(streams))
+        self._path = os.fspath(filename)
+        self._map = _MapFile(self._path, _label_stream(streams))
         self._decoder = _Decoder(streams, self._first)
-
-    def stream_infos(self) -> list[StreamInformation]:
-        """The image stream, and the label stream if there is one."""
-        return self._decoder.infos
-
-    def has_one_sample(self) -> dict[str, bool]:
-        """See `DeserializerOfKnownLengths`."""
-        return {info.name: True for info in self.stream_infos()}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._map.path!r})"
 
     def num_chunks(self) -> int:
         """The number of chunks, each of `IMAGES_PER_CHUNK` lines."""
@@ -109,7 +117,7 @@ class ImageDeserializer:
         return self._map.item(0)
 
 
-class Base64ImageDeserializer:
+class Base64ImageDeserializer(_Images):
     """Reads images from a text file with a line ``[id<TAB>]label<TAB>image in base64`` each. Local.
 
     Streams and images are those of `ImageDeserializer`.
@@ -136,8 +144,6 @@ class Base64ImageDeserializer:
     [(3, 4, 4), (2,)]
     """
 
-    is_parallel = True
-
     def __init__(self, filename: str | os.PathLike[str], streams: Mapping[str, StreamDef]) -> None:
         self._path = os.fspath(filename)
         self._label = _label_stream(streams)
@@ -145,17 +151,6 @@ class Base64ImageDeserializer:
         if not self._chunks:
             raise DataError(f"{self._path}: the file has no lines. {_BASE64_FORM}")
         self._decoder = _Decoder(streams, lambda: self._read(0)(0))
-
-    def stream_infos(self) -> list[StreamInformation]:
-        """The image stream, and the label stream if there is one."""
-        return self._decoder.infos
-
-    def has_one_sample(self) -> dict[str, bool]:
-        """See `DeserializerOfKnownLengths`."""
-        return {info.name: True for info in self.stream_infos()}
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._path!r})"
 
     def num_chunks(self) -> int:
         """The number of chunks, of about 32 MB each."""
@@ -209,23 +204,23 @@ class _Item:
     place: str
 
 
+@dataclass(frozen=True, eq=False)
 class ImageChunk:
     """Images that are decoded when they are asked for."""
 
-    def __init__(self, decoder: _Decoder, first: int, item: Callable[[int], _Item]) -> None:
-        self._decoder = decoder
-        self._first = first
-        self._item = item
+    decoder: _Decoder
+    first: int
+    item: Callable[[int], _Item]
 
     def sequences(self, indices: Indices, seed: Seed) -> Mapping[str, StreamData]:
         """Decode and transform some images."""
         return self.assemble([ChunkPart(self, indices, np.arange(len(indices)))], seed)
 
     def assemble(self, parts: Sequence[ChunkPart], seed: Seed) -> Mapping[str, StreamData]:
-        """See `torchmn.cntk.readers.deserializer.AssemblingChunk`."""
-        image, *others = self._decoder.infos
+        """See `Chunk`."""
+        image, *others = self.decoder.infos
         num = sum(len(part.indices) for part in parts)
-        images = torch.empty((num, *self._decoder.shape), dtype=torch.float32, device="cpu")
+        images = torch.empty((num, *self.decoder.shape), dtype=torch.float32, device="cpu")
         labels = np.empty(num, np.int64)
         for part in parts:
             part.chunk._decode(part.indices, seed, part.places, images.numpy(), labels)
@@ -237,13 +232,13 @@ class ImageChunk:
     def _decode(
         self, indices: Indices, seed: Seed, places: Indices, pixels: Image, labels: Indices
     ) -> None:
-        decoder = self._decoder
+        decoder = self.decoder
         memory = ImageMemory() if decoder.may_reuse_memory else None
         for place, index in zip(places.tolist(), indices.tolist(), strict=True):
             number, view = divmod(index, decoder.num_views)
-            item = self._item(number)
+            item = self.item(number)
             labels[place] = item.label
-            draw = Draw(*seed, self._first + number, view)
+            draw = Draw(*seed, self.first + number, view)
             decoder.transform(item, draw, pixels[place], memory)
 
 
@@ -290,7 +285,7 @@ class _Decoder:
         image = self._transformed(item, draw, memory)
         if (image.shape[2], *image.shape[:2]) != into.shape:
             raise DataError(
-                f"{item.place}: the image is {_size_of(image)} after its transforms, and others "
+                f"{item.place}: the image is {size_of(image)} after its transforms, and others "
                 f"are {into.shape[2]} x {into.shape[1]} with {into.shape[0]}. Add "
                 "scale(width, height, channels) to the transforms."
             )
@@ -321,11 +316,6 @@ class _Decoder:
                 "(channels, height, width). Leave the shape out, or change scale()."
             )
         return found
-
-
-def _size_of(image: Image) -> str:
-    rows, columns, channels = image.shape
-    return f"{columns} x {rows} pixels with {channels} channels"
 
 
 def _label_stream(streams: Mapping[str, StreamDef]) -> int | None:
@@ -456,11 +446,8 @@ class _Archives:
         except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError) as error:
             raise DataError(f"{path}: {member} cannot be read: {error}.") from error
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, _: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Archives, ()
 
 
 # ---- files of lines

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from torchmn.cntk.readers.arrays import ArrayChunk, ArrayDeserializer
+from torchmn.cntk.readers.arrays import ArrayChunk
 from torchmn.cntk.readers.minibatch_plan import INFINITELY_REPEAT
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.errors import DataError, UnknownNameError, UsageError
@@ -51,7 +51,7 @@ class MinibatchSourceFromData(MinibatchSource):
         randomization_seed: int = 0,
     ) -> None:
         super().__init__(
-            ArrayDeserializer(ArrayChunk(data_streams)),
+            ArrayChunk(data_streams),
             max_samples,
             max_sweeps,
             randomize=randomize,

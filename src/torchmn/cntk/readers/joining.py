@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -115,18 +116,18 @@ class JoinedDeserializer:
         return joined
 
     def has_one_sample(self) -> dict[str, bool]:
-        """See `DeserializerOfKnownLengths`."""
+        """See `Deserializer`."""
         return {n: one for part in self._deserializers for n, one in has_one_sample(part).items()}
 
     def __repr__(self) -> str:
         return " and ".join(map(repr, self._deserializers))
 
 
+@dataclass(eq=False)
 class _Held:
     """A chunk of another deserializer, in memory while a joined chunk needs it."""
 
-    def __init__(self, chunk: Chunk) -> None:
-        self.chunk = chunk
+    chunk: Chunk
 
 
 class _Other:
@@ -162,37 +163,34 @@ class _Other:
         self._held = weakref.WeakValueDictionary()
 
 
+@dataclass(frozen=True, eq=False)
 class _Part:
-    def __init__(
-        self,
-        streams: list[StreamInformation],
-        chunks: Indices,
-        indices: Indices,
-        held: Mapping[int, _Held],
-    ) -> None:
-        self._streams = streams
-        self._chunks = chunks
-        self._indices = indices
-        self._held = held
+    streams: list[StreamInformation]
+    chunks: Indices
+    indices: Indices
+    held: Mapping[int, _Held]
 
     def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
         """See `Chunk`."""
         return gather(
-            self._chunks[indices],
-            self._indices[indices],
-            self._streams,
-            lambda chunk_id: self._held[chunk_id].chunk,
+            self.chunks[indices],
+            self.indices[indices],
+            self.streams,
+            lambda chunk_id: self.held[chunk_id].chunk,
             seed,
         )
 
 
+@dataclass(frozen=True, eq=False)
 class _JoinedChunk:
-    def __init__(self, first: Chunk, others: list[_Part]) -> None:
-        self._parts = [first, *others]
+    first: Chunk
+    others: list[_Part]
 
     def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
         """See `Chunk`."""
-        return _without_left_out([part.sequences(indices, seed) for part in self._parts])
+        return _without_left_out(
+            [part.sequences(indices, seed) for part in (self.first, *self.others)]
+        )
 
 
 def _without_left_out(parts: Sequence[Mapping[str, StreamData]]) -> dict[str, StreamData]:

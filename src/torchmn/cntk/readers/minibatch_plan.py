@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torchmn.cntk.readers.deserializer import ChunkInfo
-from torchmn.cntk.readers.minibatch import MinibatchData
-from torchmn.cntk.readers.randomization import Position, SequenceOrder
-from torchmn.cntk.readers.truncation import TruncatedOrder
+from torchmn.cntk.readers.randomization import GlobalMinibatch, Position, SequenceOrder
+from torchmn.cntk.readers.truncation import RowPosition, TruncatedMinibatch, TruncatedOrder
 from torchmn.errors import UsageError
 
 INFINITELY_REPEAT = 2**64 - 1
@@ -19,53 +18,15 @@ FULL_DATA_SWEEP = 2**64 - 2
 DEFAULT_WINDOW_IN_CHUNKS = 128
 
 
-class _Position(Protocol):
-    @property
-    def sweep(self) -> int: ...
-
-    def state(self) -> Mapping[str, Any]: ...
-
-
-class PlannedMinibatch(Protocol):
-    """The sequences of a minibatch over all partitions."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of all partitions."""
-
-    @property
-    def sweep_end(self) -> bool:
-        """Whether it has the last sequence of a sweep."""
-
-    @property
-    def next_position(self) -> _Position:
-        """Where the next minibatch begins."""
-
-    @property
-    def chunk_ids(self) -> set[int]:
-        """The chunks of the blocks that it is from."""
-
-    def reader(self, num_partitions: int, index: int) -> Callable[..., dict[str, MinibatchData]]:
-        """What reads one partition's part."""
-
-
-class _Order(Protocol):
-    def start(self, sweep: int = 0) -> Any: ...
-
-    def reading_at(self, position: Any) -> Position: ...
-
-    def restored(self, state: Mapping[str, Any]) -> Any: ...
-
-    def take(
-        self, start: Any, num_samples: int, end_sweep: int | None, crosses_sweeps: bool = True
-    ) -> PlannedMinibatch | None: ...
+PlannedMinibatch = GlobalMinibatch | TruncatedMinibatch
+"""The sequences of a minibatch over all partitions."""
 
 
 @dataclass(frozen=True)
 class Progress:
     """Where a source is: its next sequence, and the samples of all partitions so far."""
 
-    position: _Position
+    position: Position | RowPosition
     num_samples: int = 0
 
     def after(self, minibatch: PlannedMinibatch) -> Progress:
@@ -135,7 +96,8 @@ class MinibatchPlan:
         if not window_in_chunks and not window_in_samples:
             window_in_chunks = DEFAULT_WINDOW_IN_CHUNKS
         self._sequences = SequenceOrder(infos, seed, window_in_chunks, window_in_samples)
-        self._order: _Order = self._sequences
+        self._order: Any = self._sequences
+        """Of sequences, or of their pieces: both have the same methods."""
         if truncation_length:
             self._order = TruncatedOrder(self._sequences, truncation_length)
         self._settings = {
@@ -175,7 +137,10 @@ class MinibatchPlan:
             return None
         end_sweep = None if self._max_sweeps == INFINITELY_REPEAT else self._max_sweeps
         size = min(request.minibatch_size, left)
-        return self._order.take(progress.position, size, end_sweep, request.crosses_sweeps)
+        found: PlannedMinibatch | None = self._order.take(
+            progress.position, size, end_sweep, request.crosses_sweeps
+        )
+        return found
 
     def fraction(self, progress: Progress) -> float:
         """Sweeps done, with the part of the current one, as its blocks of chunks are done."""

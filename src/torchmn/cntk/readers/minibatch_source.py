@@ -396,6 +396,7 @@ class FrameDeserializer:
 
     def __init__(self, deserializer: Deserializer) -> None:
         self._deserializer = deserializer
+        self._infos = deserializer.chunk_infos()
         self.is_parallel = getattr(deserializer, "is_parallel", False)
         self.is_in_memory = getattr(deserializer, "is_in_memory", False)
 
@@ -409,35 +410,23 @@ class FrameDeserializer:
 
     def chunk_infos(self) -> Sequence[ChunkInfo]:
         """See `Deserializer`."""
-        return _FrameInfos(self._deserializer.chunk_infos())
+        return InfosOnDemand(self._deserializer.num_chunks, self._info)
 
     def get_chunk(self, chunk_id: int) -> Chunk:
         """See `Deserializer`."""
-        info = self._deserializer.chunk_infos()[chunk_id]
         where = f"Chunk {chunk_id} of {self._deserializer!r}"
-        return _FrameChunk(self._deserializer.get_chunk(chunk_id), info, where)
+        return _FrameChunk(self._deserializer.get_chunk(chunk_id), self._infos[chunk_id], where)
 
     def has_one_sample(self) -> dict[str, bool]:
-        """See `DeserializerOfKnownLengths`."""
+        """See `Deserializer`."""
         return {info.name: True for info in self.stream_infos()}
 
-    def __repr__(self) -> str:
-        return repr(self._deserializer)
-
-
-class _FrameInfos(InfosOnDemand):
-    """Made when they are asked for, as an index may be too."""
-
-    def __init__(self, infos: Sequence[ChunkInfo]) -> None:
-        self._infos = infos
-
-    def info(self, chunk_id: int) -> ChunkInfo:
-        """See `InfosOnDemand`."""
+    def _info(self, chunk_id: int) -> ChunkInfo:
         num_samples = self._infos[chunk_id].num_samples
         return ChunkInfo(num_sequences=num_samples, num_samples=num_samples)
 
-    def __len__(self) -> int:
-        return len(self._infos)
+    def __repr__(self) -> str:
+        return repr(self._deserializer)
 
 
 class _FrameChunk:

@@ -22,7 +22,7 @@ from torchmn.cntk.readers.assembly import empty, gather, join
 from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, Indices, sequence_lengths
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.streams import StreamInformation
-from torchmn.data.keyed_permutation import keyed_permutation
+from torchmn.data.permutations import keyed_permutation
 from torchmn.errors import DataError, UsageError
 
 

@@ -239,14 +239,41 @@ def _ratio(name: str, value: object, *, may_be_absent: bool = False) -> tuple[fl
 
 @dataclass(frozen=True)
 class Scale:
-    """See `scale`."""
+    """Resize an image.
+
+    Args:
+        width: pixels of the result.
+        height: pixels of the result.
+        channels: 3, or 1 for images that are to be read in grey.
+        interpolations: ``linear`` and ``cubic`` weigh the 4 and 16 nearest pixels, as OpenCV does;
+            they do not average over more where an image is made much smaller. ``lanczos`` does, and
+            is Pillow's.
+        scale_mode: ``fill`` ignores the aspect ratio, ``crop`` keeps it and cuts the longer side,
+            ``pad`` keeps it and adds edges to the shorter side.
+        pad_value: of the edges; -1 repeats the outermost pixels.
+    """
 
     width: int
     height: int
     channels: int
-    interpolations: Interpolation
-    scale_mode: ScaleMode
-    pad_value: int
+    interpolations: Interpolation = "linear"
+    scale_mode: ScaleMode = "fill"
+    pad_value: int = -1
+
+    def __post_init__(self) -> None:
+        _check_name("interpolations", self.interpolations, Interpolation)
+        _check_name("scale_mode", self.scale_mode, ScaleMode)
+        width, height = self.width, self.height
+        if width < 1 or height < 1 or width * height > 2**28:
+            raise UsageError(
+                f"scale to {width} x {height} pixels: both must be at least 1, and sane."
+            )
+        if self.channels not in (1, 3):
+            raise UsageError(
+                f"channels={self.channels}. An image has 3 channels, or 1 if it is grey."
+            )
+        if not -1 <= self.pad_value <= 255:
+            raise UsageError(f"pad_value={self.pad_value} must be a brightness of 0 to 255, or -1.")
 
     def apply(self, image: Image, draw: Draw) -> Image:
         """See `ImageTransform.apply`."""
@@ -286,36 +313,7 @@ class Scale:
         return self.height, self.width, self.channels
 
 
-def scale(
-    width: int,
-    height: int,
-    channels: int,
-    interpolations: Interpolation = "linear",
-    scale_mode: ScaleMode = "fill",
-    pad_value: int = -1,
-) -> Scale:
-    """Resize an image.
-
-    Args:
-        width: pixels of the result.
-        height: pixels of the result.
-        channels: 3, or 1 for images that are to be read in grey.
-        interpolations: ``linear`` and ``cubic`` weigh the 4 and 16 nearest pixels, as OpenCV does;
-            they do not average over more where an image is made much smaller. ``lanczos`` does, and
-            is Pillow's.
-        scale_mode: ``fill`` ignores the aspect ratio, ``crop`` keeps it and cuts the longer side,
-            ``pad`` keeps it and adds edges to the shorter side.
-        pad_value: of the edges; -1 repeats the outermost pixels.
-    """
-    _check_name("interpolations", interpolations, Interpolation)
-    _check_name("scale_mode", scale_mode, ScaleMode)
-    if width < 1 or height < 1 or width * height > 2**28:
-        raise UsageError(f"scale to {width} x {height} pixels: both must be at least 1, and sane.")
-    if channels not in (1, 3):
-        raise UsageError(f"channels={channels}. An image has 3 channels, or 1 if it is grey.")
-    if not -1 <= pad_value <= 255:
-        raise UsageError(f"pad_value={pad_value} must be a brightness of 0 to 255, or -1.")
-    return Scale(width, height, channels, interpolations, scale_mode, pad_value)
+scale = Scale
 
 
 def _resized(image: Image, width: int, height: int, interpolation: Interpolation) -> Image:
@@ -375,8 +373,8 @@ class Mean:
         """See `ImageTransform.apply`."""
         if image.shape != self.image.shape:
             raise DataError(
-                f"The mean image of {self.filename} is {_size_of(self.image)}, and an image that "
-                f"comes to it {_size_of(image)}. Scale images to the size of the mean before it."
+                f"The mean image of {self.filename} is {size_of(self.image)}, and an image that "
+                f"comes to it {size_of(image)}. Scale images to the size of the mean before it."
             )
         difference: Image = np.subtract(image, self.image, dtype=np.float32)
         return difference
@@ -402,18 +400,30 @@ def mean(filename: str | os.PathLike[str], layout: MeanLayout = "hwc-bgr") -> Me
     return Mean(os.fspath(filename), np.ascontiguousarray(planes.transpose(1, 2, 0)))
 
 
-def _size_of(image: Image) -> str:
+def size_of(image: Image) -> str:
+    """In words."""
     rows, columns, channels = image.shape
     return f"{columns} x {rows} pixels with {channels} channels"
 
 
 @dataclass(frozen=True)
 class Color:
-    """See `color`."""
+    """Change the colours at random.
 
-    brightness_radius: float
-    contrast_radius: float
-    saturation_radius: float
+    Args:
+        brightness_radius: adds up to this part of the image's mean, up or down; 0 to 1.
+        contrast_radius: multiplies by 1 plus or minus up to this; 0 to 1.
+        saturation_radius: the same for the saturation in HSV; 0 to 1.
+    """
+
+    brightness_radius: float = 0.0
+    contrast_radius: float = 0.0
+    saturation_radius: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, radius in vars(self).items():
+            if not 0 <= radius <= 1:
+                raise UsageError(f"{name}={radius} must be from 0 to 1.")
 
     def apply(self, image: Image, draw: Draw) -> Image:
         """See `ImageTransform.apply`."""
@@ -449,26 +459,7 @@ def _saturated(image: Image, factor: np.float32) -> Image:
     return moved
 
 
-def color(
-    brightness_radius: float = 0.0,
-    contrast_radius: float = 0.0,
-    saturation_radius: float = 0.0,
-) -> Color:
-    """Change the colours at random.
-
-    Args:
-        brightness_radius: adds up to this part of the image's mean, up or down; 0 to 1.
-        contrast_radius: multiplies by 1 plus or minus up to this; 0 to 1.
-        saturation_radius: the same for the saturation in HSV; 0 to 1.
-    """
-    for name, radius in (
-        ("brightness_radius", brightness_radius),
-        ("contrast_radius", contrast_radius),
-        ("saturation_radius", saturation_radius),
-    ):
-        if not 0 <= radius <= 1:
-            raise UsageError(f"{name}={radius} must be from 0 to 1.")
-    return Color(brightness_radius, contrast_radius, saturation_radius)
+color = Color
 
 
 def _check_name(argument: str, value: object, known: Any) -> None:

@@ -175,7 +175,7 @@ class UserChunks:
 
     def chunk_infos(self) -> Sequence[ChunkInfo]:
         """See `Deserializer`."""
-        return _UserInfos(self)
+        return InfosOnDemand(self.num_chunks, self.info)
 
     def get_chunk(self, chunk_id: int) -> Chunk:
         """See `Deserializer`."""
@@ -228,19 +228,3 @@ class UserChunks:
     def __repr__(self) -> str:
         user = self._user
         return type(user).__name__ if type(user).__repr__ is object.__repr__ else repr(user)
-
-
-class _UserInfos(InfosOnDemand):
-    """Read when they are asked for."""
-
-    def __init__(self, chunks: UserChunks) -> None:
-        self._chunks = chunks
-
-    def info(self, chunk_id: int) -> ChunkInfo:
-        """See `InfosOnDemand`."""
-        if not 0 <= chunk_id < len(self):
-            raise IndexError(chunk_id)
-        return self._chunks.info(chunk_id)
-
-    def __len__(self) -> int:
-        return self._chunks.num_chunks()

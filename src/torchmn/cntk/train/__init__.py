@@ -1,25 +1,8 @@
 """CNTK's ``cntk.train``: trainer, training session and distributed learners."""
 
-from torchmn.cntk.schedules import minibatch_size_schedule
-from torchmn.cntk.train import distributed
-from torchmn.cntk.train.trainer import Trainer
-from torchmn.cntk.train.training_session import (
-    CheckpointConfig,
-    CrossValidationConfig,
-    DataUnit,
-    TestConfig,
-    TrainingSession,
-    training_session,
-)
+from torchmn.cntk.train import distributed as distributed
+from torchmn.cntk.train.trainer import Trainer as Trainer
+from torchmn.cntk.train.training_session import *  # noqa: F403
+from torchmn.cntk.train.training_session import __all__ as _of_session
 
-__all__ = [
-    "CheckpointConfig",
-    "CrossValidationConfig",
-    "DataUnit",
-    "TestConfig",
-    "Trainer",
-    "TrainingSession",
-    "distributed",
-    "minibatch_size_schedule",
-    "training_session",
-]
+__all__ = ["Trainer", "distributed", *_of_session]

@@ -1,5 +1,591 @@
-"""CNTK's ``cntk.train.trainer``."""
+"""CNTK's ``cntk.train.trainer``: exact sums over the samples of all ranks at each minibatch.
 
-from torchmn.cntk.trainer import Trainer
+The path of a minibatch: each rank computes the mean loss of its part; a sum of four numbers (loss,
+metric, samples, end of a sweep) is started and runs while backward does; the multi-node optimizers
+average gradients weighted by samples; then the total number of samples is known, from which the
+learners take rate and momentum, and all ranks step. A rank whose part is empty takes part with
+weight 0.
+
+Under block momentum a rank steps with its own gradients and the number of its own samples, and
+blocks end on all ranks at the same minibatch, where the samples of all have filled them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpointer
+from torchmn.cntk.learner import Learner, LearnerSet
+from torchmn.cntk.readers.minibatch import MinibatchData
+from torchmn.cntk.train.distributed import default_communicator, optimizers_of
+from torchmn.comm import Communicator
+from torchmn.data.batch_size import num_samples
+from torchmn.errors import DataError, UnsupportedError, UsageError
+from torchmn.exchange.optimizer import MultiNodeOptimizer
+from torchmn.exchange.schedules.local_updates.base import LocalUpdateSchedule
+from torchmn.nn.layer_communicator import has_collective_layers
+from torchmn.train.evaluation import evaluation_mode
 
 __all__ = ["Trainer"]
+
+
+Criterion = Callable[..., Tensor]
+Argument = Tensor | MinibatchData | np.ndarray[Any, Any] | Sequence[Any]
+"""A stream of one rank's part of a minibatch."""
+
+
+class Trainer:
+    """Trains a model by minibatches, of which each rank has a part.
+
+    Made and used on all ranks; with a distributed learner the making is *collective*.
+
+    Args:
+        model: any `nn.Module`, compiled or not.
+        criterion: the loss, or (loss, metric): callables of the model's output and of the arguments
+            that the model does not take. They return a value for each sample, ``(num_samples,)``,
+            or a scalar that is the mean over this rank's samples. A loss that is a module is
+            trained and saved as well.
+        parameter_learners: one or more learners of `torchmn.cntk`, distributed or not, or any
+            `torch.optim.Optimizer`, which gets mean gradients. No two have a parameter in common;
+            a parameter that is in none is not changed. All are distributed with the same options,
+            or none: each rank then trains by itself.
+        progress_writers: one or more receivers of the progress, as `ProgressPrinter`.
+        grad_scaler: for a model that computes in float16.
+
+    Attributes:
+        communicator: of the distributed learners; None without one.
+        optimizers: the `torchmn.MultiNodeOptimizer` of all distributed learners, or the learners.
+
+    Raises:
+        UsageError: learners share a parameter, or not all are distributed in the same way.
+        RankMismatchError: the ranks' models differ.
+
+    Example:
+        >>> import torch, torchmn.cntk as C
+        >>> model = torch.nn.Linear(2, 3)  # whose forward has the parameter "input"
+        >>> learner = C.sgd(model.parameters(), C.learning_rate_schedule(0.01, C.UnitType.sample))
+        >>> trainer = C.Trainer(
+        ...     model, (C.cross_entropy_with_softmax, C.classification_error), learner
+        ... )
+        >>> labels = torch.tensor([0, 2, 1, 1])
+        >>> trainer.train_minibatch({"input": torch.randn(4, 2), "labels": labels})
+        True
+        >>> trainer.total_number_of_samples_seen
+        4
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        criterion: Criterion | Sequence[Criterion | None],
+        parameter_learners: Any,
+        progress_writers: Any = None,
+        *,
+        grad_scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.model = model
+        self._loss, self._metric = _criteria(criterion)
+        self.parameter_learners = _as_list(parameter_learners)
+        self.progress_writers = _as_list(progress_writers)
+        self._scaler = grad_scaler
+        self._has_scaled = False
+        self.total_number_of_samples_seen = 0
+        """Over all ranks."""
+        self.num_minibatches = 0
+        """Those with samples on any rank."""
+        self.num_sweeps = 0
+        """Sweeps over the data that have ended."""
+        self._last = MinibatchSums()
+        parts = [part for part in (model, self._loss) if isinstance(part, nn.Module)]
+        self._models = [part for part in parts if any(True for _ in part.parameters())]
+        self.communicator, self.optimizers = optimizers_of(self.parameter_learners, self._models)
+        self._model_names = _parameter_names(model)
+        self._fitting: set[tuple[object, ...]] = set()
+        """Names of arguments that were found to fit."""
+        self._checkpointer: tuple[Path, MultiNodeCheckpointer] | None = None
+
+    # ---- training ----
+
+    def train_minibatch(
+        self,
+        arguments: Mapping[str, Argument],
+        outputs: None = None,
+        device: torch.device | str | None = None,
+        is_sweep_end: bool | None = None,
+    ) -> bool:
+        """Update the parameters by one minibatch; False if no rank has data. *Collective.*
+
+        After False nothing has changed, except that the last block of block momentum has ended, so
+        that all ranks hold the same parameters.
+
+        Args:
+            arguments: this rank's part of the minibatch, by name: `MinibatchData`, a tensor or an
+                array, of which the first size is that of the samples. Those whose names are
+                parameters of ``model.forward`` go to the model, the others to loss and metric, in
+                this order. Sequences are passed as `MinibatchData`, single samples as a tensor. An
+                empty part is ``{}`` or has no samples; with layers whose ranks communicate, such as
+                `torchmn.links.MultiNodeBatchNorm2d`, it is tensors of no samples, and ``{}`` is
+                for the end of the data on all ranks.
+            outputs: refused; let the model keep what you want to see.
+            device: where to; default: that of the model's first parameter.
+            is_sweep_end: whether a sweep over the data ends here; default: as `MinibatchData` says.
+
+        Raises:
+            UsageError: names that fit neither the model nor the criterion; a loss or metric of
+                another shape.
+            NonFiniteGradientError: a gradient is not finite.
+        """
+        if outputs is not None:
+            raise UnsupportedError(
+                "train_minibatch(outputs=...) is not supported: a model of torch has no variables "
+                "by name. Let a module keep its output, or give it a forward hook."
+            )
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss, own = self._evaluate(arguments, device)
+        own.is_sweep_end = _is_sweep_end(arguments) if is_sweep_end is None else is_sweep_end
+        under_way = start_sum(own, self.communicator)
+        are_local = [_is_local(optimizer) for optimizer in self.optimizers]
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, MultiNodeOptimizer):
+                optimizer.reducer.contribution.set(own.num_samples, own.num_samples)
+        if loss is not None:
+            (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        total = under_way()
+        num_synchronized = self._num_synchronized()
+        if not total.num_samples:
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, MultiNodeOptimizer):
+                    optimizer.flush()
+            self._report_synchronization(num_synchronized)
+            return False
+        for optimizer, is_local in zip(self.optimizers, are_local, strict=True):
+            self._step(optimizer, own, total, is_local=is_local, is_exchanged=loss is not None)
+            for learner in _learners(optimizer):
+                learner.end_minibatch(total.num_samples, is_sweep_end=total.is_sweep_end)
+        if self._scaler is not None and self._has_scaled:
+            self._scaler.update()
+            self._has_scaled = False
+        self._last = total
+        self.total_number_of_samples_seen += total.num_samples
+        self.num_minibatches += 1
+        self.num_sweeps += total.is_sweep_end
+        for writer in self.progress_writers:
+            writer.update_training(total.num_samples, total.loss, total.metric)
+        self._report_synchronization(num_synchronized)
+        return True
+
+    def _step(
+        self,
+        optimizer: Optimizer,
+        own: MinibatchSums,
+        total: MinibatchSums,
+        *,
+        is_local: bool,
+        is_exchanged: bool,
+    ) -> None:
+        for learner in _learners(optimizer):
+            learner.begin_minibatch((own if is_local else total).num_samples)
+        if isinstance(optimizer, MultiNodeOptimizer):
+            if is_local:
+                share = total.num_samples / optimizer.communicator.size
+                optimizer.reducer.contribution.mean_samples = share
+            if not is_exchanged:
+                optimizer.reducer.exchange_now()
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if self._scaler is None or all(p.grad is None for p in parameters):
+            optimizer.step()  # without gradients: this rank has no data, and trains alone now
+            return
+        self._scaler.step(optimizer)
+        self._has_scaled = True
+
+    def _num_synchronized(self) -> float:
+        """Samples over all ranks in the blocks that have ended."""
+        schedules = [
+            getattr(optimizer.schedule, "schedule", optimizer.schedule)  # after a warm-up
+            for optimizer in self.optimizers
+            if isinstance(optimizer, MultiNodeOptimizer)
+        ]
+        return sum(each.num_samples for each in schedules if isinstance(each, LocalUpdateSchedule))
+
+    def _report_synchronization(self, num_before: float) -> None:
+        if added := round(self._num_synchronized() - num_before):
+            for writer in self.progress_writers:
+                writer.update_distributed_sync(added)
+
+    def _evaluate(
+        self,
+        arguments: Mapping[str, Argument],
+        device: torch.device | str | None,
+        criterion: Any = None,
+    ) -> tuple[Tensor | None, MinibatchSums]:
+        """The mean loss over this rank's samples, and the sums of loss and metric."""
+        of_loss, of_metric = (
+            (self._loss, self._metric) if criterion is None else _criteria(criterion)
+        )
+        if not isinstance(arguments, Mapping):
+            raise UsageError(
+                f"The arguments of a minibatch are of type {type(arguments).__name__}. They must "
+                f"be a dict by name: the parameters of {type(self.model).__name__}.forward"
+                f"({', '.join(self._model_names)}), and others for loss and metric. Give "
+                f"{{{', '.join(f'{name!r}: ...' for name in [*self._model_names, 'labels'])}}}."
+            )
+        is_empty = all(_num_samples(value) == 0 for value in arguments.values())
+        if is_empty and not (arguments and has_collective_layers(self.model)):
+            return None, MinibatchSums(0.0, None if of_metric is None else 0.0)
+        inputs, others = self._split(arguments, device)
+        for what, function in (("loss", of_loss), ("metric", of_metric)):
+            if function is not None:
+                self._raise_if_arguments_do_not_fit(what, function, inputs, others)
+        output = self.model(**inputs)
+        count = _num_samples(next(iter((others or inputs).values())))
+        num_sequences = min(map(_num_sequences, arguments.values()))
+        value = of_loss(output, *others.values())
+        loss, sum_, count = mean_and_sum("loss", value, count, num_sequences)
+        sums = MinibatchSums(sum_, None, count)
+        if of_metric is not None:
+            with torch.no_grad():
+                value = of_metric(output, *others.values())
+            _, sums.metric, num_values = mean_and_sum("metric", value, count, num_sequences)
+            if num_values != count:
+                raise UsageError(
+                    f"The loss has {count} values and the metric {num_values}. Both must have one "
+                    "for each sample, or be a mean."
+                )
+        return loss, sums
+
+    def _raise_if_arguments_do_not_fit(
+        self, what: str, function: Criterion, inputs: dict[str, Any], others: dict[str, Any]
+    ) -> None:
+        """Raise UsageError: model or criterion lack an argument, or there is one too many."""
+        key = (function, *inputs, None, *others)
+        if key in self._fitting:
+            return
+        for name, called, by_place, by_name in (
+            ("the model", _forward(self.model), (), inputs),
+            (f"the {what}", function, (None, *others.values()), {}),
+        ):
+            try:
+                inspect.signature(called).bind(*by_place, **by_name)
+            except TypeError as error:
+                raise UsageError(
+                    f"The arguments do not fit {name}: {error}. {type(self.model).__name__}.forward"
+                    f"({', '.join(self._model_names)}) gets {', '.join(inputs)} by name, and the "
+                    f"{what} {_name_of(function)} gets the model's output and then "
+                    f"{', '.join(others) or 'nothing'}. Rename the keys of the input map, or the "
+                    "parameters of forward."
+                ) from None
+            except ValueError:  # a function of C, which has no signature
+                pass
+        self._fitting.add(key)
+
+    def _split(
+        self, arguments: Mapping[str, Argument], device: torch.device | str | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What goes to the model and what to loss and metric, on the device."""
+        inputs: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        where = device if device is not None else _device_of(self._models)
+        for name, value in arguments.items():
+            (inputs if name in self._model_names else others)[name] = _prepared(value, where)
+        if not inputs:
+            raise UsageError(
+                f"None of the arguments ({', '.join(map(str, arguments))}) is a parameter of "
+                f"{type(self.model).__name__}.forward({', '.join(self._model_names)}). Rename the "
+                "keys of the input map, or the parameters of forward."
+            )
+        return inputs, others
+
+    # ---- evaluation ----
+
+    def test_minibatch(
+        self, arguments: Mapping[str, Argument], device: torch.device | str | None = None
+    ) -> float:
+        """The mean of the metric, or without one of the loss, over all ranks. *Collective.*"""
+        value, num_samples = self.evaluation_sums(arguments, device)
+        return value / num_samples if num_samples else float("nan")
+
+    @torch.no_grad()
+    def evaluation_sums(
+        self,
+        arguments: Mapping[str, Argument],
+        device: torch.device | str | None = None,
+        *,
+        criterion: Any = None,
+    ) -> tuple[float, int]:
+        """The sum of the metric, or without one of the loss, and the samples of all ranks.
+
+        *Collective.* ``criterion`` is used in place of the trainer's.
+        """
+        with evaluation_mode([self.model]):
+            _, own = self._evaluate(arguments, device, criterion)
+        total = start_sum(own, self.communicator)()
+        value = float(total.loss if total.metric is None else total.metric)
+        if total.num_samples:
+            for writer in self.progress_writers:
+                writer.update_test(total.num_samples, value)
+        return value, total.num_samples
+
+    @property
+    def previous_minibatch_loss_average(self) -> float:
+        """The mean loss of the last minibatch over the samples of all ranks. Local."""
+        return float(self._last.loss) / max(1, self._last.num_samples)
+
+    @property
+    def previous_minibatch_evaluation_average(self) -> float:
+        """The mean metric of the last minibatch over the samples of all ranks. Local."""
+        if self._metric is None:
+            raise UsageError("This trainer has no metric: give criterion=(loss, metric).")
+        return float(self._last.metric or 0.0) / max(1, self._last.num_samples)
+
+    @property
+    def previous_minibatch_sample_count(self) -> int:
+        """The samples of the last minibatch over all ranks. Local."""
+        return self._last.num_samples
+
+    def summarize_training_progress(self) -> None:
+        """Write summaries of the training since the last ones. Local."""
+        for writer in self.progress_writers:
+            writer.write_training_summary()
+
+    def summarize_test_progress(self) -> None:
+        """Write summaries of the evaluation that has ended. Local."""
+        for writer in self.progress_writers:
+            writer.write_test_summary()
+
+    # ---- checkpoints ----
+
+    def save_checkpoint(
+        self, filename: str | Path, external_state: Mapping[str, Any] | None = None
+    ) -> None:
+        """Save model, learners and counters in the folder ``filename``. *Collective.*"""
+        checkpointer = self._checkpointer_of(filename)
+        checkpointer.save(self.num_minibatches, self.stateful(dict(external_state or {})))
+        checkpointer.finish()
+
+    def restore_from_checkpoint(self, filename: str | Path) -> dict[str, Any]:
+        """Continue from `save_checkpoint`; returns its ``external_state``. *Collective.*"""
+        external: dict[str, Any] = {}
+        checkpointer = self._checkpointer_of(filename)
+        checkpointer.resume(self.stateful(external))
+        if checkpointer.resumed_from is None:
+            raise DataError(
+                f"There is no checkpoint in {Path(filename).absolute()}. Give the filename of a "
+                "save_checkpoint(), and the same folder on all ranks."
+            )
+        return external
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters of this trainer and of its progress writers."""
+        return {
+            "num_samples": self.total_number_of_samples_seen,
+            "num_minibatches": self.num_minibatches,
+            "num_sweeps": self.num_sweeps,
+            "writers": [writer.state_dict() for writer in self.progress_writers],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue counting as saved."""
+        self.total_number_of_samples_seen = state["num_samples"]
+        self.num_minibatches = state["num_minibatches"]
+        self.num_sweeps = state["num_sweeps"]
+        for writer, saved in zip(self.progress_writers, state["writers"], strict=False):
+            writer.load_state_dict(saved)
+
+    def stateful(self, external_state: dict[str, Any]) -> dict[str, Any]:
+        """The objects that a checkpoint saves and loads, by name. Local.
+
+        Loading replaces the contents of ``external_state``.
+        """
+        state: dict[str, Any] = {"trainer": self, "external": _Plain(external_state)}
+        for number, model in enumerate(self._models):
+            state[f"model{number or ''}"] = model
+        for number, optimizer in enumerate(self.optimizers):
+            state[f"learner{number or ''}"] = optimizer
+        if self._scaler is not None:
+            state["grad_scaler"] = self._scaler
+        return state
+
+    def _checkpointer_of(self, filename: str | Path) -> MultiNodeCheckpointer:
+        path = Path(filename).absolute()
+        if self._checkpointer is not None and self._checkpointer[0] != path:
+            self._checkpointer[1].close()
+            self._checkpointer = None
+        if self._checkpointer is None:
+            comm = self.communicator or default_communicator()
+            made = create_multi_node_checkpointer(
+                comm, path.parent, path.name, keep=1, on_failure="raise"
+            )
+            self._checkpointer = path, made
+        return self._checkpointer[1]
+
+
+class _Plain:
+    """Plain values in a checkpoint."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = values
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values.clear()
+        self.values.update(state)
+
+
+def _is_local(optimizer: Optimizer) -> bool:
+    """Whether the next step is with this rank's own gradients."""
+    return not isinstance(optimizer, MultiNodeOptimizer) or optimizer.reducer.is_suspended
+
+
+def _learners(optimizer: Optimizer) -> list[Learner]:
+    """Those of this package among what steps."""
+    inner = optimizer.inner if isinstance(optimizer, MultiNodeOptimizer) else optimizer
+    each = inner.learners if isinstance(inner, LearnerSet) else [inner]
+    return [learner for learner in each if isinstance(learner, Learner)]
+
+
+def _criteria(criterion: Any) -> tuple[Criterion, Criterion | None]:
+    if isinstance(criterion, (tuple, list)):
+        if not 1 <= len(criterion) <= 2:
+            raise UsageError("criterion must be a loss or (loss, metric).")
+        return criterion[0], criterion[1] if len(criterion) == 2 else None
+    return criterion, None
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _forward(model: nn.Module) -> Callable[..., Any]:
+    """Of what was compiled, where the model is."""
+    forward: Callable[..., Any] = getattr(model, "_orig_mod", model).forward
+    return forward
+
+
+def _parameter_names(model: nn.Module) -> list[str]:
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = inspect.signature(_forward(model)).parameters.values()
+    return [p.name for p in parameters if p.kind not in kinds]
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _num_samples(value: Argument) -> int:
+    if isinstance(value, MinibatchData):  # the samples in its sequences
+        return value.num_samples
+    found = num_samples(value if isinstance(value, Tensor) else np.asarray(value))
+    return cast(int, found)  # an argument has rows
+
+
+def _num_sequences(value: Argument) -> int:
+    if isinstance(value, MinibatchData) and value.lengths is not None:
+        return len(value.lengths)
+    return _num_samples(value)
+
+
+def _is_sweep_end(arguments: Mapping[str, Argument]) -> bool:
+    return any(isinstance(v, MinibatchData) and v.sweep_end for v in arguments.values())
+
+
+def _prepared(value: Argument, device: torch.device | str | None) -> Tensor | MinibatchData:
+    """On the device; single samples as a tensor, arrays of float64 as float32."""
+    if isinstance(value, MinibatchData):
+        return value.to(device).data if value.lengths is None else value.to(device)
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    array = np.asarray(value)
+    narrow = array.astype(np.float32) if array.dtype == np.float64 else array
+    return torch.as_tensor(narrow, device=device)
+
+
+def _device_of(models: Sequence[nn.Module]) -> torch.device | None:
+    return next((p.device for model in models for p in model.parameters()), None)
+
+
+@dataclass
+class MinibatchSums:
+    """Sums over the samples of a minibatch, of one rank or of all."""
+
+    loss: float | Tensor = 0.0
+    metric: float | Tensor | None = None
+    """None without a metric."""
+    num_samples: int = 0
+    is_sweep_end: bool = False
+
+
+def start_sum(own: MinibatchSums, comm: Communicator | None) -> Callable[[], MinibatchSums]:
+    """Start to add over ranks; the result waits for the sums of all. *Collective.*"""
+    if comm is None or comm.size == 1:
+        return lambda: own
+    values = [own.loss, own.metric or 0.0, own.num_samples, own.is_sweep_end]
+    where = next((v.device for v in values if isinstance(v, Tensor)), torch.device("cpu"))
+    row = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=where) for v in values])
+    is_there: torch.cuda.Event | None = None
+    if row.is_cuda:  # the engine's thread waits for the forward pass, and this one continues
+        row = torch.empty(4, dtype=row.dtype, device="cpu", pin_memory=True).copy_(
+            row, non_blocking=True
+        )
+        is_there = torch.cuda.Event()
+        is_there.record()
+
+    def add() -> None:
+        if is_there is not None:
+            is_there.synchronize()
+        comm.world.all_reduce_(row)
+
+    work = comm.engine.submit(add)
+
+    def wait() -> MinibatchSums:
+        work.wait()
+        loss, metric, num_samples, sweep_end = row.tolist()
+        return MinibatchSums(
+            loss, None if own.metric is None else metric, round(num_samples), sweep_end > 0
+        )
+
+    return wait
+
+
+def mean_and_sum(
+    what: str, value: Any, count: int, num_sequences: int
+) -> tuple[Tensor, Tensor, int]:
+    """The mean, the sum (without a graph) and the number of samples of a loss or metric.
+
+    ``count`` is the number of samples, and ``num_sequences`` of what they belong to.
+    """
+    if what == "metric" and isinstance(value, (int, float, np.ndarray, np.generic)):
+        value = torch.as_tensor(value, device="cpu")
+    if not isinstance(value, Tensor):
+        raise UsageError(
+            f"The {what} is {type(value).__name__}; it must be a tensor with one value for each "
+            "sample, or their mean."
+        )
+    if not (value.is_floating_point() or value.is_complex()):
+        value = value.double()
+    if value.dim() == 0:
+        return (
+            value,
+            value.detach().double() * count if count else torch.zeros((), device="cpu"),
+            count,
+        )
+    if value.numel() != value.shape[0] or value.numel() == 1 < num_sequences:
+        raise UsageError(
+            f"The {what} has shape {tuple(value.shape)} for {count} samples; it must have one "
+            "value for each sample, or be their mean, of shape ()."
+        )
+    mean = value.mean() if value.numel() else value.sum()
+    return mean, value.detach().double().sum(), value.numel()

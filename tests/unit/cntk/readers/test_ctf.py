@@ -226,17 +226,6 @@ class TestErrors:
         with pytest.raises(DataError, match="has changed"):
             deserializer.get_chunk(0)
 
-    def test_a_part_of_short_sequences_has_lengths_too(self, tmp_path: Path) -> None:
-        """So that a model gets sequences on every rank, whichever these are."""
-        text = "0 |x 1 2 |y 1:1\n1 |x 1 2 |y 2:1\n1 |x 3 4\n"
-        deserializer = CTFDeserializer(write(tmp_path, text), XY)
-        (chunk,) = (deserializer.get_chunk(k) for k in range(deserializer.num_chunks()))
-        for index, length in ((0, 1), (1, 2)):
-            found = chunk.sequences(np.array([index]), (0, 0))
-            assert found["x"][1] is not None
-            assert found["x"][1].tolist() == [length]
-            assert found["y"][1] is None
-
     @pytest.mark.parametrize("max_samples", [1, 3])
     def test_sequences_of_several_chunks_come_in_the_order_of_the_minibatch(
         self, tmp_path: Path, max_samples: int
@@ -432,24 +421,6 @@ def test_mutated_text_is_read_within_bounds(tmp_path: Path) -> None:
     )
 
 
-@given(text=st.binary(max_size=60))
-def test_any_bytes_give_values_or_a_named_place(folder: Path, text: bytes) -> None:
-    in_small_chunks, in_one = outcomes(folder, text)
-    assert in_small_chunks == in_one
-
-
-def test_a_source_counts_a_wrong_sequence_and_leaves_its_samples_out(tmp_path: Path) -> None:
-    path = write(tmp_path, "|x 1 2\n|x word 4\n|x 5 6\n|x 7 8\n")
-    deserializer = CTFDeserializer(path, {"x": XY["x"]}, max_errors=1)
-    source = MinibatchSource(deserializer, max_sweeps=1, randomize=False)
-    with pytest.warns(RuntimeWarning, match="line 2, column 4: 'word' is not a number"):
-        minibatches = [source.next_minibatch(2)[source["x"]] for _ in range(2)]
-    assert [m.data.tolist() for m in minibatches] == [[[1, 2]], [[5, 6], [7, 8]]]
-    assert [(m.num_sequences, m.lengths) for m in minibatches] == [(1, None), (2, None)]
-    assert source.next_minibatch(2) == {}
-    source.close()
-
-
 def test_a_wrong_sequence_is_in_no_stream(tmp_path: Path) -> None:
     path = write(tmp_path, "0 |x 1 2 |y 1:1\n0 |x 3 4\n1 |x word 4 |y 2:1\n2 |x 5 6 |y 3:1\n")
     source = MinibatchSource(CTFDeserializer(path, XY, max_errors=1), max_sweeps=1, randomize=False)
@@ -473,11 +444,3 @@ def test_a_stream_has_lengths_in_all_parts_or_in_none(tmp_path: Path, chunk_byte
             assert (len(x.lengths), y.lengths) == (x.num_sequences, None)
             assert y.num_samples == y.num_sequences
         source.close()
-
-
-def test_its_representation_names_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path, "0 |x 1 2 |y\n0 |x 1 2\n")
-    source = MinibatchSource(CTFDeserializer(path, XY), max_sweeps=1, frame_mode=True)
-    with pytest.raises(DataError, match=rf"CTFDeserializer\('{path}'\): stream 'y' has 1 samples"):
-        source.next_minibatch(2)
-    source.close()

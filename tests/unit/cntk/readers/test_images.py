@@ -14,8 +14,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torchmn.cntk.readers import decoding, deserializer, images
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
@@ -97,18 +95,6 @@ class TestMapFiles:
             features, torch.stack([bgr_planes(pixels(n)) for n in (0, 1, 2, 9, 9, 8)])
         )
         assert labels.argmax(1).tolist() == [0, 1, 2, 3, 3, 0]
-
-    def test_many_images_are_several_chunks(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        path = make(tmp_path, count=5)
-        whole, labels = read(ImageDeserializer(path, streams()))
-        monkeypatch.setattr(images, "IMAGES_PER_CHUNK", 2)
-        deserializer = ImageDeserializer(path, streams())
-        assert deserializer.num_chunks() == 3
-        parts = read(deserializer)
-        assert torch.equal(parts[0], whole)
-        assert torch.equal(parts[1], labels)
 
     def test_it_can_be_sent_to_a_worker_process(self, tmp_path: Path) -> None:
         deserializer = ImageDeserializer(make(tmp_path), streams(scale(4, 4, 3)))
@@ -414,11 +400,6 @@ def values_or_place(folder: Path, text: bytes) -> bool:
         assert str(error).startswith(path)  # noqa: PT017
         return False
     return True
-
-
-@given(text=st.binary(max_size=80))
-def test_any_map_file_gives_values_or_a_named_place(folder: Path, text: bytes) -> None:
-    values_or_place(folder, text)
 
 
 def test_mutated_map_files_give_values_or_a_named_place(folder: Path) -> None:

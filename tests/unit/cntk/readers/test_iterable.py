@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.contracts.suites.source_contracts import Numbers
 from tests.limits import limit
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.cntk.readers import (
@@ -27,8 +28,6 @@ from torchmn.comm import Communicator
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train import StandardUpdater, Trainer
-
-from tests.contracts.suites.source_contracts import Numbers
 
 COUNT = 21
 
@@ -92,22 +91,6 @@ def test_epoch_details_and_the_end() -> None:
     assert iterator.is_new_epoch
     with pytest.raises(StopIteration):
         next(iterator)
-
-
-def test_an_iterator_resumes_on_another_number_of_ranks() -> None:
-    def batches(comm: Communicator, state: Any, num: int) -> tuple[list[float], Any]:
-        iterator = MinibatchIterator(source(), 4, comm=comm)
-        if state is not None:
-            iterator.load_state_dict(state)
-        own = [next(iterator)["x"] for _ in range(num)]
-        parts = comm.allgather_obj([t.flatten().tolist() for t in own])
-        merged = [x for step in zip(*parts, strict=True) for part in step for x in part]
-        return merged, iterator.state_dict()
-
-    whole, _ = run_ranks(lambda comm: batches(comm, None, 9), 1)[0]
-    first, state = run_ranks(lambda comm: batches(comm, None, 3), 2)[0]
-    rest, _ = run_ranks(lambda comm: batches(comm, state, 6), 3)[0]
-    assert first + rest == whole
 
 
 def test_a_checkpointer_saves_sources_for_any_number_of_ranks(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torchmn.cntk.readers import mean_image
 from torchmn.cntk.readers.mean_image import read_mean_image, write_mean_image
@@ -138,8 +136,3 @@ def test_mutated_files_give_values_or_a_named_place(folder: Path) -> None:
             text[at : at + rng.randint(0, 3)] = piece
         seen.add(values_or_place(folder, bytes(text)))
     assert seen == {True, False}
-
-
-@given(text=st.binary(max_size=60))
-def test_any_bytes_give_values_or_a_named_place(folder: Path, text: bytes) -> None:
-    values_or_place(folder, text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.contracts.suites.source_contracts import NUMBER, Numbers
 from tests.limits import limit
 from torchmn.cntk.readers import (
     FULL_DATA_SWEEP,
@@ -24,15 +24,9 @@ from torchmn.cntk.readers import (
 )
 from torchmn.errors import DataError, UnknownNameError, UsageError
 
-from tests.contracts.suites.source_contracts import NUMBER, Numbers
-
 
 def ids(minibatch: dict[Any, Any]) -> list[float]:
     return minibatch["n"].data.flatten().tolist()
-
-
-def sequence_lengths(number: int) -> int:
-    return 1 + number % 4
 
 
 @pytest.mark.parametrize(
@@ -115,18 +109,6 @@ def test_without_randomization_the_order_is_that_of_the_data() -> None:
     source.close()
 
 
-def test_seeds() -> None:
-    first, second, other = (
-        ids(
-            MinibatchSourceFromData(
-                {"n": np.arange(50)}, randomize=True, randomization_seed=s
-            ).next_minibatch(50, {"n": "n"})
-        )
-        for s in (1, 1, 2)
-    )
-    assert first == second != other
-
-
 def test_a_state_of_another_source_is_refused() -> None:
     state = MinibatchSource(Numbers(), randomization_seed=3).get_checkpoint_state()
     with pytest.raises(UsageError, match="saved with seed=3 and the source has 4"):
@@ -149,15 +131,6 @@ def test_a_state_after_the_end_of_the_source_has_no_minibatch() -> None:
     source.restore_from_checkpoint(longer.get_checkpoint_state())
     assert source.next_minibatch(4) == {}
     longer.close()
-
-
-def test_a_copy_has_threads_of_its_own() -> None:
-    source = MinibatchSource(Numbers(), max_sweeps=1)
-    source.next_minibatch(5, NUMBER)
-    other = copy.copy(source)
-    assert ids(other.next_minibatch(5, NUMBER)) == ids(source.next_minibatch(5, NUMBER))
-    source.close()
-    other.close()
 
 
 # ---- lengths
@@ -258,20 +231,6 @@ def test_frames_of_streams_of_other_lengths_are_refused() -> None:
 # ---- threads
 
 
-class Slow(Numbers):
-    """Waits until it is let go."""
-
-    def __init__(self) -> None:
-        super().__init__(40)
-        self.may_read = threading.Event()
-        self.begun = threading.Semaphore(0)
-
-    def get_chunk(self, chunk_id: int) -> Any:
-        self.begun.release()
-        self.may_read.wait(limit(20))
-        return super().get_chunk(chunk_id)
-
-
 def test_reading_ahead_is_bounded() -> None:
     numbers = Numbers(40)
     source = MinibatchSource(numbers, randomize=False, randomization_window_in_chunks=4)
@@ -286,8 +245,7 @@ def test_reading_ahead_is_bounded() -> None:
 
 def test_a_training_thread_that_is_interrupted_loses_nothing() -> None:
     wanted = MinibatchSource(Numbers(40))
-    slow = Slow()
-    source = MinibatchSource(slow)
+    source = MinibatchSource(Numbers(40))
 
     class Interrupted:
         def result(self) -> Any:
@@ -296,7 +254,6 @@ def test_a_training_thread_that_is_interrupted_loses_nothing() -> None:
         def cancel(self) -> bool:
             return True
 
-    slow.may_read.set()
     assert ids(source.next_minibatch(4, NUMBER)) == ids(wanted.next_minibatch(4, NUMBER))
     object.__setattr__(source._ahead._begun[0], "streams", Interrupted())
     with pytest.raises(KeyboardInterrupt):

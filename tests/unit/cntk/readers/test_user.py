@@ -53,14 +53,6 @@ def test_arrays_and_lists_of_sequences() -> None:
     assert labels.data.dtype == torch.int64
 
 
-def test_sparse_chunks() -> None:
-    sparse = pytest.importorskip("scipy.sparse")
-    matrix = sparse.csr_matrix(np.eye(3, 5, dtype=np.float32))
-    data = first({"x": matrix}, storage_format="sparse", shape=(5,)).data
-    assert data.layout == torch.sparse_csr
-    assert torch.equal(data.to_dense()[:3], torch.eye(3, 5))
-
-
 @pytest.mark.parametrize(
     ("chunk", "message"),
     [
@@ -83,15 +75,6 @@ def test_a_chunk_that_changes_is_refused() -> None:
     with pytest.raises(DataError, match="now has 9 sequences .* A chunk must be the same"):
         list(source.minibatches_of_sweep(10))
     source.close()
-
-
-def test_each_chunk_is_read_once_where_all_fit_into_the_window() -> None:
-    chunks = Chunks([{"x": np.ones((n, 2))} for n in (3, 4, 5)])
-    source = MinibatchSource(chunks, max_sweeps=3)
-    while source.next_minibatch(5):
-        pass
-    source.close()
-    assert chunks.num_reads == 3
 
 
 class Endless(UserMinibatchSource):
