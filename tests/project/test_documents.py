@@ -114,3 +114,12 @@ def test_the_messages_of_the_page_exist() -> None:
     assert len(quoted) >= 30
     parts = [part.strip() for message in quoted for part in re.split(r"(?<= )\.\.\.", message)]
     assert [part for part in parts if part not in texts] == []
+
+
+def test_terms_of_the_glossary_have_one_line_each() -> None:
+    terms = re.findall(
+        r"^\| ([a-z][^|]*) \| [A-Z].*\.(?: |`|$)",
+        (ROOT / "docs" / "glossary.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(terms) == len(set(terms)) > 50
