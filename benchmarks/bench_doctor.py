@@ -22,7 +22,7 @@ from typing import Any
 from doctor.faults import BASE_RATES, FAULTS, Fault, draw
 from doctor.testbed import Testbed
 from record import RECORDS, Bar, environment, report
-from torchmn.testing.netlab import missing_requirement
+from tests.netlab import missing_requirement
 
 Record = dict[str, Any]
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+import torchmn
 from torchmn.errors import DataError, UsageError
-from torchmn.exchange.schedules import BlockMomentum, DiLoCo
 
 _SCHEDULES = ("every_step", "block_momentum", "diloco", "streaming")
 _CODECS = ("float32", "bfloat16", "int8", "int4", "1bit")
@@ -52,9 +52,9 @@ def exchange_of(options: argparse.Namespace) -> dict[str, Any]:
     """Codec and schedule, as `create_multi_node_optimizer` takes them."""
     block = options.block * options.batchsize  # samples over all ranks
     schedule: Any = {
-        "block_momentum": lambda: BlockMomentum(block),
-        "diloco": lambda: DiLoCo(block),
-        "streaming": lambda: DiLoCo(block, num_fragments=2, overlap_steps=4),
+        "block_momentum": lambda: torchmn.schedules.BlockMomentum(block),
+        "diloco": lambda: torchmn.schedules.DiLoCo(block),
+        "streaming": lambda: torchmn.schedules.DiLoCo(block, num_fragments=2, overlap_steps=4),
     }.get(options.schedule, lambda: options.schedule)()
     return {"schedule": schedule, "codec": None if options.codec == "float32" else options.codec}
 

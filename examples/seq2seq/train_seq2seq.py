@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import torchmn
+from torchmn import MultiNodeOptimizer
 from torchmn.errors import UsageError
-from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.train import EpochLoader
 from torchmn.train.evaluation import GenericMultiNodeEvaluator
 

@@ -2,7 +2,7 @@
 
 The public names and the submodules load on first use, so that importing `torchmn` costs nothing and
 needs no torch: after a plain ``import torchmn`` both `torchmn.GlobalSampler` and
-`torchmn.compression.PowerSGD` are there.
+`torchmn.schedules.EveryStep` are there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ if TYPE_CHECKING:
     from torchmn import comm as comm
     from torchmn import data as data
     from torchmn import errors as errors
-    from torchmn import exchange as exchange
     from torchmn import functions as functions
     from torchmn import links as links
     from torchmn import nn as nn
-    from torchmn import observe as observe
     from torchmn import record as record
     from torchmn import run as run
-    from torchmn import submit as submit
     from torchmn import testing as testing
     from torchmn import train as train
     from torchmn.checkpoint import create_multi_node_checkpointer, seed_ranks
@@ -151,21 +148,18 @@ _SUBMODULES = {
     "comm": "torchmn.comm",
     "data": "torchmn.data",
     "errors": "torchmn.errors",
-    "exchange": "torchmn.exchange",
     "functions": "torchmn.functions",
     "links": "torchmn.links",
     "nn": "torchmn.nn",
-    "observe": "torchmn.observe",
     "record": "torchmn.record",
     "run": "torchmn.run",
-    "submit": "torchmn.submit",
     "testing": "torchmn.testing",
     "train": "torchmn.train",
     "compression": "torchmn.comm.codecs",
     "frameworks": "torchmn.train.frameworks",
     "schedules": "torchmn.exchange.schedules",
 }
-"""Attributes that are modules. The last three are short names of wings within wings."""
+"""Attributes that are modules. The last three are short names of packages within wings."""
 
 
 def __getattr__(name: str) -> object:

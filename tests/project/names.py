@@ -14,21 +14,28 @@ import torchmn
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "names.md"
+INTERNAL = {"cli", "compiling", "control", "doctor", "observe", "submit"}
+"""Wings that users have no reason to import."""
+OTHER_NAMES = {
+    **{home: name for name, home in torchmn._SUBMODULES.items() if home != f"torchmn.{name}"},
+    "torchmn.nn": "torchmn.links",
+    "torchmn.nn.functions": "torchmn.functions",
+}
 TITLE = """# Public names
 
-The names of `torchmn` and of its packages. `help(torchmn.scatter_loader)` prints the documentation
-of one, with its arguments and an example; the site that `make docs` builds has all of them.
+The names of `torchmn` and of its packages; in brackets, another name of the same package.
+`help(torchmn.scatter_loader)` prints the documentation of one, with its arguments and an example;
+the site that `make docs` builds has all of them.
 `python -m tests.project.names` writes this page from the source.
 """
 
 
 def packages() -> list[str]:
-    """The root, then all packages that say what they offer, in alphabetical order."""
-    found = [
-        each.name for each in pkgutil.walk_packages(torchmn.__path__, "torchmn.") if each.ispkg
-    ]
-    names = (name.removeprefix("torchmn.") for name in found)
-    return ["", *sorted(name for name in names if hasattr(_module(name), "__all__"))]
+    """The root, then all packages that say what they offer to users, in alphabetical order."""
+    walk = pkgutil.walk_packages(torchmn.__path__, "torchmn.")
+    found = [each.name.removeprefix("torchmn.") for each in walk if each.ispkg]
+    public = [name for name in found if name.partition(".")[0] not in INTERNAL]
+    return ["", *sorted(name for name in public if hasattr(_module(name), "__all__"))]
 
 
 def _module(package: str) -> object:
@@ -68,7 +75,8 @@ def page() -> str:
         module = _module(package)
         title = f"torchmn.{package}".rstrip(".")
         names = ", ".join(f"`{name}`" for name in module.__all__)  # type: ignore[attr-defined]
-        parts.append(f"## {title}\n{names}\n")
+        other = f" ({OTHER_NAMES[title]})" if title in OTHER_NAMES else ""
+        parts.append(f"## {title}{other}\n{names}\n")
     return "\n".join(parts)
 
 

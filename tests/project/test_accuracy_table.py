@@ -1,29 +1,14 @@
-"""The table of `make bench-accuracy`: its limits and its seeds."""
+"""The tables of `make bench-accuracy` and `make bench-recipes`: their limits and their seeds."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-    def load_(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load_
-
-
-@pytest.fixture
-def run_of(load):  # type: ignore[no-untyped-def]
+def run_of(load):
     """A run of the table that is done."""
     runs = load("accuracy.runs")
     tasks, sides = load("accuracy.tasks").TASKS, load("accuracy.sides").SIDES
@@ -40,7 +25,7 @@ def by_key(runs: Sequence[object]) -> dict[object, object]:
 
 
 @pytest.fixture
-def table_runs(load, run_of):  # type: ignore[no-untyped-def]
+def table_runs(load, run_of):
     """Runs of all seeds for the baseline and one side, which differ by some points on each task."""
     tasks = load("accuracy.tasks").TASKS
 
@@ -64,7 +49,7 @@ def table_runs(load, run_of):  # type: ignore[no-untyped-def]
         (0.0, None, "cifar: not measured"),
     ],
 )
-def test_a_side_passes_only_if_it_holds_all_limits(load, table_runs, mnist, cifar, reason) -> None:  # type: ignore[no-untyped-def]
+def test_a_side_passes_only_if_it_holds_all_limits(load, table_runs, mnist, cifar, reason) -> None:
     bars = load("accuracy.bars")
     points = {"mnist": mnist} | ({} if cifar is None else {"cifar": cifar})
     found = bars.failed_limits(table_runs("every step int8", **points))["every step int8"]
@@ -72,7 +57,7 @@ def test_a_side_passes_only_if_it_holds_all_limits(load, table_runs, mnist, cifa
     assert bool(found) == bool(reason)
 
 
-def test_a_missing_seed_is_no_pass(load, table_runs) -> None:  # type: ignore[no-untyped-def]
+def test_a_missing_seed_is_no_pass(load, table_runs) -> None:
     bars = load("accuracy.bars")
     runs = table_runs("every step int8", mnist=0.0, cifar=0.0)
     assert bars.failed_limits(runs)["every step int8"] == ""
@@ -80,7 +65,7 @@ def test_a_missing_seed_is_no_pass(load, table_runs) -> None:  # type: ignore[no
     assert bars.failed_limits(runs)["every step int8"] == "mnist: not measured"
 
 
-def test_seeds_of_a_chosen_rate_are_fresh_and_have_their_baseline(load) -> None:  # type: ignore[no-untyped-def]
+def test_seeds_of_a_chosen_rate_are_fresh_and_have_their_baseline(load) -> None:
     tasks, sides = load("accuracy.tasks").TASKS, load("accuracy.sides")
     for task in (tasks["mnist"], tasks["cifar"]):
         assert task.fresh_seeds
@@ -88,3 +73,45 @@ def test_seeds_of_a_chosen_rate_are_fresh_and_have_their_baseline(load) -> None:
             own = task.seeds_of(name)
             assert {*own} <= {*task.seeds_of(sides.BASELINE)}
             assert (own == task.fresh_seeds) is name.startswith(("block momentum", "DiLoCo"))
+
+
+@pytest.fixture
+def recipes(load):
+    return load("accuracy.recipes")
+
+
+def test_the_seeds_of_the_evaluation_were_used_by_nothing_else(load, recipes) -> None:
+    used = {
+        seed
+        for task in load("accuracy.tasks").TASKS.values()
+        for seed in (*task.seeds, *task.fresh_seeds)
+    }
+    assert not used & {*recipes.RECIPE_TASK.seeds}
+    assert len(recipes.RECIPE_TASK.seeds) == 5
+
+
+@pytest.mark.parametrize(
+    ("points", "loss", "holds"),
+    [(0.1, 1.0, True), (-0.45, 1.0, True), (-0.8, 1.0, False), (0.1, 1.1, False)],
+)
+def test_limits(load, recipes, points, loss, holds) -> None:
+    runs_of, task = load("accuracy.runs").Run, recipes.RECIPE_TASK
+    runs = {}
+    for name, side in recipes.RECIPE_SIDES.items():
+        is_base = name == task.sides[0]
+        for index, seed in enumerate(task.seeds):
+            accuracy = 65 + (0 if is_base else points + 0.4 * (index - 2))
+            run = runs_of.of(
+                task, side, seed, status="done", accuracy=accuracy, loss=1.0 if is_base else loss
+            )
+            runs[run.key] = run
+    bars = recipes.recipe_bars(runs)
+    assert len(bars) == 2 * (len(task.sides) - 1)
+    assert all(bar.holds for bar in bars) is holds
+    failed = recipes.failed_recipes(runs)
+    assert failed.keys() == {*task.sides[1:]}
+    assert all((reason == "") is holds for reason in failed.values())
+
+
+def test_a_recipe_that_was_not_measured_has_failed(recipes) -> None:
+    assert all(recipes.failed_recipes({}).values())

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 EVERYTHING = ("hosts", "disks", "cgroups")
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-    def load_(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load_
 
 
 def test_a_seed_and_a_number_repeat_a_run(load) -> None:
@@ -43,22 +30,6 @@ def test_every_fault_and_setting_is_drawn_in_a_valid_combination(load) -> None:
         assert setting.has_hosts or not fault.kind.startswith("network")
         assert faults.fits(fault.kind, setting)
         assert (fault.step == 0) == (fault.when == "start")
-
-
-def test_launchers_have_equal_parts(load) -> None:
-    """Of the faults that can meet all of them: torchrun once had 6 runs of 206."""
-    faults, settings = load("chaos.faults"), load("chaos.settings")
-    drawn = [faults.draw(2, number, EVERYTHING) for number in range(3000)]
-    counts = Counter(
-        setting.launcher
-        for setting, fault in drawn
-        if all(
-            any(faults.fits(fault.kind, s) for s in settings.SETTINGS if s.launcher == launcher)
-            for launcher in settings.LAUNCHERS
-        )
-    )
-    assert counts.keys() == set(settings.LAUNCHERS)
-    assert max(counts.values()) < 1.3 * min(counts.values())
 
 
 def test_without_root_no_test_hosts_or_disks_are_drawn(load) -> None:

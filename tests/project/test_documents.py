@@ -13,7 +13,7 @@ import pytest
 
 import torchmn
 
-from .test_public_names import INTERNAL
+from .names import INTERNAL
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
@@ -27,11 +27,17 @@ def test_relative_links(page: Path) -> None:
     assert broken == []
 
 
-def test_where_is_table_names_files_that_exist() -> None:
+def test_architecture_names_files_that_exist() -> None:
+    """From the root, or from ``src/torchmn``; a folder alone may be in any wing."""
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    named = re.findall(r"`((?:src|tests|examples|benchmarks|docs|scripts)/[\w/.-]+)`", text)
-    assert named
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    named = set(re.findall(r"`([\w/.-]+(?:/|\.py))`", text))
+    source = ROOT / "src" / "torchmn"
+    is_there = {
+        name: (ROOT / name).exists() or any((*source.glob(name), *source.glob(f"*/{name}")))
+        for name in named
+    }
+    assert len(named) > 50
+    assert [name for name, is_one in is_there.items() if not is_one] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -42,10 +48,14 @@ def test_documented_names_exist(page: Path) -> None:
     assert [name for name in sorted(set(names)) if not _resolves(name[1:].split("."))] == []
 
 
-def test_documented_modules_exist() -> None:
-    """Those that are run: ``python -m torchmn.cli.main``."""
+def test_documented_modules_are_programs() -> None:
+    """Those that are run: ``python -m torchmn.observe``."""
     names = {n for page in PAGES for n in re.findall(r"-m (torchmn\.[\w.]*\w)", page.read_text())}
-    assert [name for name in sorted(names) if find_spec(name) is None] == []
+    files = {name: ROOT / "src" / name.replace(".", "/") for name in names}
+    is_program = {
+        n: f.with_suffix(".py").exists() or (f / "__main__.py").exists() for n, f in files.items()
+    }
+    assert [name for name, is_one in is_program.items() if not is_one] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -66,7 +76,7 @@ def test_code_in_documents_is_python_and_imports_what_it_uses(page: Path) -> Non
 
 
 def _resolves(path: list[str]) -> bool:
-    if path[0] in INTERNAL:  # a module that the page explains, not a name to use
+    if path[0] in {*INTERNAL, "exchange"}:  # a module that the page explains, not a name to use
         return find_spec(".".join(["torchmn", *path])) is not None
     # Not by getattr at first: other tests have imported the submodules already.
     try:
@@ -80,8 +90,8 @@ def _resolves(path: list[str]) -> bool:
 
 def _public_names() -> set[str]:
     """All but CNTK's, which pages write as ``C.sgd`` and which are users' variables, too."""
-    names = sorted(torchmn._SUBMODULES - {"cntk"})
-    modules = [import_module(f"torchmn.{name}") for name in names]
+    names = sorted(torchmn._SUBMODULES.keys() - {"cntk"})
+    modules = [import_module(torchmn._SUBMODULES[name]) for name in names]
     return {name for m in modules for name in getattr(m, "__all__", [])} | set(torchmn.__all__)
 
 
@@ -105,3 +115,12 @@ def test_the_messages_of_the_page_exist() -> None:
     assert len(quoted) >= 30
     parts = [part.strip() for message in quoted for part in re.split(r"(?<= )\.\.\.", message)]
     assert [part for part in parts if part not in texts] == []
+
+
+def test_terms_of_the_glossary_have_one_line_each() -> None:
+    terms = re.findall(
+        r"^\| ([a-z][^|]*) \| [A-Z].*\.(?: |`|$)",
+        (ROOT / "docs" / "glossary.md").read_text(),
+        re.MULTILINE,
+    )
+    assert len(terms) == len(set(terms)) > 50

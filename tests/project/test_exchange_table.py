@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-    def load_(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load_
 
 
 def turn(side: str, seconds: float, foreign: float = 0.0, nbytes: float = 0.0) -> dict[str, object]:
@@ -47,7 +33,7 @@ def limits_of(bars: Sequence[object], text: str) -> list[object]:
     return [bar for bar in bars if bar.limit and text in bar.bar]  # type: ignore[attr-defined]
 
 
-def test_lines_and_limits_refer_to_existing_sides(load) -> None:  # type: ignore[no-untyped-def]
+def test_lines_and_limits_refer_to_existing_sides(load) -> None:
     table = load("exchange.table")
     for line in table.LINES.values():
         own = {*line.sides, line.baseline}
@@ -59,7 +45,7 @@ def test_lines_and_limits_refer_to_existing_sides(load) -> None:  # type: ignore
         assert line.steps.keys() <= own, line.name
 
 
-def test_block_schedules_have_nothing_in_flight_at_either_end_of_a_turn(load) -> None:  # type: ignore[no-untyped-def]
+def test_block_schedules_have_nothing_in_flight_at_either_end_of_a_turn(load) -> None:
     table = load("exchange.table")
     blocks = [side for side in table.SIDES.values() if side.build == "torchmn blocks"]
     assert blocks
@@ -71,15 +57,7 @@ def test_block_schedules_have_nothing_in_flight_at_either_end_of_a_turn(load) ->
         assert exchanged_at + overlap < table.BLOCK_STEPS
 
 
-def test_the_peers_are_in_every_line_that_compares_float32(load) -> None:  # type: ignore[no-untyped-def]
-    table = load("exchange.table")
-    for hosts in (2, 4):
-        for rate in ("1gbit", "10gbit"):
-            sides = table.LINES[f"{hosts}h-{rate}-float32"].sides
-            assert {"ddp", "horovod", "horovod fp16"} <= {*sides}
-
-
-def test_a_turn_is_compared_with_its_neighbors(load) -> None:  # type: ignore[no-untyped-def]
+def test_a_turn_is_compared_with_its_neighbors(load) -> None:
     bars = load("exchange.bars")
     turns = [turn("a", 1.0), turn("b", 4.0), turn("a", 3.0), turn("b", 2.0)]
     assert bars.paired_ratios(turns, "b", "a") == [0.5, 1.5]
@@ -87,7 +65,7 @@ def test_a_turn_is_compared_with_its_neighbors(load) -> None:  # type: ignore[no
     assert bars.paired_ratios(turns, "a", "c") == []
 
 
-def test_disturbed_turns_count_only_if_too_few_others_remain(load) -> None:  # type: ignore[no-untyped-def]
+def test_disturbed_turns_count_only_if_too_few_others_remain(load) -> None:
     bars = load("exchange.bars")
     quiet = [turn("a", 1.0), turn("b", 2.0)]
     loud = [turn("a", 1.0, foreign=0.5), turn("b", 9.0)]
@@ -95,7 +73,7 @@ def test_disturbed_turns_count_only_if_too_few_others_remain(load) -> None:  # t
     assert max(bars.paired_ratios(quiet + loud, "a", "b")) > 2.0
 
 
-def test_a_limit_whose_side_was_not_built_is_missing(load) -> None:  # type: ignore[no-untyped-def]
+def test_a_limit_whose_side_was_not_built_is_missing(load) -> None:
     bars = load("exchange.bars")
     run = {
         "sides": {"ddp": "measured", "every step": "not built: UnknownNameError: no"},
@@ -107,7 +85,7 @@ def test_a_limit_whose_side_was_not_built_is_missing(load) -> None:  # type: ign
     assert "every step not built" in found[0].bar
 
 
-def test_bytes_must_be_within_the_tolerance(load) -> None:  # type: ignore[no-untyped-def]
+def test_bytes_must_be_within_the_tolerance(load) -> None:
     bars = load("exchange.bars")
     turns = [
         turn("mean, hierarchical", 1.0, nbytes=60.1e6),
@@ -122,7 +100,7 @@ def test_bytes_must_be_within_the_tolerance(load) -> None:  # type: ignore[no-un
     }
 
 
-def test_all_runs_are_kept_in_order(load, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_all_runs_are_kept_in_order(load, tmp_path: Path) -> None:
     runs = load("exchange.runs")
     path = tmp_path / "records" / "exchange.jsonl"
     assert runs.load(path) == {}
@@ -144,7 +122,7 @@ def test_all_runs_are_kept_in_order(load, tmp_path: Path) -> None:  # type: igno
         ([2.0, 2.0, 0.5, 0.5, 0.5], True),  # old runs are
     ],
 )
-def test_a_limit_uses_all_turns_of_the_newest_runs(load, seconds, holds) -> None:  # type: ignore[no-untyped-def]
+def test_a_limit_uses_all_turns_of_the_newest_runs(load, seconds, holds) -> None:
     bars = load("exchange.bars")
     assert load("exchange.runs").NUM_RUNS_PER_LIMIT == 3
     runs = [run_of({"ddp": 1.0, "every step": own}) for own in seconds]
@@ -154,7 +132,7 @@ def test_a_limit_uses_all_turns_of_the_newest_runs(load, seconds, holds) -> None
     assert len(bar.samples) == 5 * min(3, len(seconds))
 
 
-def test_runs_without_both_sides_of_a_limit_are_skipped(load) -> None:  # type: ignore[no-untyped-def]
+def test_runs_without_both_sides_of_a_limit_are_skipped(load) -> None:
     bars = load("exchange.bars")
     runs = [run_of({"ddp": 1.0, "every step": 0.5})] + 3 * [run_of({"ddp": 1.0, "auto": 1.0})]
     (bar,) = limits_of(bars.bars_of({"2h-1gbit-float32": runs}, all_count), "every step / ddp")
@@ -162,7 +140,7 @@ def test_runs_without_both_sides_of_a_limit_are_skipped(load) -> None:  # type: 
     assert bar.bar.endswith("1 run")
 
 
-def test_a_side_that_fails_the_accuracy_table_satisfies_no_limit(load) -> None:  # type: ignore[no-untyped-def]
+def test_a_side_that_fails_the_accuracy_table_satisfies_no_limit(load) -> None:
     bars, counted = load("exchange.bars"), load("exchange.exclusions")
     run = run_of({"no-exchange": 1.0, "every step int8": 1.0, "every step 1bit": 0.9})
     failed_limits = {"every step int8": "", "every step 1bit": "mnist: -0.40 points"}
@@ -183,13 +161,13 @@ def test_a_side_that_fails_the_accuracy_table_satisfies_no_limit(load) -> None: 
     assert "every step int8 not counted: no accuracy (cifar: not measured)" in bar.bar
 
 
-def test_a_side_without_measured_accuracy_does_not_count(load) -> None:  # type: ignore[no-untyped-def]
+def test_a_side_without_measured_accuracy_does_not_count(load) -> None:
     counted = load("exchange.exclusions")
     assert "not measured" in counted.exclusions_from({})("every step int8", run_of({}))
     assert counted.exclusions_from({})("ddp", run_of({})) == ""
 
 
-def test_auto_counts_by_its_plan(load) -> None:  # type: ignore[no-untyped-def]
+def test_auto_counts_by_its_plan(load) -> None:
     counted = load("exchange.exclusions")
     exclusion = counted.exclusions_from(
         {"every step int8": "", "double buffering int8": "cifar: -2"}
@@ -204,7 +182,7 @@ def test_auto_counts_by_its_plan(load) -> None:  # type: ignore[no-untyped-def]
     assert "not measured" in exclusion("auto lossy", run_of({}))
 
 
-def test_every_side_of_torchmn_names_its_accuracy(load) -> None:  # type: ignore[no-untyped-def]
+def test_every_side_of_torchmn_names_its_accuracy(load) -> None:
     table, accuracy = load("exchange.table"), load("accuracy.sides")
     recipes = load("accuracy.recipes").RECIPE_SIDES
     builds = ("torchmn", "torchmn blocks", "double buffering, recommended", "MLP with CNTK's names")
@@ -219,7 +197,7 @@ def test_every_side_of_torchmn_names_its_accuracy(load) -> None:  # type: ignore
     }  # its accuracy was never measured, so it does not count
 
 
-def test_the_recorded_runs_fit_the_table(load) -> None:  # type: ignore[no-untyped-def]
+def test_the_recorded_runs_fit_the_table(load) -> None:
     """Sides that are not measured any more stay in the runs."""
     runs, table = load("exchange.runs"), load("exchange.table")
     kept = runs.load(runs.RECORD)

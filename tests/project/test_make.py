@@ -250,27 +250,6 @@ def test_index_that_does_not_exist(project: Project) -> None:
     assert "the package index cannot be reached" in last_message(done)
 
 
-@pytest.mark.root
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
-def test_disk_that_is_full(project: Project) -> None:
-    disk = project.folder.with_name("small disk")
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)],
-        capture_output=True,
-        text=True,
-    )
-    if mounted.returncode:
-        pytest.skip(reason=f"no small disk can be mounted here: {mounted.stderr.strip()}")
-    try:
-        shutil.copytree(project.folder, disk / "project")
-        project.folder = disk / "project"
-        done = project.make("setup", f"PYTHON={sys.executable}")
-        assert "the disk is full" in last_message(done)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
 def test_continuous_integration_runs_all_and_fails_with_any(tmp_path: Path) -> None:
     """With real samples if there is a folder of them next to the project."""
     project = tmp_path / "a project"

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import yaml
 
 from torchmn import __version__
@@ -129,16 +128,3 @@ def test_citation() -> None:
     assert found["license"] == "MIT"
     for each in found["references"]:
         assert {"type", "title", "authors"} <= set(each)
-
-
-@pytest.mark.parametrize("name", ["bug", "feature"])
-def test_issue_templates(name: str) -> None:
-    if not (ROOT / ".github").exists():
-        pytest.skip(reason="the sdist has no .github")
-    found = _read(f".github/ISSUE_TEMPLATE/{name}.yml")
-    assert {"name", "description", "body"} <= set(found)
-    fields = [each for each in found["body"] if each["type"] != "markdown"]
-    assert fields
-    assert all({"id", "type", "attributes"} <= set(each) for each in fields)
-    assert len({each["id"] for each in fields}) == len(fields)
-    assert all(each["attributes"]["label"] for each in fields)

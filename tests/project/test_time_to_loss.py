@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Load = Callable[[str], ModuleType]
 MakeRun = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Load:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module
 
 
 @pytest.fixture
@@ -188,11 +178,3 @@ def test_the_newest_run_of_a_candidate_counts(
 def test_without_a_choice_nothing_holds(load: Load) -> None:
     bars = load("time_to_loss.bars").bars_of([], [])
     assert [bar.holds for bar in bars if bar.limit] == [False]
-
-
-def test_fragments_of_torchft_are_all_parameters_in_about_equal_parts(load: Load) -> None:
-    sides = load("time_to_loss.sides")
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(6)))
-    halves = [list(part.parameters()) for part in sides.halves(model)]
-    assert [id(p) for half in halves for p in half] == [id(p) for p in model.parameters()]
-    assert abs(sum(p.numel() for p in halves[0]) - sum(p.numel() for p in halves[1])) <= 64

@@ -1,7 +1,7 @@
 """The collectives and messages that users call.
 
 Each one is a job for the engine: the blocking method runs it, ``start_...`` submits it and returns
-a handle. The jobs are in `collective_jobs`.
+a handle. The jobs are in `torchmn.comm.engine_jobs`.
 """
 
 from __future__ import annotations

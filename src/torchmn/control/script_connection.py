@@ -56,7 +56,7 @@ class ScriptLink:
         return self._channel.fileno()
 
     def variable(self) -> str:
-        """The value of `torchmn.run.monitor.MONITOR_VARIABLE` for the script."""
+        """The value of `MONITOR_VARIABLE` for the script."""
         if self._script_end is None:
             return ""
         self._script_end.set_inheritable(True)

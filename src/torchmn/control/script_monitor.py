@@ -58,7 +58,7 @@ _STUCK_S = 0.5
 _TERMINATION_S = 10.0
 """How long a rank that failed only because of other ranks waits for the agent to end it."""
 _MAX_CHARS = 16_000
-_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
+_BOOTSTRAP = str(Path(__file__).parents[1] / "run" / "monitor" / "bootstrap.py")
 
 
 class OverdueCollective(Protocol):

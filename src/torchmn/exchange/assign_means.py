@@ -36,7 +36,7 @@ class MeanAssignment:
         self.nonfinite = NonfiniteLog()
         self.norm_listener: NormListener | None = None
         self.are_late_on_some = False
-        """Whether some ranks made the last exchange in `step`; see `late_ranks`."""
+        """Whether some ranks made the last exchange in `step`; see `ranks_without_backward`."""
         self.are_joint = False
         """Whether the last exchange was made in a backward pass that other optimizers share."""
         self._late_states: list[GradientState] = []

@@ -34,8 +34,8 @@ from torchmn.exchange.weights import PassContext, disproportion, miscount
     FITS,
 ) = range(20)
 NUM_FOOTER = FITS + NUM_TRIED
-"""The elements of a footer, the last ones those of `batch_shares`. After them come presence flags,
-one per parameter, if asked for.
+"""The elements of a footer, the last ones those of `sample_proportions`. After them come presence
+flags, one per parameter, if asked for.
 
 `OWN_SQUARE` and the two after it are 0 unless norms are measured (`gradient_norms`).
 """

@@ -1,7 +1,7 @@
 """The training loop: additions to pytorch-pfn-extras for distributed training.
 
-The names load on first use and need the extra ``trainer``; `evaluation`, `frameworks` and
-`large_batch` do not.
+The names load on first use and need the extra ``trainer``; `torchmn.train.evaluation`,
+`torchmn.train.frameworks` and `torchmn.train.large_batch` do not.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
+    if name in ("evaluation", "frameworks", "large_batch"):
+        return import_module(f"torchmn.train.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'torchmn.train' has no attribute {name!r}")
     require("pytorch_pfn_extras", f"torchmn.train.{name}", "torchmn[trainer]")

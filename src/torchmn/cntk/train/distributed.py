@@ -141,10 +141,13 @@ class DistributedLearner:
     """
 
     learner: Optimizer
+    name: str
+    """Of the function that has made it."""
     options: Mapping[str, Any]
-    """Of `make`."""
-    make: Callable[..., MultiNodeOptimizer]
-    """A function of `torchmn.exchange.optimizer`."""
+    """What it was called with."""
+    schedule: Callable[[], Schedule]
+    """Makes the schedule of an optimizer."""
+    codec: str | None = None
     comm: Ranks | None = None
     """None: all ranks of the job."""
 

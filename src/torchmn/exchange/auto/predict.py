@@ -1,6 +1,6 @@
 """Predict the time of a step from measured times: the model of `auto` and of ``torchmn plan``.
 
-The last steps of a training are simulated (`step_simulation`). Backward makes gradients ready one
+The last steps of a training are simulated (`StepSimulation`). Backward makes gradients ready one
 after another; a bucket is exchanged when its last gradient is ready and the bucket before it is
 done. An exchange of n elements in N bytes with a codec of b bits is
 
@@ -15,7 +15,7 @@ schedules wait for:
     double_buffering    at the end of backward for the exchanges of the step before
     blocks              after block_steps steps for one exchange
 
-To the simulated step of a typical rank the wait for the slowest rank is added (`stragglers`).
+To the simulated step of a typical rank the wait for the slowest rank is added (`waiting_share`).
 
 Everything here is a pure function of numbers. What was not measured is None or 0 and counts as
 free; `torchmn.observe.plan` says so where it matters.

@@ -2,7 +2,7 @@
 
 For each bucket, as soon as DDP has filled it, on W ranks:
 
-    g_i <- g_i / W;     g <- sum over ranks of the encoded g_i      (`communicators.allreduce`)
+    g_i <- g_i / W;     g <- sum over ranks of the encoded g_i      (`torchmn.comm.allreduce`)
 
 and at the end of backward `Codec.finish`, once. The sums run on the communicator's engine,
 overlapped with backward, over connections of their own: nothing of ours comes between DDP's own

@@ -15,7 +15,7 @@ is saved.
     step k:      w_{k+1} = w_k - update(mean(g_{k-1}));  note c = update(own g_k)
     pass k+1:    g_{k+1} is computed at w_{k+1} - c;  after it the parameters are w_{k+1} again
 
-``delay_compensation=lambda`` corrects the late mean instead (see `delay_compensation`):
+``delay_compensation=lambda`` corrects the late mean instead (see `DelayCompensation`):
 
     backward k:  p.grad <- g + lambda g g (w_k - w_{k-1}),    g = mean(g_{k-1})
 """

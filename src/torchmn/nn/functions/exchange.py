@@ -325,7 +325,7 @@ class Like:
         return (zero if delegate is None else zero + delegate.to(zero)).expand(self._shape)
 
 
-_LIBRARIES = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 

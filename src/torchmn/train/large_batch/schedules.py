@@ -55,7 +55,7 @@ class BatchSchedule(LRScheduler):
         >>> class Halving(torchmn.train.large_batch.BatchSchedule):
         ...     def factor(self, samples):
         ...         return 0.5 ** (samples // 1000)
-        >>> batch = large_batch.GlobalBatch(64, comm=comm)
+        >>> batch = torchmn.train.large_batch.GlobalBatch(64, comm=comm)
         >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
         >>> schedule = Halving(sgd, batch)
         >>> [schedule.factor(samples) for samples in (0, 1000, 2000)]
@@ -209,7 +209,7 @@ class LinearScaling(BatchSchedule):
         base_batch: the global batch for which the rate was found.
 
     Example:
-        >>> batch = large_batch.GlobalBatch(1024, comm=comm)
+        >>> batch = torchmn.train.large_batch.GlobalBatch(1024, comm=comm)
         >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
         >>> LinearScaling(sgd, batch, base_batch=256).get_last_lr()
         [0.4]
@@ -235,7 +235,7 @@ class SquareRootScaling(LinearScaling):
     variance of the update; see `LinearScaling` for the arguments.
 
     Example:
-        >>> batch = large_batch.GlobalBatch(1024, comm=comm)
+        >>> batch = torchmn.train.large_batch.GlobalBatch(1024, comm=comm)
         >>> adam = torch.optim.Adam(torch.nn.Linear(3, 1).parameters(), lr=0.1)
         >>> SquareRootScaling(adam, batch, base_batch=256).get_last_lr()
         [0.2]
@@ -261,7 +261,7 @@ class GradualWarmup(BatchSchedule):
             scaling it is 0.1.
 
     Example:
-        >>> batch = large_batch.GlobalBatch(1024, comm=comm)
+        >>> batch = torchmn.train.large_batch.GlobalBatch(1024, comm=comm)
         >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
         >>> scaled = LinearScaling(sgd, batch, base_batch=256)
         >>> warmup = GradualWarmup(scaled, batch, 4096, unit="samples")
@@ -309,7 +309,7 @@ class MultiStep(BatchSchedule):
         unit: ``epochs`` or ``samples``.
 
     Example:
-        >>> batch = large_batch.GlobalBatch(64, comm=comm)
+        >>> batch = torchmn.train.large_batch.GlobalBatch(64, comm=comm)
         >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
         >>> schedule = MultiStep(sgd, batch, [1000, 2000], gamma=0.5, unit="samples")
         >>> [schedule.factor(samples) for samples in (0, 1000, 2000)]
@@ -351,7 +351,7 @@ class Polynomial(BatchSchedule):
         final: the last factor.
 
     Example:
-        >>> batch = large_batch.GlobalBatch(64, comm=comm)
+        >>> batch = torchmn.train.large_batch.GlobalBatch(64, comm=comm)
         >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
         >>> schedule = Polynomial(sgd, batch, 1000, unit="samples")
         >>> [schedule.factor(samples) for samples in (0, 500, 1000)]
@@ -402,7 +402,7 @@ class Cosine(Polynomial):
         final: the last factor.
 
     Example:
-        >>> batch = large_batch.GlobalBatch(64, comm=comm)
+        >>> batch = torchmn.train.large_batch.GlobalBatch(64, comm=comm)
         >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
         >>> schedule = Cosine(sgd, batch, 1000, unit="samples")
         >>> [round(schedule.factor(samples), 3) for samples in (0, 500, 1000)]
@@ -434,9 +434,9 @@ class DecayAfterGrowth(BatchSchedule):
     Raises UsageError: the batch has no `BatchGrowth`.
 
     Example:
-        >>> from torchmn.train import large_batch
-        >>> growth = large_batch.BatchGrowth([1000, 2000], 2, unit="samples", max_batch=128)
-        >>> batch = large_batch.GlobalBatch(64, comm=comm, growth=growth)
+        >>> from torchmn.train.large_batch import BatchGrowth, GlobalBatch
+        >>> growth = BatchGrowth([1000, 2000], 2, unit="samples", max_batch=128)
+        >>> batch = GlobalBatch(64, comm=comm, growth=growth)
         >>> sgd = torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
         >>> schedule = DecayAfterGrowth(sgd, batch)
         >>> [schedule.factor(samples) for samples in (0, 1000, 2000)]

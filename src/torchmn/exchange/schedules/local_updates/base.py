@@ -9,7 +9,7 @@ With anchor a (the same bits on all ranks), parameters w_i of rank i, its n_i sa
 d is the mean pseudo-gradient. The outer step makes the schedule: `PeriodicAverage`,
 `BlockMomentum`, `DiLoCo`. A rank's block ends at the step in which its samples since the last one
 reach block_size / W. A block that ends before it is full (`flush`, loops of different lengths, the
-first block of a fragment) takes a part of the outer step: see `partial_block`.
+first block of a fragment) takes a part of the outer step: see `take_partial_step`.
 
 Overlap (``overlap_steps=k``): at step t rank i contributes a - w_i(t) and continues; at t + k
 

@@ -14,7 +14,7 @@ With a pending exchange: w_i(t), from which each rank continues, is averaged wit
 n_i, those of the samples since t, so that the mean of w_i - w_i(t) is kept. The mean
 pseudo-gradient is the same on all ranks, as are anchors, the outer state, and the total count.
 
-Residuals of codecs are distributed by `compression.reshard`.
+Residuals of codecs are distributed by `torchmn.compression.reshard`.
 """
 
 from __future__ import annotations
