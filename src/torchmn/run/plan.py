@@ -21,14 +21,13 @@ from torchmn.cluster import (
     read_launcher_env,
     select_hosts,
 )
-from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE
+from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, parse_variable
 from torchmn.cluster.units import counted
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
 from torchmn.run.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
 from torchmn.run.elastic.rendezvous_state import Limits
-from torchmn.run.exported_variables import parse_variable
 from torchmn.run.job import (
     FAILURE_GRACE_S,
     SIGNAL_GRACE_S,

@@ -1,6 +1,6 @@
 """Jobs of PBS, Slurm and Grid Engine: write, submit and follow them. Without torch."""
 
-from torchmn.run.exported_variables import parse_variable
+from torchmn.cluster.environment_variables import parse_variable
 from torchmn.submit.choose import (
     NAMES,
     SCHEDULERS,
@@ -11,15 +11,15 @@ from torchmn.submit.choose import (
 )
 from torchmn.submit.following import Follower
 from torchmn.submit.request import JobRequest, default_name, find_environment
-from torchmn.submit.script import job_script
-from torchmn.submit.settings import Settings, settings_from_options
-from torchmn.submit.site import Site, find_site, read_site
-from torchmn.submit.submission import (
+from torchmn.submit.script import (
+    job_script,
     make_log_dir,
     raise_if_folder,
     submit,
     write_script,
 )
+from torchmn.submit.settings import Settings, settings_from_options
+from torchmn.submit.site import Site, find_site, read_site
 
 __all__ = [
     "NAMES",

@@ -22,8 +22,7 @@ from torchmn.control.authenticated_listener import (
     connect_authenticated,
 )
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message, encode
-from torchmn.control.messages.job import LogWarning, Terminate
+from torchmn.control.messages import LogWarning, Message, Terminate, encode
 from torchmn.errors import LaunchError, UsageError
 
 SECRET = "of this job"

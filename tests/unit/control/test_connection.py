@@ -11,14 +11,16 @@ import pytest
 
 from torchmn.control import connection as channels
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message, decode, encode
-from torchmn.control.messages.job import (
+from torchmn.control.messages import (
     Exit,
     LogWarning,
+    Message,
     Output,
     ScriptStarted,
     StartScript,
     Terminate,
+    decode,
+    encode,
 )
 from torchmn.errors import LaunchError
 

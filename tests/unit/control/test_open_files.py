@@ -11,7 +11,7 @@ from tests.limits import limit
 
 SCRIPT = """
 import resource, subprocess, sys
-from torchmn.control.open_files import allow_connections, lower_in_child
+from torchmn.control.processes import allow_connections, lower_in_child
 from torchmn.errors import LaunchError
 
 SHOW = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"

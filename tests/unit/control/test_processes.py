@@ -12,13 +12,13 @@ import time
 import pytest
 
 from tests.limits import limit
-from torchmn.cluster.exit_status import shell_code
 from torchmn.control.processes import (
     children,
     descendants,
     kill_descendants,
     signal_name,
 )
+from torchmn.errors import shell_code
 
 TREE = """
 import subprocess, sys, time

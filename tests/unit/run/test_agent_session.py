@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message
-from torchmn.control.messages.elastic import Round, RoundMember
-from torchmn.control.messages.job import (
+from torchmn.control.messages import (
     AgentHello,
     Exit,
+    Message,
     Output,
+    Round,
+    RoundMember,
     ScriptStarted,
     StartScript,
     Terminate,

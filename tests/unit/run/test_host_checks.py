@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torchmn
 from torchmn.control.codec import encode
-from torchmn.run.host_checks import differences, find_problem, versions
-from torchmn.run.orders import ProbeHost
+from torchmn.run.host_checks import ProbeHost, differences, find_problem, versions
 
 
 def test_versions_are_those_of_the_packages() -> None:
@@ -38,7 +37,7 @@ def test_scripts_and_folders_that_are_not_here(tmp_path: Path) -> None:
 
 def test_a_host_answers(tmp_path: Path) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "torchmn.run.probe_host"],
+        [sys.executable, "-m", "torchmn.run.host_checks"],
         input=encode(ProbeHost(cwd=str(tmp_path), script="")).decode(),
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages.job import Output
+from torchmn.control.messages import Output
 from torchmn.run import script_output
 from torchmn.run.script_output import ScriptOutput
 

@@ -19,9 +19,9 @@ from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UnsupportedError, UsageError
 from torchmn.run import Job, python_command
 from torchmn.run.job import Command, worker_command
+from torchmn.run.rank_environment import worker_environment
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.starters.remote import PBS_SHELL, QRSH_SHELL, SSH, remote_shell, to_host
-from torchmn.run.worker_environment import worker_environment
 
 ROUTE = Route(address="10.1.0.1", interface="eth1", network="10.1.0.0/24")
 

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from torchmn.control.messages.elastic import Round
+from torchmn.control.messages import Round
 from torchmn.run.elastic.host import Host
 from torchmn.run.job import worker_command
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 
 from msgspec import structs
 
-from torchmn.control.messages.monitor import (
+from torchmn.control.messages import (
     CollectiveStatus,
     Joining,
     Overdue,

@@ -20,14 +20,16 @@ from pathlib import Path
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import Heartbeat, LoopClock, answer
-from torchmn.control.messages import Message
-from torchmn.control.messages.job import AgentHello, Exit, Terminate
-from torchmn.control.messages.monitor import (
+from torchmn.control.messages import (
+    AgentHello,
     Alive,
+    Exit,
     HeartbeatRequest,
+    Message,
     MonitorHello,
     StatusRequest,
     StoppedProcess,
+    Terminate,
 )
 from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import StoppedProcesses, ancestors, is_stopped

@@ -16,8 +16,7 @@ import torchmn
 from tests.limits import limit
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message
-from torchmn.control.messages.monitor import Failed, Leaving
+from torchmn.control.messages import Failed, Leaving, Message
 from torchmn.run.monitor import bootstrap
 from torchmn.run.monitor.bootstrap import with_bootstrap
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchmn.control.messages.job import Exit
-from torchmn.control.messages.monitor import (
+from torchmn.control.messages import (
     CollectiveStatus,
+    Exit,
     Failed,
     Joined,
     Joining,

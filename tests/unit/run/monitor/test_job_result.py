@@ -8,8 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from torchmn.control.messages.job import EndedBy, Exit
-from torchmn.control.messages.monitor import Failed
+from torchmn.control.messages import EndedBy, Exit, Failed
 from torchmn.run.monitor.hang_report import HangReport
 from torchmn.run.monitor.job_result import JobResult, RankRecord, summarize
 
