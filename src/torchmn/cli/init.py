@@ -67,7 +67,7 @@ def init(
     wanted = scheduler or found.scheduler
     chosen = wanted or _installed(os.environ.get("PATH"))
     jobs.raise_if_unknown(chosen, NO_SCHEDULER)
-    texts = {SCRIPT: (resources.files("torchmn.cli.templates") / f"{kind}.py").read_text("utf-8")}
+    texts = {SCRIPT: _script(kind)}
     if chosen != NO_SCHEDULER:
         own = jobs.settings_from_options({"walltime": walltime})
         name, text = _job_file(
@@ -88,6 +88,16 @@ def init(
         typer.echo(f"{folder / name}" + (f" (the old one is {kept})" if kept else ""))
     for line in _next_steps(folder, chosen, [*texts][-1], num_nodes * per_node):
         typer.echo(line)
+
+
+def _script(kind: str) -> str:
+    """The template: what is special to this kind of data, and what is common to all."""
+    common = "\n\n\ndef evaluate("
+    own, whole = (
+        (resources.files("torchmn.cli.templates") / f"{name}.py").read_text("utf-8")
+        for name in (kind, "image")
+    )
+    return own.partition(common)[0].rstrip() + "".join(whole.partition(common)[1:])
 
 
 def _installed(path: str | None) -> str:

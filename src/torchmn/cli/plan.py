@@ -14,8 +14,7 @@ from torchmn.cli.options import values_of
 from torchmn.errors import TorchmnError, UsageError
 
 if TYPE_CHECKING:
-    from torchmn.exchange.auto.predict import PredictedStep
-    from torchmn.observe.plan.facts import Training
+    from torchmn.observe.plan.facts import PredictedStep, Training
 
 # What a shell completes. The registries import torch, for which it would wait seconds.
 CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
@@ -97,7 +96,8 @@ def plan(
     """
     import msgspec
 
-    from torchmn.observe.plan.facts import predict, rate_bytes_per_s, read_table
+    from torchmn.cluster.network import rate_bytes_per_s
+    from torchmn.observe.plan.facts import predict, read_table
     from torchmn.observe.plan.run_facts import facts_of
 
     for rate in _texts(links):

@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 
 from torchmn.cluster import route_of, route_to
+from torchmn.cluster.gpus import text_of
 from torchmn.cluster.network import addresses_of_host, nominal_speed, own_routes
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
@@ -172,7 +173,7 @@ def _interfaces() -> Iterator[Interface]:
                 address=route.address,
                 network=route.network,
                 mtu=_number(folder / "mtu"),
-                is_up=_text(folder / "operstate") not in ("down", "lowerlayerdown"),
+                is_up=text_of(folder / "operstate") not in ("down", "lowerlayerdown"),
                 bytes_per_s=nominal_speed(route.interface),
             )
 
@@ -193,15 +194,8 @@ def _taken(hostname: str, interfaces: list[Interface], env: Mapping[str, str]) -
     }
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int:
-    text = _text(path)
+    text = text_of(path)
     return int(text) if text.lstrip("-").isdecimal() else 0
 
 

@@ -44,13 +44,15 @@ class HostFacts:
 
 def versions() -> dict[str, str]:
     """The installed versions by name, without importing torch."""
-    found = {"python": platform.python_version()}
-    for name in COMPARED[1:]:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
+    return {"python": platform.python_version(), **{n: version_of(n) for n in COMPARED[1:]}}
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package, or "missing"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
 
 
 def find_problem(cwd: str, script: str) -> str:

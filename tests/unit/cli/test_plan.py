@@ -87,8 +87,8 @@ def test_an_option_that_is_gone_names_what_to_use(file: str, words: tuple[str, .
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("--links", "10foo"), "'10foo' is not a rate. Write it as '10gbit'"),
-        (("--links", "1gbit,fast"), "'fast' is not a rate"),
+        (("--links", "10foo"), "'10foo' is not a positive number of bits"),
+        (("--links", "1gbit,fast"), "'fast' is not a positive number"),
         (("--hosts", "-1"), "--hosts must be at least 1, got -1"),
         (("--schedules", "foo"), "No prediction model for schedule 'foo': there is one for every"),
     ],

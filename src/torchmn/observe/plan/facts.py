@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import msgspec
 
+from torchmn.cluster.network import rate_bytes_per_s
 from torchmn.cluster.units import MiB
 from torchmn.comm.link_speed import LinkSpeed
 from torchmn.errors import UsageError
@@ -26,17 +26,18 @@ from torchmn.exchange.auto.predict import (
     Cluster,
     CodecFacts,
     Plan,
-    PredictedStep,
     ReadyGradient,
     StepFacts,
     predict_step,
+)
+from torchmn.exchange.auto.predict import (
+    PredictedStep as PredictedStep,  # for who shows predictions
 )
 
 PAYLOAD_SHARE = 1448 / 1514
 """Share of an Ethernet frame, header included, that TCP carries."""
 LOCAL_UPDATES = ("periodic_average", "block_momentum", "diloco")
 _NUM_GRADIENTS = 50
-_FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,18 +140,6 @@ def read_table(path: Path) -> Training:
             f"{path} does not have the table of a training: {error}. `python -m pydoc "
             "torchmn.observe.plan.facts` shows an example."
         ) from None
-
-
-def rate_bytes_per_s(rate: str) -> float:
-    """The bytes per second of a rate such as ``10gbit``. Raises UsageError: it is not a rate.
-
-    >>> rate_bytes_per_s("1gbit")
-    125000000.0
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
-    if match is None or not float(match[1]) > 0:
-        raise UsageError(f"{rate!r} is not a rate. Write it as '10gbit', '100mbit' or '2.5gbit'.")
-    return float(match[1]) * _FACTORS[match[2]] / 8
 
 
 def _model_of(schedule: str) -> str:
