@@ -132,7 +132,6 @@ def _train(comm: Any, schedule: str, codec: str, folder: Path) -> dict[str, Any]
     state = dict(_leaves(optimizer.state_dict()))
     checkpointer.finish()
     optimizer.flush()
-    optimizer.synchronize()
     comm.barrier()
     collectives.read()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -169,10 +168,11 @@ def _data() -> tuple[Any, Any]:
 
 
 def _schedule(name: str) -> Any:
-    from torchmn.exchange.schedules import BlockMomentum, DiLoCo
+    from torchmn import schedules  # an attribute of the root: the module itself has moved
 
     # Blocks of three steps of 12 samples.
-    return {"block_momentum": BlockMomentum(36), "diloco": DiLoCo(36)}.get(name, name)
+    made = {"block_momentum": schedules.BlockMomentum(36), "diloco": schedules.DiLoCo(36)}
+    return made.get(name, name)
 
 
 def _again(loader: Any) -> Iterator[Any]:

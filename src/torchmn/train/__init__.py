@@ -45,7 +45,7 @@ _HOME = {
     "ObservationAggregator": "observation_aggregator",
     "StandardUpdater": "standard_updater",
     "Trainer": "trainer",
-    "Updater": "updater",
+    "Updater": "trainer",
     "extend_with_reports": "reports",
 }
 
