@@ -12,27 +12,25 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from torchmn.cluster.network import rate_bytes_per_s
 from torchmn.cluster.units import MiB
-from torchmn.comm.link_speed import LinkSpeed
 from torchmn.errors import UsageError
 from torchmn.exchange.auto.predict import (
     SCHEDULES,
     Cluster,
     CodecFacts,
+    LinkSpeed,
     Plan,
     ReadyGradient,
     StepFacts,
     predict_step,
 )
-from torchmn.exchange.auto.predict import (
-    PredictedStep as PredictedStep,  # for who shows predictions
-)
+from torchmn.exchange.auto.predict import PredictedStep as PredictedStep  # for who shows it
 
 PAYLOAD_SHARE = 1448 / 1514
 """Share of an Ethernet frame, header included, that TCP carries."""
@@ -121,14 +119,13 @@ def timed_codec(name: str) -> CodecFacts:
     """
     import torch
 
-    from torchmn.comm.codecs import create_codec
-    from torchmn.comm.codecs.codec_timing import measure_codec
+    from torchmn.exchange.auto import tuner
 
     torch.set_num_threads(1)
-    speed = measure_codec(create_codec(name), torch.device("cpu"))
-    if speed.encode_s == math.inf:
+    codec = tuner.timed_codec(name, torch.device("cpu"))
+    if codec.encode_s == math.inf:
         raise UsageError(f"The codec {name} cannot be timed by itself: record a run with it.")
-    return CodecFacts(name=name, **asdict(speed))
+    return codec
 
 
 def read_table(path: Path) -> Training:
