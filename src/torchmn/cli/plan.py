@@ -35,16 +35,6 @@ ROUTE_NAMES = (
     "non_cuda_aware",
     "pure_nccl",
 )
-_GONE = (
-    "--batches, --block-steps, --overlap-steps, --cores-per-rank, --picture and --time-codecs are "
-    "gone: record a run with such settings, or write them into a table; codecs that the run did "
-    "not use are timed by themselves, and --json prints the numbers for a picture."
-)
-
-
-def _gone(value: object) -> None:
-    if value:
-        raise UsageError(_GONE)
 
 
 def plan(
@@ -75,19 +65,6 @@ def plan(
         typer.Option(help="The route of sums.", autocompletion=values_of(ROUTE_NAMES)),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    _gone_value: Annotated[
-        str | None,
-        typer.Option(
-            "--batches",
-            "--block-steps",
-            "--overlap-steps",
-            "--cores-per-rank",
-            "--picture",
-            hidden=True,
-            callback=_gone,
-        ),
-    ] = None,
-    _gone_flag: Annotated[bool, typer.Option("--time-codecs", hidden=True, callback=_gone)] = False,
 ) -> None:
     """Predict steps and efficiency from a recorded run, or from the table of a training.
 

@@ -183,7 +183,8 @@ class _Examiner:
             lambda session: session.call(Examine(check=check.name), check.facts, _CHECK_S),
         )
         self.facts[check.name] = found
-        self.findings += check.findings(found, self._request)
+        findings = check.findings(found, self._request)
+        self.findings += [msgspec.structs.replace(each, check=check.name) for each in findings]
 
     @property
     def _machines(self) -> dict[str, str]:

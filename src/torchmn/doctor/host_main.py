@@ -14,15 +14,7 @@ from typing import Any
 
 from torchmn.control.codec import Record, decode, decode_union, encode
 from torchmn.doctor.disks import DiskCheck
-from torchmn.doctor.findings import (
-    AskTime,
-    Begin,
-    Examine,
-    Failed,
-    Order,
-    Ready,
-    TimeIs,
-)
+from torchmn.doctor.findings import AskTime, Begin, Examine, Failed, Order, Ready, TimeIs
 from torchmn.doctor.gpus import GpuCheck
 from torchmn.doctor.limits import LimitCheck
 from torchmn.doctor.link_probe import measure_link, serve_probes

@@ -85,7 +85,6 @@ def _own_name(host: str, facts: NetworkFacts) -> Iterator[Finding]:
     addresses = facts.own_addresses
     if not addresses:
         yield Finding(
-            check="network",
             severity="warning",
             hosts=[host],
             seen=f"{host} does not know the address of its own name, {facts.hostname}",
@@ -94,7 +93,6 @@ def _own_name(host: str, facts: NetworkFacts) -> Iterator[Finding]:
         )
     elif all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses):
         yield Finding(
-            check="network",
             severity="error",
             hosts=[host],
             seen=f"{host} takes its own name, {facts.hostname}, for {addresses[0]}, which only "
@@ -110,7 +108,6 @@ def _names_of_others(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
         unknown = [name for name, addresses in facts.resolved.items() if not addresses]
         if unknown:
             yield Finding(
-                check="network",
                 severity="error",
                 hosts=[host],
                 seen=f"{host} does not know the name {listed(unknown)}",
@@ -123,7 +120,6 @@ def _names_of_others(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
             real = {interface.address for interface in found[name].interfaces}
             if real and not real & set(addresses):
                 yield Finding(
-                    check="network",
                     severity="error",
                     hosts=[host],
                     seen=f"{host} takes {name} for {addresses[0]}, which is no address of {name} "
@@ -143,7 +139,6 @@ def _mtu(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
         for mtu, hosts in others.items():
             name = interfaces[hosts[0]].name
             yield Finding(
-                check="network",
                 severity="warning",
                 hosts=hosts,
                 seen=f"the MTU of {name} is {mtu} on {listed(hosts)} and {usual} on other hosts of "

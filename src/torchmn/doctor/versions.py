@@ -45,7 +45,6 @@ class VersionCheck:
         for host, facts in found.items():
             if facts.problem:
                 yield Finding(
-                    check="versions",
                     severity="error",
                     hosts=[host],
                     seen=f"on {host} {facts.problem}",
@@ -59,7 +58,6 @@ class VersionCheck:
             )
             for version, hosts in others.items():
                 yield Finding(
-                    check="versions",
                     severity="error" if name in COMPARED else "warning",
                     hosts=hosts,
                     seen=f"{name} is {version} on {listed(hosts)} and {usual} on other hosts",

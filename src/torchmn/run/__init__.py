@@ -14,13 +14,7 @@ if TYPE_CHECKING:
     from torchmn.run.backend import BACKENDS, Machine, choose_backend, this_machine
     from torchmn.run.crash import install_crash_handler
     from torchmn.run.job import Job, python_command
-    from torchmn.run.plan import (
-        LAUNCHERS,
-        RunOptions,
-        detect_existing_rank,
-        plan_elastic,
-        plan_job,
-    )
+    from torchmn.run.plan import LAUNCHERS, RunOptions, detect_existing_rank, plan_elastic, plan_job
     from torchmn.run.preemption import SAVED_STATUS, Preemption
     from torchmn.run.rank_environment import run_as_rank
     from torchmn.run.start import dry_run, dry_run_elastic, run_elastic_job, run_job

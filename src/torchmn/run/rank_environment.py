@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import NoReturn
 
 from torchmn.cluster import (
@@ -125,14 +126,7 @@ _DROPPED_NAMES = frozenset(
     name
     for row in LAUNCHERS
     if row.kind != "scheduler"  # an mpirun may run inside a step of Slurm
-    for names in (
-        row.rank,
-        row.size,
-        row.intra_rank,
-        row.intra_size,
-        row.inter_rank,
-        row.inter_size,
-    )
+    for names in astuple(row)[2:]  # after the launcher and its kind
     for name in names
 )
 _DROPPED_PREFIXES = (

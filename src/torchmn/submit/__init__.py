@@ -11,13 +11,7 @@ from torchmn.submit.choose import (
 )
 from torchmn.submit.following import Follower
 from torchmn.submit.request import JobRequest, default_name, find_environment
-from torchmn.submit.script import (
-    job_script,
-    make_log_dir,
-    raise_if_folder,
-    submit,
-    write_script,
-)
+from torchmn.submit.script import job_script, make_log_dir, raise_if_folder, submit, write_script
 from torchmn.submit.settings import Settings, settings_from_options
 from torchmn.submit.site import Site, find_site, read_site
 

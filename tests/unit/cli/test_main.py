@@ -28,14 +28,6 @@ def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.processes
-def test_help_lists_the_subcommands() -> None:
-    done = run("-m", "torchmn", "--help")
-    assert done.returncode == 0
-    assert "run" in done.stdout
-    assert run("-m", "torchmn", "run", "--help").stdout.count("--backend") == 1
-
-
-@pytest.mark.processes
 @pytest.mark.parametrize("option", ["--version", "-V"])
 def test_version(option: str) -> None:
     done = run("-X", "importtime", "-m", "torchmn", option)
@@ -82,34 +74,6 @@ def completed(words: str) -> list[str]:
     done = run("-m", "torchmn", **asks)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_complete(shell: str) -> None:
-    asks = {
-        "_TORCHMN_COMPLETE": f"complete_{shell}",
-        "_TYPER_COMPLETE_ARGS": "torchmn submit --scheduler gr",
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        "_TYPER_COMPLETE_WORD_TO_COMPLETE": "gr",
-    }
-    done = run("-m", "torchmn", **asks)
-    assert "grid_engine" in done.stdout
-    assert "slurm" not in done.stdout
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_function_of_each_shell(shell: str) -> None:
-    done = run("-c", SHOW.format(shell=shell))
-    assert "_TORCHMN_COMPLETE" in done.stdout
-    assert "torchmn" in done.stdout
-
-
-SHOW = (
-    "from typer.completion import get_completion_script as script; "
-    "print(script(prog_name='torchmn', complete_var='_TORCHMN_COMPLETE', shell='{shell}'))"
-)
 
 
 @pytest.mark.processes

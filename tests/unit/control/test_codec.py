@@ -40,6 +40,8 @@ def test_values_survive_as_one_line(value: object) -> None:
     [
         b"",
         b"null",
+        b"\xff",
+        b"[" * 9999,
         encode(RendezvousStarted()),
         encode(ORDER).replace(b'"port": 1', b'"port": "1"'),
         encode(ORDER).replace(b'"n1"', b"7"),

@@ -173,15 +173,6 @@ def test_a_silent_host_differs_from_a_dead_agent(make: Callable[..., Agents]) ->
     assert "rank 1 on n1 was lost: its host has not answered" in summary
 
 
-def test_a_dead_agent(make: Callable[..., Agents]) -> None:
-    agents = make()
-    agents.connect(0)
-    agents.connect(1)
-    agents.peers[1].close()
-    agents.session.receive(agents.session.connections[1])
-    assert "rank 1 on n1 was lost: its agent died" in agents.session.result().summary
-
-
 def test_first_failure_is_shown_again_after_the_output_of_others(
     make: Callable[..., Agents], tmp_path: Path
 ) -> None:

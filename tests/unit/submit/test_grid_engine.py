@@ -32,11 +32,6 @@ def test_header_of_the_manual() -> None:
     assert lines == GRID_ENGINE_OF_THE_MANUAL.splitlines()
 
 
-def test_threads_count_as_slots() -> None:
-    lines = GridEngine().directives(tutorial(parallel_environment="mpi", threads=3))
-    assert "#$ -pe mpi 12" in lines
-
-
 def test_several_slots_need_a_parallel_environment() -> None:
     with pytest.raises(UsageError, match="needs a parallel environment for 4 slots"):
         GridEngine().directives(tutorial())
@@ -103,7 +98,3 @@ def test_the_record_may_come_late() -> None:
 def test_a_master_that_does_not_answer_is_no_end() -> None:
     ask, _ = asked(Answer(returncode=1, err="error: unable to contact qmaster using port 6444"))
     assert GridEngine().state("123", ask) is None
-
-
-def test_it_is_put_back_by_its_exit_status() -> None:
-    assert 'end_job "$status" 99' in GridEngine().resubmission(tutorial())

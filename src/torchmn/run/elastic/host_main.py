@@ -15,11 +15,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from torchmn.cluster.environment_variables import (
-    JOB_VARIABLE,
-    ROUND_VARIABLE,
-    SECRET_VARIABLE,
-)
+from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
 from torchmn.control.messages import HostHello, Round

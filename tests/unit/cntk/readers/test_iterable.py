@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.contracts.suites.source_contracts import Numbers
 from tests.limits import limit
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.cntk.readers import (
@@ -27,8 +28,6 @@ from torchmn.comm import Communicator
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train import StandardUpdater, Trainer
-
-from tests.contracts.suites.source_contracts import Numbers
 
 COUNT = 21
 

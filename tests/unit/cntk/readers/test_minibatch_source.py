@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.contracts.suites.source_contracts import NUMBER, Numbers
 from tests.limits import limit
 from torchmn.cntk.readers import (
     FULL_DATA_SWEEP,
@@ -23,8 +24,6 @@ from torchmn.cntk.readers import (
     StreamInformation,
 )
 from torchmn.errors import DataError, UnknownNameError, UsageError
-
-from tests.contracts.suites.source_contracts import NUMBER, Numbers
 
 
 def ids(minibatch: dict[Any, Any]) -> list[float]:
