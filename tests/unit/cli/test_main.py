@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,32 +73,6 @@ def completed(words: str) -> list[str]:
     done = run("-m", "torchmn", **asks)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
-
-
-@pytest.mark.processes
-def test_bash_itself_completes(tmp_path: Path) -> None:
-    """The function that is shown for it, called as bash calls it."""
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip(reason="no bash")
-    command = tmp_path / "torchmn"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torchmn "$@"\n')
-    command.chmod(0o755)
-    script = (
-        'eval "$(torchmn --show-completion)"; '
-        "COMP_WORDS=(torchmn submit --scheduler sl); COMP_CWORD=3; "
-        'entry=$(complete -p torchmn); function=${entry#*-F }; "${function%% *}" torchmn sl; '
-        'echo "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(
-        [bash, "--norc", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=limit(30),
-        check=False,
-        env={"PYTHONPATH": SOURCES, "PATH": f"{tmp_path}:/usr/bin:/bin"},
-    )
-    assert done.stdout.split() == ["slurm"], done.stderr
 
 
 def test_completed_names_are_the_registered_ones() -> None:
