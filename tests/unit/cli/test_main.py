@@ -80,7 +80,7 @@ def test_completed_names_are_the_registered_ones() -> None:
     from torchmn.comm.codecs import CODECS
     from torchmn.comm.create import ROUTES
     from torchmn.exchange.optimizer.create import SCHEDULES
-    from torchmn.submit import NAMES
+    from torchmn.submit.choose import NAMES
 
     assert tuple(CODECS) == plan.CODEC_NAMES
     assert tuple(SCHEDULES) == plan.SCHEDULE_NAMES

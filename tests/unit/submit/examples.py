@@ -5,7 +5,8 @@ The documents are of 2017 and 2018 and of one site; their numbers are those of t
 
 from __future__ import annotations
 
-from torchmn.submit import JobRequest, Settings
+from torchmn.submit.request import JobRequest
+from torchmn.submit.settings import Settings
 
 PBS_OF_ROW_4_10 = """\
 #PBS -q h-tutorial

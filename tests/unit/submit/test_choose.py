@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
-from torchmn.submit import SCHEDULERS, choose_scheduler, installed_schedulers, raise_if_no_command
+from torchmn.submit.choose import (
+    SCHEDULERS,
+    choose_scheduler,
+    installed_schedulers,
+    raise_if_no_command,
+)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ import pytest
 from tests.limits import limit
 from tests.unit.submit.examples import BODY_OF_ROW_3_5, tutorial
 from torchmn.errors import LaunchError, UsageError
-from torchmn.submit import SCHEDULERS, job_script, make_log_dir, submit, write_script
+from torchmn.submit.choose import SCHEDULERS
 from torchmn.submit.request import PythonEnvironment
 from torchmn.submit.scheduler import Answer, ask
+from torchmn.submit.script import job_script, make_log_dir, submit, write_script
 
 WHOLE = """\
 #!/bin/bash

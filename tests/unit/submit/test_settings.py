@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import UsageError
-from torchmn.submit import (
-    JobRequest,
-    Settings,
-    default_name,
-    find_environment,
-    settings_from_options,
-)
-from torchmn.submit.request import PythonEnvironment
+from torchmn.submit.request import JobRequest, PythonEnvironment, default_name, find_environment
+from torchmn.submit.settings import Settings, settings_from_options
 
 
 def test_merged_over_defaults() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import TorchmnError, UsageError
-from torchmn.submit import find_site, read_site
+from torchmn.submit.site import find_site, read_site
 
 TEXT = """
 scheduler = "pbs"
