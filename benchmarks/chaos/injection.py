@@ -52,7 +52,7 @@ def inject(fault: Fault, job: Job, setting: Setting, testbed: Testbed, folder: P
         elif fault.kind == "agent killed":
             os.kill(parent_of(pid), signal.SIGKILL)
         elif fault.kind == "store killed":
-            os.kill(_only(job.pids_of("elastic.rendezvous_main")), signal.SIGKILL)
+            os.kill(_only(job.pids_of("elastic.rendezvous")), signal.SIGKILL)
         elif fault.kind == "loader killed":
             _wait_for(lambda: bool(children_of(pid)), job)
             os.kill(children_of(pid)[-1], signal.SIGKILL)

@@ -20,21 +20,19 @@ from pathlib import Path
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
 from torchmn.control.connection import Channel
-from torchmn.control.messages.job import (
+from torchmn.control.messages import (
     AgentHello,
+    Alive,
+    CollectiveStatus,
     Exit,
+    HeartbeatRequest,
+    Joining,
     Output,
     ScriptStarted,
     StartScript,
-    Terminate,
-)
-from torchmn.control.messages.monitor import (
-    Alive,
-    CollectiveStatus,
-    HeartbeatRequest,
-    Joining,
     StatusReply,
     StatusRequest,
+    Terminate,
 )
 from torchmn.run.agent_session import AgentSession
 from torchmn.run.console import RankOutput

@@ -137,3 +137,12 @@ def require(module: str, purpose: str, package: str) -> ModuleType:
             f"{purpose} needs {module}, which cannot be imported ({error}). Install it: "
             f"pip install {shlex.quote(package)}."
         ) from error
+
+
+SAVED_STATUS = 85
+"""The exit status of ranks that saved a checkpoint and exited before the job's time limit."""
+
+
+def shell_code(returncode: int) -> int:
+    """An exit code as a shell reports it: 128 + signal for a process that a signal ended."""
+    return 128 - returncode if returncode < 0 else returncode

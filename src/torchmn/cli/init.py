@@ -59,17 +59,20 @@ def init(
     checkpoints, and saving before the job's time limit. Asks nothing, and replaces nothing without
     --force.
     """
-    from torchmn import submit as jobs
+    from torchmn.submit.choose import raise_if_unknown
+    from torchmn.submit.script import write_script
+    from torchmn.submit.settings import settings_from_options
+    from torchmn.submit.site import find_site, read_site
 
     if kind not in KINDS:
         raise UnknownNameError("kind", kind, KINDS)
-    found = jobs.read_site(jobs.find_site(site, folder=Path.cwd(), home=Path.home()))
+    found = read_site(find_site(site, folder=Path.cwd(), home=Path.home()))
     wanted = scheduler or found.scheduler
     chosen = wanted or _installed(os.environ.get("PATH"))
-    jobs.raise_if_unknown(chosen, NO_SCHEDULER)
-    texts = {SCRIPT: (resources.files("torchmn.cli.templates") / f"{kind}.py").read_text("utf-8")}
+    raise_if_unknown(chosen, NO_SCHEDULER)
+    texts = {SCRIPT: _script(kind)}
     if chosen != NO_SCHEDULER:
-        own = jobs.settings_from_options({"walltime": walltime})
+        own = settings_from_options({"walltime": walltime})
         name, text = _job_file(
             chosen, own.merged_over(found.settings_for(chosen)), num_nodes, per_node
         )
@@ -84,15 +87,25 @@ def init(
     _make(folder)
     for name, text in texts.items():
         is_shell = name.endswith(".sh")
-        kept = jobs.write_script(text, folder / name, mode=0o700 if is_shell else 0o600)
+        kept = write_script(text, folder / name, mode=0o700 if is_shell else 0o600)
         typer.echo(f"{folder / name}" + (f" (the old one is {kept})" if kept else ""))
     for line in _next_steps(folder, chosen, [*texts][-1], num_nodes * per_node):
         typer.echo(line)
 
 
+def _script(kind: str) -> str:
+    """The template: what is special to this kind of data, and what is common to all."""
+    common = "\n\n\ndef evaluate("
+    own, whole = (
+        (resources.files("torchmn.cli.templates") / f"{name}.py").read_text("utf-8")
+        for name in (kind, "image")
+    )
+    return own.partition(common)[0].rstrip() + "".join(whole.partition(common)[1:])
+
+
 def _installed(path: str | None) -> str:
     """The scheduler of this cluster; none where there are several, for one must be chosen."""
-    from torchmn.submit import installed_schedulers
+    from torchmn.submit.choose import installed_schedulers
 
     names = installed_schedulers(path)
     return names[0] if len(names) == 1 else NO_SCHEDULER
@@ -102,25 +115,27 @@ def _job_file(
     scheduler: str, settings: Settings, num_nodes: int, ranks_per_node: int
 ) -> tuple[str, str]:
     """Name and text of what `torchmn submit` would submit in the folder of the script."""
-    from torchmn import submit as jobs
+    from torchmn.submit.choose import SCHEDULERS
+    from torchmn.submit.request import JobRequest, find_environment
+    from torchmn.submit.script import job_script
 
     if settings.activate and Path(settings.activate).expanduser().is_dir():
         # the job is submitted in another folder
         where = Path(settings.activate).expanduser().absolute()
         settings = replace(settings, activate=str(where))
-    job = jobs.JobRequest(
+    job = JobRequest(
         script=SCRIPT,
         name="train",
         file=f"train.{scheduler}.sh",
         num_nodes=num_nodes,
         ranks_per_node=ranks_per_node,
         max_requeues=10,
-        environment=jobs.find_environment(settings.activate, Path.cwd(), is_here=False)
+        environment=find_environment(settings.activate, Path.cwd(), is_here=False)
         if settings.activate
         else None,
         settings=settings,
     )
-    return job.file, jobs.job_script(job, jobs.SCHEDULERS[scheduler])
+    return job.file, job_script(job, SCHEDULERS[scheduler])
 
 
 def _make(folder: Path) -> None:
@@ -133,12 +148,12 @@ def _make(folder: Path) -> None:
 
 
 def _next_steps(folder: Path, scheduler: str, job_file: str, num_ranks: int) -> list[str]:
-    from torchmn import submit as jobs
+    from torchmn.submit.choose import SCHEDULERS
 
     change = [] if folder == Path() else [f"  cd {shlex.quote(str(folder))}"]
     lines = ["", "Try it here, on two workers:", *change, f"  torchmn run -n 2 {SCRIPT}"]
     if scheduler == NO_SCHEDULER:
         return lines
-    submit = jobs.SCHEDULERS[scheduler].submit_command[0]
+    submit = SCHEDULERS[scheduler].submit_command[0]
     command = f"mkdir -p torchmn-logs && {submit} {job_file}"
     return [*lines, f"As a job of {counted(num_ranks, 'rank')}:", f"  {command}"]

@@ -14,6 +14,10 @@ from torchmn.cli.versions import versions_text
 from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
 from torchmn.errors import LaunchError, TorchmnError
 
+_GONE_FROM_PLAN = (
+    *("--batches", "--block-steps", "--overlap-steps", "--cores-per-rank", "--picture"),
+    "--time-codecs",
+)
 app = typer.Typer(
     name="torchmn",
     help="Distributed training of PyTorch models.",
@@ -64,10 +68,17 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 def _instead_of(error: Exception) -> str:
     """What to use in place of an option that is gone; empty for another error."""
     option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
-    if option == "--script" and getattr(context, "info_name", "") == "doctor":
+    command = getattr(context, "info_name", "")
+    if option == "--script" and command == "doctor":
         return (
             "torchmn doctor measures no loading of data: torchmn report shows the seconds in which "
             "each rank waited for data."
+        )
+    if option in _GONE_FROM_PLAN and command == "plan":
+        return (
+            f"{', '.join(_GONE_FROM_PLAN)} are gone: record a run with such settings, or write "
+            "them into a table; codecs that the run did not use are timed by themselves, and "
+            "--json prints the numbers for a picture."
         )
     if option in ("--image", "--namespace", "--memory", "--volume"):
         from torchmn.submit.choose import NO_KUBERNETES

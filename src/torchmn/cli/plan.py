@@ -14,8 +14,7 @@ from torchmn.cli.options import values_of
 from torchmn.errors import TorchmnError, UsageError
 
 if TYPE_CHECKING:
-    from torchmn.exchange.auto.predict import PredictedStep
-    from torchmn.observe.plan.facts import Training
+    from torchmn.observe.plan.facts import PredictedStep, Training
 
 # What a shell completes. The registries import torch, for which it would wait seconds.
 CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
@@ -36,16 +35,6 @@ ROUTE_NAMES = (
     "non_cuda_aware",
     "pure_nccl",
 )
-_GONE = (
-    "--batches, --block-steps, --overlap-steps, --cores-per-rank, --picture and --time-codecs are "
-    "gone: record a run with such settings, or write them into a table; codecs that the run did "
-    "not use are timed by themselves, and --json prints the numbers for a picture."
-)
-
-
-def _gone(value: object) -> None:
-    if value:
-        raise UsageError(_GONE)
 
 
 def plan(
@@ -76,19 +65,6 @@ def plan(
         typer.Option(help="The route of sums.", autocompletion=values_of(ROUTE_NAMES)),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    _gone_value: Annotated[
-        str | None,
-        typer.Option(
-            "--batches",
-            "--block-steps",
-            "--overlap-steps",
-            "--cores-per-rank",
-            "--picture",
-            hidden=True,
-            callback=_gone,
-        ),
-    ] = None,
-    _gone_flag: Annotated[bool, typer.Option("--time-codecs", hidden=True, callback=_gone)] = False,
 ) -> None:
     """Predict steps and efficiency from a recorded run, or from the table of a training.
 
@@ -97,7 +73,8 @@ def plan(
     """
     import msgspec
 
-    from torchmn.observe.plan.facts import predict, rate_bytes_per_s, read_table
+    from torchmn.cluster.network import rate_bytes_per_s
+    from torchmn.observe.plan.facts import predict, read_table
     from torchmn.observe.plan.run_facts import facts_of
 
     for rate in _texts(links):

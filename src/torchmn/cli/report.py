@@ -80,13 +80,12 @@ def _report(
     from rich.console import Console
 
     from torchmn.observe.read.run_reader import MAX_NBYTES, read_run
-    from torchmn.observe.report.as_json import as_json
     from torchmn.observe.report.findings import find
+    from torchmn.observe.report.metrics import summary_writer, write_scalars
     from torchmn.observe.report.page import page, plotly_script
     from torchmn.observe.report.scaling import scaling_of
     from torchmn.observe.report.summary import summarize
-    from torchmn.observe.report.tensorboard import summary_writer, write_scalars
-    from torchmn.observe.report.text import show, show_findings
+    from torchmn.observe.report.text import as_json, show, show_findings
 
     writer_class = None if tensorboard is None else summary_writer()
     script = "" if is_text or is_json else plotly_script()

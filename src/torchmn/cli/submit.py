@@ -14,7 +14,7 @@ from torchmn.errors import UsageError
 from torchmn.submit.settings import Settings
 
 SCHEDULER_NAMES = ("pbs", "slurm", "grid_engine")
-"""As in `torchmn.submit.NAMES`, which takes longer to import than a completion may."""
+"""As in `torchmn.submit.choose.NAMES`, which takes longer to import than a completion may."""
 CONTEXT = {"allow_interspersed_args": False}
 """What follows the script are arguments of the script, options too."""
 
@@ -65,29 +65,36 @@ def submit(
 
     The job script is plain shell: edit it and submit it by hand as you like.
     """
-    from torchmn import submit as jobs
+    from torchmn.cluster.environment_variables import parse_variable
     from torchmn.run import python_command
+    from torchmn.submit.choose import choose_scheduler, installed_schedulers, raise_if_no_command
+    from torchmn.submit.following import Follower
+    from torchmn.submit.request import JobRequest, default_name, find_environment
+    from torchmn.submit.script import job_script, make_log_dir, raise_if_folder, write_script
+    from torchmn.submit.script import submit as submit_job
+    from torchmn.submit.settings import settings_from_options
+    from torchmn.submit.site import find_site, read_site
 
     if max_requeues is not None and not requeues:
         raise UsageError(f"--max-requeues {max_requeues} has no effect without --requeue: add it.")
     if waits and dry_run:
         raise UsageError("--wait follows a job, and --dry-run submits none: leave one of them out.")
     if output is not None:
-        jobs.raise_if_folder(output)
+        raise_if_folder(output)
     folder, path = Path.cwd(), os.environ.get("PATH")
-    found = jobs.read_site(jobs.find_site(site, folder=folder, home=Path.home()))
+    found = read_site(find_site(site, folder=folder, home=Path.home()))
     if found.path is not None:
         _say(f"using the site file {found.path}")
-    wanted, installed = scheduler or found.scheduler, jobs.installed_schedulers(path)
-    exports = [jobs.parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
-    own = jobs.settings_from_options({"exports": tuple(exports), **given(settings)})
-    chosen = jobs.choose_scheduler(wanted, installed)
+    wanted, installed = scheduler or found.scheduler, installed_schedulers(path)
+    exports = [parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
+    own = settings_from_options({"exports": tuple(exports), **given(settings)})
+    chosen = choose_scheduler(wanted, installed)
     if not dry_run:
-        jobs.raise_if_no_command(chosen, path)
+        raise_if_no_command(chosen, path)
     python_command(script, is_module=is_module)  # raises if there is no such script
     merged = own.merged_over(found.settings_for(chosen.name))
-    name = jobs.default_name(script) if name is None else name
-    job = jobs.JobRequest(
+    name = default_name(script) if name is None else name
+    job = JobRequest(
         script=script,
         args=tuple(args or ()),
         num_nodes=num_nodes,
@@ -96,22 +103,22 @@ def submit(
         max_requeues=(10 if max_requeues is None else max_requeues) if requeues else 0,
         name=name,
         file=str(output or f"{name}.{chosen.name}.sh"),
-        environment=jobs.find_environment(merged.activate, folder, is_here=not dry_run)
+        environment=find_environment(merged.activate, folder, is_here=not dry_run)
         if merged.activate
         else None,
         settings=merged,
     )
-    text = jobs.job_script(job, chosen)
+    text = job_script(job, chosen)
     typer.echo(text, nl=False)
     if not dry_run or output is not None:
-        jobs.make_log_dir(job)
-        kept = jobs.write_script(text, Path(job.file))
+        make_log_dir(job)
+        kept = write_script(text, Path(job.file))
         _say(f"job script written to {job.file}" + (f"; the old one is {kept}" if kept else ""))
     if not dry_run:
-        job_id = jobs.submit(job, chosen)
+        job_id = submit_job(job, chosen)
         _say(f"submitted {chosen.title} job {job_id}; its output goes to {job.log_dir}/{name}.*")
         if waits:
-            follower = jobs.Follower(job=job, scheduler=chosen, out=sys.stdout, err=sys.stderr)
+            follower = Follower(job=job, scheduler=chosen, out=sys.stdout, err=sys.stderr)
             raise typer.Exit(follower.follow(job_id))
 
 

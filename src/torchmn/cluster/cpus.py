@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.cluster.gpus import GpuLocality
+from torchmn.cluster.gpus import GpuLocality, text_of
 from torchmn.errors import UsageError
 
 
@@ -149,9 +149,9 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     """
     quotas: list[float] = []
     for folder in control_groups("cpu", root):
-        quotas += _ratio(_text(folder / "cpu.max").split())
+        quotas += _ratio(text_of(folder / "cpu.max").split())
         names = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        quotas += _ratio([_text(folder / name).strip() for name in names])
+        quotas += _ratio([text_of(folder / name) for name in names])
     return min(quotas, default=None)
 
 
@@ -163,7 +163,7 @@ def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
     """
     cgroups = root / "sys/fs/cgroup"
     found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if controllers and controller not in controllers.split(","):
             continue
@@ -189,14 +189,7 @@ def _ratio(quota_and_period: list[str]) -> list[float]:
 def _physical_core(number: int, root: Path) -> tuple[int, int]:
     """(socket, core) of a logical core; a core of its own where the system does not report it."""
     topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
-    texts = [_text(topology / name).strip() for name in ("physical_package_id", "core_id")]
+    texts = [text_of(topology / name) for name in ("physical_package_id", "core_id")]
     if not all(text.isdigit() for text in texts):
         return (0, number)
     return (int(texts[0]), int(texts[1]))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

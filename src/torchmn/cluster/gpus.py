@@ -85,7 +85,7 @@ def memory_nodes(cores: frozenset[int], root: Path = Path("/")) -> tuple[int, ..
         return ()
     nodes = []
     for path in folder.glob("node[0-9]*"):
-        if cores & parse_core_list(_text(path / "cpulist")):
+        if cores & parse_core_list(text_of(path / "cpulist")):
             nodes.append(int(path.name[4:]))
     return tuple(sorted(nodes))
 
@@ -106,16 +106,17 @@ def parse_core_list(text: str) -> frozenset[int]:
 
 def _around(bus: str, root: Path) -> GpuLocality:
     device = root / _PCI / bus
-    node = _text(device / "numa_node").strip()
+    node = text_of(device / "numa_node")
     return GpuLocality(
         bus=bus,
-        cores=parse_core_list(_text(device / "local_cpulist")),
+        cores=parse_core_list(text_of(device / "local_cpulist")),
         memory_node=int(node) if re.fullmatch(r"-?\d+", node) else -1,
     )
 
 
-def _text(path: Path) -> str:
+def text_of(path: Path) -> str:
+    """The text of a file of the system, without blanks around it; empty where it is not there."""
     try:
-        return path.read_text()
+        return path.read_text().strip()
     except OSError:
         return ""

@@ -306,15 +306,8 @@ def _contradiction(inner: LauncherInfo, outer: LauncherInfo) -> TopologyError:
 
 def _filled_in(place: LauncherInfo, other: LauncherInfo) -> LauncherInfo:
     """``place`` with the facts about nodes that only ``other`` gives."""
-    intra_rank, intra_size = place.intra_rank, place.intra_size
-    inter_rank, inter_size = place.inter_rank, place.inter_size
-    return replace(
-        place,
-        intra_rank=other.intra_rank if intra_rank is None else intra_rank,
-        intra_size=other.intra_size if intra_size is None else intra_size,
-        inter_rank=other.inter_rank if inter_rank is None else inter_rank,
-        inter_size=other.inter_size if inter_size is None else inter_size,
-    )
+    names = ("intra_rank", "intra_size", "inter_rank", "inter_size")
+    return replace(place, **{n: getattr(other, n) for n in names if getattr(place, n) is None})
 
 
 Variable = tuple[str, str]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchmn.cluster.cpus import control_groups
+from torchmn.cluster.gpus import text_of
 from torchmn.cluster.units import GiB, KiB
 
 _NO_LIMIT = 1 << 60
@@ -24,7 +26,7 @@ class Memory:
 def memory_of_host(root: Path = Path("/")) -> Memory:
     """What ``/proc/meminfo`` and the control groups report; 0 where they do not. Local."""
     values = {}
-    for line in _text(root / "proc/meminfo").splitlines():
+    for line in text_of(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
         number = rest.split()[:1]
         values[name] = int(number[0]) * KiB if number and number[0].isdecimal() else 0
@@ -40,38 +42,26 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     limits = []
     for folder in control_groups("memory", root):
         for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
-            text = _text(folder / name).strip()
+            text = text_of(folder / name)
             if text.isdecimal() and int(text) < _NO_LIMIT:
                 limits.append(int(text))
     return min(limits, default=None)
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+def count_memory_kills(root: Path = Path("/")) -> int | None:
+    """How many processes of this one's control group were killed for lack of memory.
 
-
-# Whether the kernel has killed a process for lack of memory: its signal is that of ``kill -9``.
-#
-# The control group of a process counts such kills: ``memory.events`` of version 2,
-# ``memory.oom_control`` of version 1. Linux only.
-
-_ROOT = Path("/")
-
-
-def count_memory_kills(root: Path = _ROOT) -> int | None:
-    """How many processes of this one's control group were killed; ``None`` if it is unknown."""
+    ``None`` if it is unknown. The signal is that of ``kill -9``. Version 2 counts such kills in
+    ``memory.events``, version 1 in ``memory.oom_control``. Linux only.
+    """
     for folder in control_groups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
-            count = _value_of(folder / name, "oom_kill")
-            if count is not None:
-                return count
+            if count := re.search(r"^oom_kill (\d+)", text_of(folder / name), re.MULTILINE):
+                return int(count[1])
     return None
 
 
-def describe_sigkill(before: int | None, root: Path = _ROOT) -> str:
+def describe_sigkill(before: int | None, root: Path = Path("/")) -> str:
     """How a process ended by SIGKILL, with the count from before; empty if that is not known."""
     after = count_memory_kills(root)
     if before is None or after is None:
@@ -84,11 +74,3 @@ def describe_sigkill(before: int | None, root: Path = _ROOT) -> str:
         "was ended by SIGKILL, sent by another process: its control group counts no kill for lack "
         "of memory"
     )
-
-
-def _value_of(path: Path, name: str) -> int | None:
-    try:
-        lines = [line.split() for line in path.read_text().splitlines()]
-    except OSError:
-        return None
-    return next((int(words[1]) for words in lines if words[:1] == [name]), None)

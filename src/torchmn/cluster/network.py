@@ -14,6 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from torchmn.errors import UsageError
@@ -114,10 +115,9 @@ def route_of(address: str) -> Route | None:
         >>> route_of("192.0.2.1") is None  # no interface has it
         True
     """
-    for name, own, length in _interface_addresses(family_of(address)):
-        if own == address:
-            network = ipaddress.ip_network(f"{own}/{length}", strict=False)
-            return Route(address=address, interface=name, network=str(network))
+    for route in _routes(family_of(address)):
+        if route.address == address:
+            return route
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback:  # 127.0.1.1: no interface's own
         return Route(address=address, interface="lo", network="127.0.0.0/8")
     return None
@@ -143,26 +143,13 @@ def rate_bytes_per_s(rate: str) -> float:
 
 def own_routes() -> list[Route]:
     """Every address of this host, with its interface and network; IPv6 without link-local ones."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = [each for family in families for each in _interface_addresses(family)]
-    return [
-        Route(
-            address=own,
-            interface=name,
-            network=str(ipaddress.ip_network(f"{own}/{length}", strict=False)),
-        )
-        for name, own, length in found
-        if not own.startswith("fe80:")
-    ]
+    routes = chain(_routes(socket.AF_INET), _routes(socket.AF_INET6))
+    return [route for route in routes if not route.address.startswith("fe80:")]  # needs a scope
 
 
 def address_of(interface: str) -> str | None:
     """The address of an interface of this host, or ``None``: it has none, or is not there."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for name, own, _ in _interface_addresses(family):
-            if name == interface and not own.startswith("fe80:"):  # which needs a scope
-                return own
-    return None
+    return next((each.address for each in own_routes() if each.interface == interface), None)
 
 
 def nominal_speed(interface: str) -> float:
@@ -215,6 +202,12 @@ def is_this_host(name: str) -> bool:
     if name in ("localhost", socket.gethostname(), socket.gethostname().partition(".")[0]):
         return True
     return any(route_of(address) is not None for address in addresses_of_host(name))
+
+
+def _routes(family: socket.AddressFamily) -> Iterator[Route]:
+    for name, own, length in _interface_addresses(family):
+        network = ipaddress.ip_network(f"{own}/{length}", strict=False)
+        yield Route(address=own, interface=name, network=str(network))
 
 
 def _interface_addresses(family: socket.AddressFamily) -> Iterator[tuple[str, str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -28,6 +28,21 @@ def listed(noun: str, items: Sequence[object]) -> str:
     ('rank 3', 'cores 0, 1')
     """
     return f"{noun if len(items) == 1 else _plural(noun)} {', '.join(map(str, items))}"
+
+
+def spans(numbers: Iterable[int]) -> list[str]:
+    """Consecutive numbers together, in ascending order.
+
+    >>> spans([7, 0, 1, 2, 5, 8])
+    ['0-2', '5', '7-8']
+    """
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][-1] + 1:
+            found[-1] = [found[-1][0], number]
+        else:
+            found.append([number])
+    return ["-".join(map(str, span)) for span in found]
 
 
 def _plural(noun: str) -> str:

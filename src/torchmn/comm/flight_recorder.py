@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchmn.control import script_monitor
-from torchmn.control.messages.monitor import CollectiveStatus
+from torchmn.control.messages import CollectiveStatus
 
 State = Literal["running", "done", "failed", "late"]
 

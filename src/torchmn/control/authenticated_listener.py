@@ -105,11 +105,6 @@ class AuthenticatedListener:
         number: int = self._selector.fileno()
         return number
 
-    @property
-    def num_pending(self) -> int:
-        """The number of connections that have not authenticated yet."""
-        return len(self._pending)
-
     def admit(self) -> list[tuple[Channel, Message]]:
         """Process what pending clients have sent. Those that are authenticated now, with identity.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from torchmn.cluster.environment_variables import HEARTBEAT_VARIABLE
 from torchmn.control.connection import Channel
-from torchmn.control.messages.monitor import Alive, HeartbeatRequest, StoppedProcess
+from torchmn.control.messages import Alive, HeartbeatRequest, StoppedProcess
 from torchmn.control.processes import ancestors, children, is_stopped, process_name
 from torchmn.errors import UsageError
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Generic, TypeVar
 
-from torchmn.control.messages.monitor import ProcessState
+from torchmn.control.messages import ProcessState
+from torchmn.errors import LaunchError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -298,3 +301,41 @@ class StoppedProcesses(Generic[P]):
     def for_longer_than(self, limit_s: float, now: float) -> list[P]:
         """Those that have been stopped all the time for at least ``limit_s``."""
         return [process for process, since in self._since.items() if now - since >= limit_s]
+
+
+# ---- how many files a process may have open (``ulimit -n``) -------------------------------------
+
+_OTHER_FILES = 64
+"""Standard streams, logs, listeners, pipes to processes that are being started."""
+_given: list[tuple[int, int]] = []
+"""The soft and the hard limit before the soft one was raised: at most one pair."""
+
+
+def allow_connections(num_connections: int, what: str) -> None:
+    """Raise the soft limit of this process to the hard one if this many connections need that.
+
+    Only the process that is connected to all ranks needs it: scripts see the limit that the user
+    has set. ``what`` opens the connections, in the message. Raises LaunchError: the hard limit is
+    too low as well.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise LaunchError(
+            f"{what} needs {needed:,} open files, one for each of {num_connections:,} connections "
+            f"and {_OTHER_FILES} others, and the hard limit of open files is {hard:,}. Raise it "
+            "('nofile' in /etc/security/limits.conf, or the settings of the scheduler's or "
+            "container's daemon; ulimit -Hn shows it), or start fewer ranks."
+        )
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard)
+    )
+    if not _given:
+        _given.append((soft, hard))
+
+
+def lower_in_child() -> Callable[[], None] | None:
+    """For ``preexec_fn``: the child has the limit that this process had before it was raised."""
+    return partial(resource.setrlimit, resource.RLIMIT_NOFILE, _given[0]) if _given else None

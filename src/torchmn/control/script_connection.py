@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message
-from torchmn.control.messages.monitor import (
+from torchmn.control.messages import (
     CheckpointSaved,
     Failed,
     Joined,
     Joining,
     Leaving,
+    Message,
     Overdue,
     StatusReply,
     StatusRequest,

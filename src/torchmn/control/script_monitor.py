@@ -32,18 +32,18 @@ from typing import Any, NoReturn, Protocol
 
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message
-from torchmn.control.messages.job import Terminate
-from torchmn.control.messages.monitor import (
+from torchmn.control.messages import (
     CheckpointSaved,
     CollectiveStatus,
     Failed,
     Joined,
     Joining,
     Leaving,
+    Message,
     Overdue,
     StatusReply,
     StatusRequest,
+    Terminate,
 )
 from torchmn.control.script import (
     frames_of_script,

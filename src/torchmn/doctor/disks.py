@@ -51,7 +51,6 @@ class DiskCheck:
 def _room(host: str, folder: Folder) -> Iterator[Finding]:
     if folder.error:
         yield Finding(
-            check="disks",
             severity="error",
             hosts=[host],
             seen=f"{host} cannot write to {folder.path}: {folder.error}",
@@ -64,7 +63,6 @@ def _room(host: str, folder: Folder) -> Iterator[Finding]:
     if folder.free_bytes < least or 0 <= folder.free_files < 1000:
         files = f", {folder.free_files} files" if folder.free_files >= 0 else ""
         yield Finding(
-            check="disks",
             severity="error" if folder.free_bytes < 100 * MiB else "warning",
             hosts=[host],
             seen=f"{folder.path} on {host} has room for {folder.free_bytes / GiB:.3g} GiB{files}",

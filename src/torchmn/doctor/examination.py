@@ -20,8 +20,6 @@ import msgspec
 
 from torchmn.cluster.units import counted
 from torchmn.control.codec import Record
-from torchmn.doctor.checks import CHECKS
-from torchmn.doctor.clocks import clock_findings
 from torchmn.doctor.findings import (
     SEVERITIES,
     Begin,
@@ -31,6 +29,7 @@ from torchmn.doctor.findings import (
     MeasureLink,
     Request,
 )
+from torchmn.doctor.host_main import CHECKS
 from torchmn.doctor.host_session import HostSession
 from torchmn.doctor.links import (
     Link,
@@ -42,6 +41,7 @@ from torchmn.doctor.links import (
     rounds_of,
     suspicious,
 )
+from torchmn.doctor.network import clock_findings
 from torchmn.errors import LaunchError, UsageError
 from torchmn.run.starters.remote import remote_shell
 
@@ -183,7 +183,8 @@ class _Examiner:
             lambda session: session.call(Examine(check=check.name), check.facts, _CHECK_S),
         )
         self.facts[check.name] = found
-        self.findings += check.findings(found, self._request)
+        findings = check.findings(found, self._request)
+        self.findings += [msgspec.structs.replace(each, check=check.name) for each in findings]
 
     @property
     def _machines(self) -> dict[str, str]:

@@ -15,10 +15,10 @@ class Finding(Record, frozen=True, kw_only=True):
     """One problem, or with severity ``note`` a fact worth knowing.
 
     ``hosts`` are those where the cause is, as far as can be seen. ``value`` is the number in
-    ``seen``, in ``unit``.
+    ``seen``, in ``unit``. ``check`` is the name of the check that found it.
     """
 
-    check: str
+    check: str = ""
     severity: Severity
     hosts: list[str]
     seen: str

@@ -99,7 +99,6 @@ class GpuCheck:
                 ):
                     continue
                 yield Finding(
-                    check="gpus",
                     severity="error" if what == "GPUs" else "warning",
                     hosts=hosts,
                     seen=f"{listed(hosts)} has {value} {what if what == 'GPUs' else ''}".rstrip()
@@ -160,7 +159,6 @@ def _gpu_finding(
     host: str, severity: str, seen: str, rule: str, cure: str, value: float | None = None
 ) -> Finding:
     return Finding(
-        check="gpus",
         severity="error" if severity == "error" else "warning",
         hosts=[host],
         seen=seen,

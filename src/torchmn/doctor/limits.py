@@ -56,7 +56,6 @@ class LimitCheck:
             needed = max(_MIN_FILES, _FILES_PER_RANK * request.num_ranks)
             if 0 <= facts.open_files < needed:
                 yield Finding(
-                    check="limits",
                     severity="warning",
                     hosts=[host],
                     seen=f"a process on {host} may open {facts.open_files} files",
@@ -68,7 +67,6 @@ class LimitCheck:
                 )
             if facts.has_infiniband and 0 <= facts.locked_bytes < GiB:
                 yield Finding(
-                    check="limits",
                     severity="warning",
                     hosts=[host],
                     seen=f"a process on {host} may lock {facts.locked_bytes / MiB:.3g} MiB of "
@@ -87,7 +85,6 @@ def _shared_memory(host: str, facts: LimitFacts, slots: int) -> Iterator[Finding
         there = f"{facts.shm_free_bytes / MiB:.4g} of {facts.shm_bytes / MiB:.4g} MiB are free"
         seen = f"in /dev/shm of {host} {there}" if facts.shm_bytes >= 0 else f"{host} has no {_SHM}"
         yield Finding(
-            check="limits",
             severity="warning",
             hosts=[host],
             seen=seen,

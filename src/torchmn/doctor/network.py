@@ -1,15 +1,17 @@
-"""Names and interfaces of hosts: who resolves to what, and which interface a library would take."""
+"""Names, interfaces and clocks of hosts: who resolves to what, and which interface is taken."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
+import statistics
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
 from torchmn.cluster import route_of, route_to
+from torchmn.cluster.gpus import text_of
 from torchmn.cluster.network import addresses_of_host, nominal_speed, own_routes
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
@@ -83,7 +85,6 @@ def _own_name(host: str, facts: NetworkFacts) -> Iterator[Finding]:
     addresses = facts.own_addresses
     if not addresses:
         yield Finding(
-            check="network",
             severity="warning",
             hosts=[host],
             seen=f"{host} does not know the address of its own name, {facts.hostname}",
@@ -92,7 +93,6 @@ def _own_name(host: str, facts: NetworkFacts) -> Iterator[Finding]:
         )
     elif all(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in addresses):
         yield Finding(
-            check="network",
             severity="error",
             hosts=[host],
             seen=f"{host} takes its own name, {facts.hostname}, for {addresses[0]}, which only "
@@ -108,7 +108,6 @@ def _names_of_others(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
         unknown = [name for name, addresses in facts.resolved.items() if not addresses]
         if unknown:
             yield Finding(
-                check="network",
                 severity="error",
                 hosts=[host],
                 seen=f"{host} does not know the name {listed(unknown)}",
@@ -121,7 +120,6 @@ def _names_of_others(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
             real = {interface.address for interface in found[name].interfaces}
             if real and not real & set(addresses):
                 yield Finding(
-                    check="network",
                     severity="error",
                     hosts=[host],
                     seen=f"{host} takes {name} for {addresses[0]}, which is no address of {name} "
@@ -141,7 +139,6 @@ def _mtu(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
         for mtu, hosts in others.items():
             name = interfaces[hosts[0]].name
             yield Finding(
-                check="network",
                 severity="warning",
                 hosts=hosts,
                 seen=f"the MTU of {name} is {mtu} on {listed(hosts)} and {usual} on other hosts of "
@@ -171,7 +168,7 @@ def _interfaces() -> Iterator[Interface]:
                 address=route.address,
                 network=route.network,
                 mtu=_number(folder / "mtu"),
-                is_up=_text(folder / "operstate") not in ("down", "lowerlayerdown"),
+                is_up=text_of(folder / "operstate") not in ("down", "lowerlayerdown"),
                 bytes_per_s=nominal_speed(route.interface),
             )
 
@@ -192,13 +189,33 @@ def _taken(hostname: str, interfaces: list[Interface], env: Mapping[str, str]) -
     }
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _number(path: Path) -> int:
-    text = _text(path)
+    text = text_of(path)
     return int(text) if text.lstrip("-").isdecimal() else 0
+
+
+_MAX_OFFSET_S = 0.5
+
+
+def clock_findings(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
+    """From how far each clock is ahead of the launcher's, and the error of that, in seconds.
+
+    The median counts as right; of two hosts the one whose clock agrees with the launcher's.
+    """
+    usual = statistics.median(found for found, _ in offsets.values()) if len(offsets) > 2 else 0.0
+    for host, (offset_s, error_s) in offsets.items():
+        off_s = offset_s - usual
+        way = "ahead of" if off_s > 0 else "slower than"
+        if abs(off_s) > _MAX_OFFSET_S + error_s:
+            yield Finding(
+                check="clocks",
+                severity="warning",
+                hosts=[host],
+                seen=f"the clock of {host} is {abs(off_s):.3g} s {way} those of other hosts "
+                f"(within {error_s * 1e3:.2g} ms)",
+                rule=f"Clocks differ by at most {_MAX_OFFSET_S:g} s, or logs, files and time "
+                "limits of several hosts contradict each other.",
+                cure="Start chrony or ntpd on it (chronyc tracking, timedatectl).",
+                value=off_s,
+                unit="s",
+            )

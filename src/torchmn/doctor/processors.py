@@ -62,7 +62,6 @@ def machine_of_host() -> str:
 def _too_few_cores(host: str, facts: ProcessorFacts, slots: int) -> Iterator[Finding]:
     if 0 < facts.quota < facts.num_cores - 0.01:
         yield Finding(
-            check="processors",
             severity="warning" if facts.quota < slots else "note",
             hosts=[host],
             seen=f"a control group gives {host} {facts.quota:.3g} of {facts.num_cores} cores",
@@ -73,7 +72,6 @@ def _too_few_cores(host: str, facts: ProcessorFacts, slots: int) -> Iterator[Fin
         )
     if slots > facts.num_cores:
         yield Finding(
-            check="processors",
             severity="warning",
             hosts=[host],
             seen=f"{host} has {slots} slots, and may use only {counted(facts.num_cores, 'core')}",
@@ -94,7 +92,6 @@ def _too_little_memory(
         is_least = bool(others) and limit < 0.5 * sorted(others)[len(others) // 2]
         is_small = limit < slots * _MIN_LIMIT_PER_RANK
         yield Finding(
-            check="processors",
             severity="warning" if is_least or is_small else "note",
             hosts=[host],
             seen=f"a control group gives {host} {limit / GiB:.3g} of {facts.memory_bytes / GiB:.3g}"
@@ -108,7 +105,6 @@ def _too_little_memory(
         )
     if facts.memory_bytes and facts.available_bytes < _MIN_FREE_SHARE * facts.memory_bytes:
         yield Finding(
-            check="processors",
             severity="warning",
             hosts=[host],
             seen=f"{facts.available_bytes / GiB:.3g} of {facts.memory_bytes / GiB:.3g} GiB of "

@@ -9,18 +9,20 @@ from collections.abc import Iterator
 
 import msgspec
 
-from torchmn.cluster.exit_status import DOCTOR_STATUS
 from torchmn.cluster.units import GiB, counted
 from torchmn.doctor.examination import Examination
 from torchmn.doctor.findings import Finding, worst
 
+STATUS = {"note": 0, "warning": 3, "error": 4}
+"""The exit status by the worst finding. As for all commands 1 and 2 are errors: it could not begin,
+or was asked for something invalid."""
 _MAX_HOSTS = 16
 _WIDTH = 100
 
 
 def exit_status(examination: Examination) -> int:
     """By the worst finding."""
-    return DOCTOR_STATUS[worst(examination.findings)]
+    return STATUS[worst(examination.findings)]
 
 
 def as_json(examination: Examination) -> str:

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib import metadata
 
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
 from torchmn.run.backend import find_mpirun
-from torchmn.run.host_checks import COMPARED, find_problem, versions
+from torchmn.run.host_checks import COMPARED, find_problem, version_of, versions
 
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 _ANSWER_S = 10.0
@@ -34,8 +33,8 @@ class VersionCheck:
 
     def examine(self, request: Request, host: str) -> VersionFacts:
         """Read what is installed; imports none of it."""
-        found = {**versions(), "numpy": _version_of("numpy")}
-        nccl = next((text for name in _NCCL if (text := _version_of(name)) != "missing"), "missing")
+        found = {**versions(), "numpy": version_of("numpy")}
+        nccl = next((text for name in _NCCL if (text := version_of(name)) != "missing"), "missing")
         found |= {"NCCL": nccl, "MPI": _mpi_version(), "processor": platform.machine()}
         with suppress(OSError), open("/sys/module/nvidia/version") as file:
             found["NVIDIA driver"] = file.read().strip()
@@ -46,7 +45,6 @@ class VersionCheck:
         for host, facts in found.items():
             if facts.problem:
                 yield Finding(
-                    check="versions",
                     severity="error",
                     hosts=[host],
                     seen=f"on {host} {facts.problem}",
@@ -60,7 +58,6 @@ class VersionCheck:
             )
             for version, hosts in others.items():
                 yield Finding(
-                    check="versions",
                     severity="error" if name in COMPARED else "warning",
                     hosts=hosts,
                     seen=f"{name} is {version} on {listed(hosts)} and {usual} on other hosts",
@@ -68,13 +65,6 @@ class VersionCheck:
                     cure=f"Install {name} {usual} on {listed(hosts)}, into the environment of "
                     f"{sys.executable}, or share one environment.",
                 )
-
-
-def _version_of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "missing"
 
 
 def _mpi_version() -> str:

@@ -8,18 +8,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from torchmn.cluster.environment_variables import split_words
+
 if TYPE_CHECKING:
     from torchmn.run.backend import BACKENDS, Machine, choose_backend, this_machine
     from torchmn.run.crash import install_crash_handler
-    from torchmn.run.exported_variables import split_words
     from torchmn.run.job import Job, python_command
-    from torchmn.run.plan import (
-        LAUNCHERS,
-        RunOptions,
-        detect_existing_rank,
-        plan_elastic,
-        plan_job,
-    )
+    from torchmn.run.plan import LAUNCHERS, RunOptions, detect_existing_rank, plan_elastic, plan_job
     from torchmn.run.preemption import SAVED_STATUS, Preemption
     from torchmn.run.rank_environment import run_as_rank
     from torchmn.run.start import dry_run, dry_run_elastic, run_elastic_job, run_job
@@ -49,7 +44,6 @@ __all__ = [
 _NAMES = {
     "backend": ("BACKENDS", "Machine", "choose_backend", "this_machine"),
     "crash": ("install_crash_handler",),
-    "exported_variables": ("split_words",),
     "job": ("Job", "python_command"),
     "plan": ("LAUNCHERS", "RunOptions", "detect_existing_rank", "plan_elastic", "plan_job"),
     "preemption": ("SAVED_STATUS", "Preemption"),

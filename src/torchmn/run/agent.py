@@ -15,7 +15,9 @@ import os
 import selectors
 import signal
 import socket
+import stat
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -25,21 +27,21 @@ from typing import Literal
 
 from torchmn.cluster import CpuAssignment
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
-from torchmn.cluster.exit_status import shell_code
 from torchmn.cluster.memory import count_memory_kills, describe_sigkill
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
-from torchmn.control.messages.job import (
+from torchmn.control.messages import (
     EndedBy,
     Exit,
     ForwardSignal,
+    HeartbeatRequest,
     LogWarning,
     ScriptStarted,
     Shown,
     StartScript,
+    StatusRequest,
     Terminate,
 )
-from torchmn.control.messages.monitor import HeartbeatRequest, StatusRequest
 from torchmn.control.private_files import open_private
 from torchmn.control.processes import (
     descendants,
@@ -54,9 +56,8 @@ from torchmn.control.processes import (
     signal_name,
 )
 from torchmn.control.script_connection import ScriptLink
-from torchmn.errors import LaunchError
+from torchmn.errors import LaunchError, shell_code
 from torchmn.run.monitor.bootstrap import with_bootstrap
-from torchmn.run.script_input import open_input
 from torchmn.run.script_output import ScriptOutput
 
 _LEFTOVER_S = 1.0
@@ -360,3 +361,36 @@ class Agent:
 
 def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, tz=timezone.utc).isoformat(timespec="milliseconds")
+
+
+def input_path() -> str:
+    """The path of this process's input, for the script of rank 0; empty if it is not passed on.
+
+    Only pipes and files are: a terminal belongs to the session of the shell, which ranks are not
+    in, and sockets have no path.
+    """
+    path = f"/proc/{os.getpid()}/fd/0"
+    if sys.__stdin__ is None or not os.path.exists(path):
+        return ""
+    mode = os.fstat(0).st_mode
+    return path if stat.S_ISFIFO(mode) or stat.S_ISREG(mode) else ""
+
+
+def open_input(path: str) -> int:
+    """A descriptor of what `input_path` names, where that process has read up to now.
+
+    By its path below ``/proc``, whatever is in between: an mpirun would read it even if the script
+    does not, and that of Open MPI 5.0.2 stops after some KiB.
+    `subprocess.DEVNULL` without a path, and where it cannot be opened.
+    """
+    if not path:
+        return subprocess.DEVNULL
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe may have no writer yet
+        os.set_blocking(number, True)
+        if stat.S_ISREG(os.fstat(number).st_mode):
+            position = Path(path.replace("/fd/", "/fdinfo/")).read_text().split()[1]
+            os.lseek(number, int(position), os.SEEK_SET)
+    except OSError:
+        return subprocess.DEVNULL
+    return number

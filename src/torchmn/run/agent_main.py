@@ -28,7 +28,7 @@ from torchmn.cluster.environment_variables import (
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel, reserve_port
-from torchmn.control.messages.job import AgentHello, StartRefused, StartScript
+from torchmn.control.messages import AgentHello, StartRefused, StartScript
 from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.agent import HANDLED_SIGNALS, Agent

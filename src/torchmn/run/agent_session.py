@@ -13,11 +13,11 @@ from pathlib import Path
 from torchmn.cluster.units import counted, listed
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message
-from torchmn.control.messages.job import (
+from torchmn.control.messages import (
     AgentHello,
     ForwardSignal,
     LogWarning,
+    Message,
     Output,
     Refresh,
     ScriptStarted,
@@ -38,7 +38,7 @@ from torchmn.run.monitor.rank_session import (
     write_failure_report,
     write_hang_report,
 )
-from torchmn.run.worker_environment import torchrun_variables
+from torchmn.run.rank_environment import torchrun_variables
 
 _MAX_HANG_LINES = 200
 

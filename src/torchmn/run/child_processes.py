@@ -9,16 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from torchmn.cluster.exit_status import shell_code
-from torchmn.control.open_files import lower_in_child
 from torchmn.control.private_files import open_private
 from torchmn.control.processes import (
     adopt_orphans,
     descendants,
     kill_descendants,
+    lower_in_child,
     reap_children,
     signal_socket,
 )
+from torchmn.errors import shell_code
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Command
 

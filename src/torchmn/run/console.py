@@ -14,7 +14,7 @@ from collections import deque
 from typing import TextIO
 
 from torchmn.cluster.units import counted
-from torchmn.control.messages.job import Stream
+from torchmn.control.messages import Stream
 
 _MAX_WAITING_BYTES = 1 << 20
 _NAMES: dict[Stream, str] = {"out": "standard output", "err": "standard error"}

@@ -1,15 +1,32 @@
-"""What all hosts of a job must have in common. Local, without torch."""
+"""What all hosts of a job must have in common. Local, without torch.
+
+``python -m torchmn.run.host_checks`` checks a host before anything is started on it: its order,
+`ProbeHost`, is a line on standard input, and it prints its `HostFacts` as a line.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from torchmn.cluster import local_address_among, route_of
+from torchmn.control.codec import Record, decode, encode
+from torchmn.control.connection import find_free_port
+
 COMPARED = ("python", "torch", "torchmn")
+
+
+class ProbeHost(Record, frozen=True, kw_only=True):
+    """To `torchmn.run.host_checks`: check these. It prints its `HostFacts`."""
+
+    cwd: str
+    script: str
+    hosts: list[str] = []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +44,15 @@ class HostFacts:
 
 def versions() -> dict[str, str]:
     """The installed versions by name, without importing torch."""
-    found = {"python": platform.python_version()}
-    for name in COMPARED[1:]:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "missing"
-    return found
+    return {"python": platform.python_version(), **{n: version_of(n) for n in COMPARED[1:]}}
+
+
+def version_of(package: str) -> str:
+    """The installed version of a package, or "missing"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
 
 
 def find_problem(cwd: str, script: str) -> str:
@@ -61,3 +80,22 @@ def differences(found: Mapping[str, Mapping[str, str]]) -> str:
             parts = [f"{version} on {', '.join(at)}" for version, at in hosts.items()]
             found_differences.append(f"{name} is {' and '.join(parts)}")
     return "; ".join(found_differences)
+
+
+def main() -> None:
+    """Answer one order."""
+    order = decode(sys.stdin.readline(), ProbeHost)
+    problem = find_problem(order.cwd, order.script)
+    address = local_address_among(order.hosts)
+    route = None if address is None else route_of(address)
+    facts = HostFacts(
+        versions=versions(),
+        port=find_free_port(""),
+        network=route.network if route else "",
+        problem=problem,
+    )
+    print(encode(facts).decode(), end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -27,9 +27,8 @@ from typing import Any
 from torchmn.control.processes import kill_on_parent_death, python_module
 from torchmn.errors import UsageError
 from torchmn.run.job import Backend, Job
-from torchmn.run.log_folder import LATEST
 from torchmn.run.monitor.job_result import FAILURE_FILE
-from torchmn.run.start import run_job
+from torchmn.run.start import LATEST, run_job
 
 _MODULE = "torchmn.run.local_ranks"
 _GUARD = (

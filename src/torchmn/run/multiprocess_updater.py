@@ -40,11 +40,7 @@ from torchmn.errors import (
 )
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.replicas import named_parameters
-from torchmn.run.local_ranks import (
-    LocalRanks,
-    raise_if_imported_by_rank,
-    start_local_ranks,
-)
+from torchmn.run.local_ranks import LocalRanks, raise_if_imported_by_rank, start_local_ranks
 from torchmn.run.updater_replica import MAIN, Order, Replica, run_worker
 from torchmn.train.batch_source import batch_source
 from torchmn.train.evaluation import Ratio

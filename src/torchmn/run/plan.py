@@ -21,22 +21,14 @@ from torchmn.cluster import (
     read_launcher_env,
     select_hosts,
 )
-from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE
+from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, parse_variable
 from torchmn.cluster.units import counted
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
 from torchmn.run.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
 from torchmn.run.elastic.rendezvous_state import Limits
-from torchmn.run.exported_variables import parse_variable
-from torchmn.run.job import (
-    FAILURE_GRACE_S,
-    SIGNAL_GRACE_S,
-    THIS_HOST,
-    Backend,
-    Job,
-    Launcher,
-)
+from torchmn.run.job import FAILURE_GRACE_S, SIGNAL_GRACE_S, THIS_HOST, Backend, Job, Launcher
 from torchmn.run.monitor.job_result import LOG_DIR
 from torchmn.run.starters.mpirun import problem_between_hosts
 
@@ -318,19 +310,12 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
             f"--nodes {options.num_nodes} needs a list of hosts: use --hostfile or --hosts, or "
             "start it in a job of PBS, Slurm or Grid Engine."
         )
-    numbers = {
-        "-n": options.num_ranks,
-        "--nodes": options.num_nodes,
-        "--per-node": options.per_node,
-    }
-    for option, number in numbers.items():
-        if number is not None and number < 1:
-            raise UsageError(f"{option} must be at least 1, got {number}.")
     if None not in (options.num_ranks, options.per_node) and options.num_ranks != options.per_node:
         raise UsageError(
             f"-n {options.num_ranks} contradicts --per-node {options.per_node} on one host."
         )
-    return (Host(name=THIS_HOST, slots=options.num_ranks or options.per_node or 1),)
+    slots = max(1, options.num_ranks or options.per_node or 1)
+    return select_hosts([Host(name=THIS_HOST, slots=slots)], **wanted)
 
 
 def _check_elastic_options(options: RunOptions) -> None:

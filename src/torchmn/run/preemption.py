@@ -20,11 +20,10 @@ from typing import Any
 
 import torch
 
-from torchmn.cluster.exit_status import SAVED_STATUS
 from torchmn.cluster.walltime import job_end
 from torchmn.comm import Communicator
 from torchmn.control.script import record_progress
-from torchmn.errors import UsageError
+from torchmn.errors import SAVED_STATUS, UsageError
 
 __all__ = ["SAVED_STATUS", "Preemption"]
 

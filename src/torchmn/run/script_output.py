@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages.job import LogWarning, Output, Refresh, Stream
+from torchmn.control.messages import LogWarning, Output, Refresh, Stream
 from torchmn.control.private_files import make_private_folder, open_private
 
 _MAX_UNSHOWN_BYTES = 1 << 14

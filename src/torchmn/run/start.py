@@ -7,6 +7,7 @@ import os
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -19,21 +20,22 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
-from torchmn.control.open_files import allow_connections
-from torchmn.errors import DataError, LaunchError
+from torchmn.control.private_files import open_private
+from torchmn.control.processes import allow_connections
+from torchmn.errors import DataError, LaunchError, UsageError
 from torchmn.observe.read.merged_trace import finish_profile
+from torchmn.run.agent import input_path
 from torchmn.run.backend import find_mpirun
 from torchmn.run.console import RankOutput, open_standard_streams
 from torchmn.run.elastic.job import ElasticJob, host_process, rendezvous_process
 from torchmn.run.elastic.launcher import ElasticLauncher
 from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
-from torchmn.run.log_folder import make_log_folder
+from torchmn.run.monitor.job_result import run_name
 from torchmn.run.open_mpi_folders import open_mpi_session
-from torchmn.run.script_input import input_path
+from torchmn.run.rank_environment import worker_environment
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.supervisor import Supervisor
-from torchmn.run.worker_environment import worker_environment
 
 
 def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
@@ -272,3 +274,65 @@ def _places(job: Job) -> str:
     if not job.has_other_hosts:
         return socket.gethostname()
     return f"{', '.join(map(str, job.hosts))} through {job.launcher}"
+
+
+LATEST = "latest"
+
+
+def make_log_folder(job: Job) -> Job:
+    """The job with a folder of its own in ``job.log_dir``, in which ``job.json`` describes it.
+
+    Nothing that is there is changed, except that a link ``latest`` leads to the new folder.
+    Raises UsageError: the folder cannot be made.
+    """
+    try:
+        job.log_dir.mkdir(parents=True, exist_ok=True)
+        own = replace(job, log_dir=_new_folder(job.log_dir))
+        (own.log_dir / "launcher.log").touch(mode=0o600)
+        with open(own.log_dir / "job.json", "w", opener=open_private) as file:
+            file.write(json.dumps(_record(job), indent=1) + "\n")
+    except OSError as error:
+        raise UsageError(
+            f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "
+            "Choose another with --log-dir."
+        ) from None
+    _link(own.log_dir)
+    return own
+
+
+def _new_folder(parent: Path) -> Path:
+    """Hosts that share ``parent`` may have the same process number in the same second."""
+    folder = parent / run_name()
+    while True:
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            folder = folder.with_name(f"{folder.name}a")
+        else:
+            return folder
+
+
+def _link(folder: Path) -> None:
+    """Let ``latest`` lead to ``folder``, unless the user has something else by that name."""
+    latest, new = folder.parent / LATEST, folder.parent / f".{LATEST}-{folder.name}"
+    if latest.exists() and not latest.is_symlink():
+        return
+    try:
+        new.symlink_to(folder.name)
+        new.replace(latest)
+    except OSError:  # a file system without links: the folder is in the first message
+        new.unlink(missing_ok=True)
+
+
+def _record(job: Job) -> dict[str, object]:
+    return {
+        "argv": list(job.argv),
+        "cwd": str(job.cwd),
+        "host": socket.gethostname(),
+        "hosts": [str(host) for host in job.hosts],
+        "launcher": job.launcher,
+        "num_ranks": job.num_ranks,
+        "backend": job.backend,
+        "python": sys.version.split()[0],
+        "started_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from torchmn.cluster.exit_status import SAVED_STATUS
-from torchmn.errors import LaunchError
+from torchmn.errors import SAVED_STATUS, LaunchError
 from torchmn.submit.request import JobRequest
 from torchmn.submit.requeue import RESUBMITTED
 from torchmn.submit.scheduler import Ask, JobState, Scheduler, ask

@@ -87,10 +87,6 @@ class GridEngine(Scheduler):
             is_requeued=_last_failure(account.out) == _RESCHEDULING,
         )
 
-    def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
-        """None: its files are named like the job's own, and so are found with them."""
-        return ()
-
 
 def _gpus(job: JobRequest) -> list[str]:
     """Grid Engine has no GPUs of its own: a site counts them as a resource of each slot."""

@@ -10,7 +10,7 @@ one line for each resubmission is kept in a file, which follows the job from num
 from __future__ import annotations
 
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE
-from torchmn.cluster.exit_status import SAVED_STATUS
+from torchmn.errors import SAVED_STATUS
 from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import Scheduler
 

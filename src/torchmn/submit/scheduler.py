@@ -86,4 +86,8 @@ class Scheduler(Protocol):
         """The state of a job, ``None`` without an answer. Called every few seconds."""
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
-        """Patterns, below the log folder, of files that only the scheduler writes."""
+        """Patterns, below the log folder, of files that only the scheduler writes.
+
+        None by default: its files are named like the job's own, and so are found with them.
+        """
+        return ()

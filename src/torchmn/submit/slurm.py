@@ -82,10 +82,6 @@ class Slurm(Scheduler):
             return JobState(word="gone", has_ended=True)
         return None
 
-    def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
-        """None: its files are named like the job's own, and so are found with them."""
-        return ()
-
 
 def _state_of(answer: Answer) -> JobState | None:
     """The state in the ``Name=value`` words of `scontrol show job`."""

@@ -15,11 +15,10 @@ import pytest
 from tests.limits import limit
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
-from torchmn.control.messages.job import StartScript
-from torchmn.control.messages.monitor import Alive, HeartbeatRequest
+from torchmn.control.messages import Alive, HeartbeatRequest, StartScript
 from torchmn.run import Job
+from torchmn.run.rank_environment import worker_environment
 from torchmn.run.starters import local
-from torchmn.run.worker_environment import worker_environment
 
 pytestmark = pytest.mark.processes
 

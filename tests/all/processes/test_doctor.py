@@ -17,7 +17,7 @@ from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
 from tests.netlab import Lab, missing_requirement, netlab
 from tests.netlab.construction import INTERFACE, shape
-from torchmn.cluster.exit_status import DOCTOR_STATUS
+from torchmn.doctor.report import STATUS
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 needs_hosts = pytest.mark.skipif(
@@ -49,7 +49,7 @@ def examine(lab: Lab, folder: Path, *options: object, **env: str) -> dict[str, A
     found: dict[str, Any] = json.loads(done.stdout or repr(done.stderr))
     assert done.returncode == found["status"]
     assert found["status"] == max(
-        (DOCTOR_STATUS[each["severity"]] for each in found["findings"]), default=0
+        (STATUS[each["severity"]] for each in found["findings"]), default=0
     )
     return found
 
@@ -76,7 +76,7 @@ def doctor(folder: Path, *options: str, **env: str) -> subprocess.CompletedProce
 
 def test_this_machine_alone(tmp_path: Path) -> None:
     done = doctor(tmp_path)
-    assert done.returncode in DOCTOR_STATUS.values(), done.stderr
+    assert done.returncode in STATUS.values(), done.stderr
     assert "1 host examined in" in done.stdout
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
@@ -134,7 +134,7 @@ def test_faults_are_named_with_their_place(lab: Lab, tmp_path: Path) -> None:
     assert "n1 sends to n0, n2" in slow
     assert [hosts for hosts, _ in seen(found, "network")] == [["n2"]]
     assert [hosts for hosts, _ in seen(found, "limits")] == [["n2"]]
-    assert found["status"] == DOCTOR_STATUS["error"]
+    assert found["status"] == STATUS["error"]
 
 
 @needs_hosts

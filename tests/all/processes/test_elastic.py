@@ -153,7 +153,7 @@ def the_store(folder: Path) -> psutil.Process:
     (found,) = [
         process
         for process in psutil.process_iter()
-        if "torchmn.run.elastic.rendezvous_main" in words_of(process)
+        if "torchmn.run.elastic.rendezvous" in words_of(process)
         and process.cwd() == str(folder.resolve())
     ]
     return found

@@ -81,7 +81,7 @@ def test_a_launcher(runner: Runner, launcher: str) -> None:
     assert re.search(rf"\(process {child.pid} on .*\) is stopped by a signal", summary)
 
 
-@pytest.mark.parametrize("module", ["rendezvous_main", "host_main"])
+@pytest.mark.parametrize("module", ["rendezvous", "host_main"])
 def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
     """The job continues without the host, if there are others; here there are none."""
     process = begin(

@@ -26,7 +26,7 @@ from tests.limits import limit
 from tests.netlab import Lab, missing_requirement, netlab
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import MAX_PENDING, connect_authenticated
-from torchmn.control.messages.job import AgentHello
+from torchmn.control.messages import AgentHello
 from torchmn.errors import LaunchError
 from torchmn.run.backend import this_machine
 

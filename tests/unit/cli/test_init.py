@@ -19,9 +19,7 @@ from tests.all.processes.runner import PYTHON_PATH
 from torchmn.cli.init import KINDS
 from torchmn.cli.main import app
 from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
-from torchmn.submit import SCHEDULERS
-
-TEMPLATES = Path(sys.modules["torchmn.cli.main"].__file__ or "").with_name("templates")
+from torchmn.submit.choose import SCHEDULERS
 
 
 def init(folder: Path, *words: str) -> Result:
@@ -86,19 +84,12 @@ def test_what_is_written_trains_and_resumes(tmp_path: Path, kind: str) -> None:
     assert (folder / "model.pt").exists()
 
 
-def test_the_templates_have_one_main() -> None:
-    """And one evaluation; only the help of --data and the learning rate differ."""
-
-    def function(kind: str, name: str) -> list[str]:
-        tree = ast.parse((TEMPLATES / f"{kind}.py").read_text())
-        (found,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
-        lines = ast.unparse(found).splitlines()
-        return [line for line in lines if "'--data'" not in line and "'--rate'" not in line]
-
-    for name in ("main", "evaluate"):
-        assert function("image", name) == function("text", name) == function("tabular", name)
-    assert {path.stem for path in TEMPLATES.glob("*.py")} == {*KINDS, "__init__"}
-    assert all(len(p.read_text().splitlines()) <= 132 for p in TEMPLATES.glob("*.py"))
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_is_whole(tmp_path: Path, kind: str) -> None:
+    init(tmp_path, "--kind", kind, "--scheduler", "none")
+    tree = ast.parse((tmp_path / "train.py").read_text())
+    names = [each.name for each in tree.body if isinstance(each, ast.FunctionDef)]
+    assert names == ["load_data", "build_model", "loss_of", "evaluate", "main"]
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "slurm"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,14 +24,6 @@ def run(*args: str, **variables: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env={"PYTHONPATH": SOURCES, "PATH": "/usr/bin:/bin", "COLUMNS": "100", **variables},
     )
-
-
-@pytest.mark.processes
-def test_help_lists_the_subcommands() -> None:
-    done = run("-m", "torchmn", "--help")
-    assert done.returncode == 0
-    assert "run" in done.stdout
-    assert run("-m", "torchmn", "run", "--help").stdout.count("--backend") == 1
 
 
 @pytest.mark.processes
@@ -84,66 +75,12 @@ def completed(words: str) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_complete(shell: str) -> None:
-    asks = {
-        "_TORCHMN_COMPLETE": f"complete_{shell}",
-        "_TYPER_COMPLETE_ARGS": "torchmn submit --scheduler gr",
-        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        "_TYPER_COMPLETE_WORD_TO_COMPLETE": "gr",
-    }
-    done = run("-m", "torchmn", **asks)
-    assert "grid_engine" in done.stdout
-    assert "slurm" not in done.stdout
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_function_of_each_shell(shell: str) -> None:
-    done = run("-c", SHOW.format(shell=shell))
-    assert "_TORCHMN_COMPLETE" in done.stdout
-    assert "torchmn" in done.stdout
-
-
-SHOW = (
-    "from typer.completion import get_completion_script as script; "
-    "print(script(prog_name='torchmn', complete_var='_TORCHMN_COMPLETE', shell='{shell}'))"
-)
-
-
-@pytest.mark.processes
-def test_bash_itself_completes(tmp_path: Path) -> None:
-    """The function that is shown for it, called as bash calls it."""
-    bash = shutil.which("bash")
-    if bash is None:
-        pytest.skip(reason="no bash")
-    command = tmp_path / "torchmn"
-    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torchmn "$@"\n')
-    command.chmod(0o755)
-    script = (
-        'eval "$(torchmn --show-completion)"; '
-        "COMP_WORDS=(torchmn submit --scheduler sl); COMP_CWORD=3; "
-        'entry=$(complete -p torchmn); function=${entry#*-F }; "${function%% *}" torchmn sl; '
-        'echo "${COMPREPLY[@]}"'
-    )
-    done = subprocess.run(
-        [bash, "--norc", "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=limit(30),
-        check=False,
-        env={"PYTHONPATH": SOURCES, "PATH": f"{tmp_path}:/usr/bin:/bin"},
-    )
-    assert done.stdout.split() == ["slurm"], done.stderr
-
-
 def test_completed_names_are_the_registered_ones() -> None:
     from torchmn.cli import plan, submit
     from torchmn.comm.codecs import CODECS
     from torchmn.comm.create import ROUTES
     from torchmn.exchange.optimizer.create import SCHEDULES
-    from torchmn.submit import NAMES
+    from torchmn.submit.choose import NAMES
 
     assert tuple(CODECS) == plan.CODEC_NAMES
     assert tuple(SCHEDULES) == plan.SCHEDULE_NAMES

@@ -64,12 +64,6 @@ def test_rank_outside_is_refused(rank: int) -> None:
         assign_cpus(plain(4), intra_rank=rank, intra_size=2)
 
 
-def test_this_machine() -> None:
-    processors = available_processors()
-    assert set(processors.logical) == os.sched_getaffinity(0)
-    assert len(set(processors.logical)) == len(processors.logical)
-
-
 def test_order_follows_sockets_and_cores(tmp_path: Path) -> None:
     for number, (socket, core) in {0: (1, 0), 1: (0, 0)}.items():
         folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/topology"
@@ -101,7 +95,3 @@ def test_quota_of_version_1(tmp_path: Path, quota_us: str, quota: float | None) 
     (folder / "cpu.cfs_quota_us").write_text(f"{quota_us}\n")
     (folder / "cpu.cfs_period_us").write_text("100000\n")
     assert cpu_quota(tmp_path) == quota
-
-
-def test_no_quota_without_control_groups(tmp_path: Path) -> None:
-    assert cpu_quota(tmp_path) is None

@@ -1,4 +1,4 @@
-"""GPUs are counted from device files and CUDA_VISIBLE_DEVICES."""
+"""Cores next to GPUs, on trees of files as sysfs and the driver show them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,78 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.cluster import count_gpus
+from torchmn.cluster import Processors, cores_near_gpu, count_gpus, gpu_localities, memory_nodes
+
+BUSES = {"0000:07:00.0": ("0-3", 0), "0000:0a:00.0": ("0-3", 0), "0000:87:00.0": ("4-7", 1)}
+EIGHT = Processors(logical=tuple(range(8)), physical=tuple((n // 4, n) for n in range(8)))
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for bus, (cores, node) in BUSES.items():
+        (tmp_path / "proc/driver/nvidia/gpus" / bus.upper()).mkdir(parents=True)
+        device = tmp_path / "sys/bus/pci/devices" / bus
+        device.mkdir(parents=True)
+        (device / "local_cpulist").write_text(f"{cores}\n")
+        (device / "numa_node").write_text(f"{node}\n")
+    for node, cores in ((0, "0-3"), (1, "4-7")):
+        folder = tmp_path / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(f"{cores}\n")
+    return tmp_path
+
+
+def cores_of(root: Path, intra_size: int, env: dict[str, str] | None = None) -> list[list[int]]:
+    around = gpu_localities(env or {}, root)
+    return [
+        sorted(cores_near_gpu(EIGHT, around, intra_rank=rank, intra_size=intra_size)[0].cores)
+        for rank in range(intra_size)
+    ]
+
+
+def test_ranks_whose_gpus_share_a_socket_divide_it(root: Path) -> None:
+    assert cores_of(root, 3) == [[0, 1], [2, 3], [4, 5, 6, 7]]
+    assert cores_of(root, 2) == [[0, 1], [2, 3]]
+
+
+def test_visible_devices_give_the_order(root: Path) -> None:
+    assert cores_of(root, 2, {"CUDA_VISIBLE_DEVICES": "2,0"}) == [[4, 5, 6, 7], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("visible", ["", "GPU-abc,GPU-def", "5,0"])
+def test_without_known_gpus_all_cores_are_divided(root: Path, visible: str) -> None:
+    found = cores_of(root, 2, {"CUDA_VISIBLE_DEVICES": visible})
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_more_ranks_than_gpus_divide_all_cores(root: Path) -> None:
+    assert cores_of(root, 4) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_no_core_next_to_a_gpu_may_be_ours(root: Path) -> None:
+    first = Processors(logical=(0, 1), physical=((0, 0), (0, 1)))
+    around = gpu_localities({"CUDA_VISIBLE_DEVICES": "2"}, root)
+    share, beside = cores_near_gpu(first, around, intra_rank=0, intra_size=1)
+    assert (share.cores, beside) == (frozenset({0, 1}), None)
+
+
+def test_the_quota_is_divided_as_the_ranks_are(root: Path) -> None:
+    limited = Processors(logical=EIGHT.logical, physical=EIGHT.physical, quota=3.0)
+    around = gpu_localities({}, root)
+    threads = [
+        cores_near_gpu(limited, around, intra_rank=rank, intra_size=3)[0].num_threads
+        for rank in range(3)
+    ]
+    assert threads == [1, 1, 1]
+
+
+def test_memory_nodes(root: Path) -> None:
+    assert memory_nodes(frozenset({1, 2}), root) == (0,)
+    assert memory_nodes(frozenset({3, 4}), root) == (0, 1)
+    assert memory_nodes(frozenset({1}), root / "nothing") == ()
+
+
+# ---- gPUs are counted from device files and CUDA_VISIBLE_DEVICES ----
 
 
 @pytest.mark.parametrize(

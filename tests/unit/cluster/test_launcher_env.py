@@ -94,112 +94,98 @@ def slurm_step(
 
 # (environment, launcher, rank, size, intra_rank, intra_size, inter_rank, inter_size)
 KNOWN = {
-    "torchrun": (
-        torchrun(5, 8, local=1, per_node=4, agents=2),
-        *("torchrun", 5, 8, 1, 4, 1, 2),
-    ),
-    "variables set by hand": (
-        {"RANK": "3", "WORLD_SIZE": "4"},
-        *("torchrun", 3, 4, None, None, None, None),
-    ),
-    "Open MPI": (
-        open_mpi(3, 4, local=1, per_node=2),
-        *("Open MPI", 3, 4, 1, 2, None, None),
-    ),
-    "MPICH": (mpich(3, 4, local=1, per_node=2), *("MPICH", 3, 4, 1, 2, None, None)),
+    "torchrun": (torchrun(5, 8, local=1, per_node=4, agents=2), "torchrun 5 8 1 4 1 2"),
+    "variables set by hand": ({"RANK": "3", "WORLD_SIZE": "4"}, "torchrun 3 4 - - - -"),
+    "Open MPI": (open_mpi(3, 4, local=1, per_node=2), "Open MPI 3 4 1 2 - -"),
+    "MPICH": (mpich(3, 4, local=1, per_node=2), "MPICH 3 4 1 2 - -"),
     "Cray": (
         {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "2"}
         | pals(3, local=1, per_node=2, node=1),
-        *("MPICH", 3, 4, 1, 2, 1, None),
+        "MPICH 3 4 1 2 1 -",
     ),
-    "MVAPICH2": (mvapich(3, 4, local=1, per_node=2), *("MVAPICH", 3, 4, 1, 2, None, None)),
-    "MVAPICH3": (
-        mvapich(3, 4, local=1, per_node=2, mv="MVP") | mpich(3, 4),
-        *("MVAPICH", 3, 4, 1, 2, None, None),
-    ),
-    "Slurm": (
-        slurm_step(3, 4, node=1, nodes=2, local=1),
-        *("Slurm", 3, 4, 1, 2, 1, 2),
-    ),
+    "MVAPICH2": (mvapich(3, 4, local=1, per_node=2), "MVAPICH 3 4 1 2 - -"),
+    "MVAPICH3": (mvapich(3, 4, local=1, per_node=2, mv="MVP") | mpich(3, 4), "MVAPICH 3 4 1 2 - -"),
+    "Slurm": (slurm_step(3, 4, node=1, nodes=2, local=1), "Slurm 3 4 1 2 1 2"),
     "Slurm, uneven": (
         slurm_step(2, 3, node=1, nodes=2) | {"SLURM_STEP_TASKS_PER_NODE": "2,1"},
-        *("Slurm", 2, 3, 0, 1, 1, 2),
+        "Slurm 2 3 0 1 1 2",
     ),
     "Slurm with PMIx": (
         slurm_step(3, 4, node=1, nodes=2, local=1) | {"PMIX_RANK": "3"},
-        *("Slurm", 3, 4, 1, 2, 1, 2),
+        "Slurm 3 4 1 2 1 2",
     ),
     "Slurm with PMI 2": (
         slurm_step(3, 4, node=1, nodes=2, local=1) | {"PMI_RANK": "3", "PMI_SIZE": "4"},
-        *("MPICH", 3, 4, 1, 2, 1, 2),
+        "MPICH 3 4 1 2 1 2",
     ),
     "mpirun in a batch script": (
         slurm_job(4, 2) | open_mpi(3, 4, local=1, per_node=2, daemon=1),
-        *("Open MPI", 3, 4, 1, 2, None, None),
+        "Open MPI 3 4 1 2 - -",
     ),
     "mpirun in a salloc shell that is a step": (
         slurm_step(0, 1, step=str(0xFFFFFFFA)) | open_mpi(3, 4, local=1, per_node=2),
-        *("Open MPI", 3, 4, 1, 2, None, None),
+        "Open MPI 3 4 1 2 - -",
     ),
     "mpirun in srun --pty bash": (
         slurm_step(0, 1) | open_mpi(3, 4, local=3, per_node=4),
-        *("Open MPI", 3, 4, 3, 4, None, None),
+        "Open MPI 3 4 3 4 - -",
     ),
     "mpirun whose daemons srun started": (
         slurm_step(1, 2, node=1, nodes=2) | open_mpi(5, 8, local=1, per_node=4, daemon=2),
-        *("Open MPI", 5, 8, 1, 4, None, None),
+        "Open MPI 5 8 1 4 - -",
     ),
     "mpiexec whose proxies srun started": (
         slurm_step(1, 2, node=1, nodes=2) | mpich(5, 8, local=1, per_node=4),
-        *("MPICH", 5, 8, 1, 4, None, None),
+        "MPICH 5 8 1 4 - -",
     ),
     "torchrun agents by mpirun": (
         open_mpi(1, 2) | torchrun(7, 8, local=3, per_node=4, agents=2),
-        *("torchrun", 7, 8, 3, 4, 1, 2),
+        "torchrun 7 8 3 4 1 2",
     ),
     "torchrun agents by mpirun, in another order": (
         open_mpi(0, 2) | torchrun(7, 8, local=3, per_node=4, agents=2),
-        *("torchrun", 7, 8, 3, 4, 1, 2),
+        "torchrun 7 8 3 4 1 2",
     ),
     "torchrun agents of one rank by mpirun": (
         open_mpi(3, 4) | torchrun(1, 4, agents=4),
-        *("torchrun", 1, 4, 0, 1, 1, 4),
+        "torchrun 1 4 0 1 1 4",
     ),
     "torchrun agents by srun": (
         slurm_step(1, 2, node=1, nodes=2) | torchrun(7, 8, local=3, per_node=4, agents=2),
-        *("torchrun", 7, 8, 3, 4, 1, 2),
+        "torchrun 7 8 3 4 1 2",
     ),
     "torchrun agents by srun with PMIx": (
         slurm_step(1, 2, node=1, nodes=2)
         | {"PMIX_RANK": "1"}
         | torchrun(7, 8, local=3, per_node=4, agents=2),
-        *("torchrun", 7, 8, 3, 4, 1, 2),
+        "torchrun 7 8 3 4 1 2",
     ),
     "one torchrun in mpirun -n 1": (
         open_mpi(0, 1) | torchrun(3, 4, local=3, per_node=4),
-        *("torchrun", 3, 4, 3, 4, 0, 1),
+        "torchrun 3 4 3 4 0 1",
     ),
     "wrapper that copies mpirun's variables": (
         open_mpi(3, 4, local=1, per_node=2) | {"RANK": "3", "WORLD_SIZE": "4"},
-        *("torchrun", 3, 4, 1, 2, None, None),
+        "torchrun 3 4 1 2 - -",
     ),
     "wrapper that shows each rank one GPU": (
         open_mpi(3, 4, local=1, per_node=2)
         | {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-        *("torchrun", 3, 4, 0, 1, None, None),
+        "torchrun 3 4 0 1 - -",
     ),
 }
 
 
 @pytest.mark.parametrize("case", KNOWN)
 def test_known_launchers(case: str) -> None:
-    env, *expected = KNOWN[case]
+    env, expected = KNOWN[case]
     place = read_launcher_env(env)
     assert place is not None
-    assert [
+    found = (
         *(place.launcher, place.rank, place.size, place.intra_rank, place.intra_size),
         *(place.inter_rank, place.inter_size),
-    ] == expected
+    )
+    assert " ".join("-" if each is None else str(each) for each in found) == expected
 
 
 @pytest.mark.parametrize(
@@ -215,49 +201,40 @@ def test_no_launcher(env: Env) -> None:
 CONTRADICTIONS = {
     "four torchruns by mpirun": (
         open_mpi(2, 4) | torchrun(0, 1),
-        [
-            "RANK=0",
-            "WORLD_SIZE=1",
-            "OMPI_COMM_WORLD_RANK=2",
-            "OMPI_COMM_WORLD_SIZE=4",
-            "--nnodes 4",
-        ],
+        "RANK=0, WORLD_SIZE=1, OMPI_COMM_WORLD_RANK=2, OMPI_COMM_WORLD_SIZE=4, --nnodes 4",
     ),
     "four torchruns by mpirun, rank 0": (
         open_mpi(0, 4) | torchrun(0, 1),
-        ["WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE=4"],
+        "WORLD_SIZE=1, OMPI_COMM_WORLD_SIZE=4",
     ),
     "two worlds of two that look like one": (
         open_mpi(0, 2, per_node=2) | torchrun(0, 2, per_node=2, agents=1),
-        ["WORLD_SIZE=2", "OMPI_COMM_WORLD_SIZE=2", "--standalone"],
+        "WORLD_SIZE=2, OMPI_COMM_WORLD_SIZE=2, --standalone",
     ),
     "torchruns by srun": (
         slurm_step(1, 4) | torchrun(0, 2, per_node=2),
-        ["WORLD_SIZE=2", "SLURM_PROCID=1", "SLURM_STEP_NUM_TASKS=4"],
+        "WORLD_SIZE=2, SLURM_PROCID=1, SLURM_STEP_NUM_TASKS=4",
     ),
     "mpiruns by srun on one node": (
         slurm_step(1, 4) | open_mpi(0, 2, per_node=2),
-        ["OMPI_COMM_WORLD_SIZE=2", "SLURM_STEP_NUM_TASKS=4"],
+        "OMPI_COMM_WORLD_SIZE=2, SLURM_STEP_NUM_TASKS=4",
     ),
     "mpiruns by srun, one on each node": (
         slurm_step(1, 2, node=1, nodes=2) | open_mpi(0, 2, per_node=2, daemon=0),
-        ["OMPI_COMM_WORLD_SIZE=2", "SLURM_STEP_NUM_TASKS=2"],
+        "OMPI_COMM_WORLD_SIZE=2, SLURM_STEP_NUM_TASKS=2",
     ),
     "PMIx of another launcher": (
         open_mpi(2, 4) | {"PMIX_RANK": "3"},
-        ["OMPI_COMM_WORLD_RANK=2", "PMIX_RANK=3"],
+        "OMPI_COMM_WORLD_RANK=2, PMIX_RANK=3",
     ),
-    "PALS of another launcher": (
-        mpich(2, 4) | pals(3),
-        ["PMI_RANK=2", "PALS_RANKID=3"],
-    ),
+    "PALS of another launcher": (mpich(2, 4) | pals(3), "PMI_RANK=2, PALS_RANKID=3"),
     "left over from a shell": (
         {"RANK": "0", "WORLD_SIZE": "8"} | open_mpi(1, 2),
-        ["RANK=0", "WORLD_SIZE=8", "OMPI_COMM_WORLD_RANK=1", "unset"],
+        "RANK=0, WORLD_SIZE=8, OMPI_COMM_WORLD_RANK=1, unset",
     ),
     "PMIx rank beyond the agents": (
         {"PMIX_RANK": "5"} | torchrun(1, 4, agents=4),
-        ["RANK=1", "PMIX_RANK=5"],
+        "RANK=1, PMIX_RANK=5",
     ),
 }
 
@@ -267,23 +244,23 @@ def test_contradictions_are_refused(case: str) -> None:
     env, texts = CONTRADICTIONS[case]
     with pytest.raises(TopologyError) as caught:
         read_launcher_env(env)
-    for text in texts:
+    for text in texts.split(", "):
         assert text in str(caught.value)
 
 
 # (change to a good environment, variables and texts the message must hold)
 HOSTILE = {
-    "no number": ({"RANK": "first"}, ["RANK", "'first'"]),
-    "negative": ({"RANK": "-1"}, ["RANK", "'-1'"]),
-    "fraction": ({"WORLD_SIZE": "4.0"}, ["WORLD_SIZE", "'4.0'"]),
-    "no rank": ({"WORLD_SIZE": "0"}, ["WORLD_SIZE", "'0'"]),
-    "rank beyond size": ({"RANK": "4"}, ["RANK is 4", "WORLD_SIZE is 4", "0 to 3"]),
-    "local rank beyond size": ({"LOCAL_RANK": "2"}, ["LOCAL_RANK is 2", "LOCAL_WORLD_SIZE is 2"]),
-    "group beyond size": ({"GROUP_RANK": "9"}, ["GROUP_RANK is 9", "GROUP_WORLD_SIZE is 2"]),
-    "no size": ({"WORLD_SIZE": ""}, ["RANK is '1'", "WORLD_SIZE is not set"]),
-    "size only": ({"RANK": ""}, ["WORLD_SIZE is '4'", "RANK is not set"]),
-    "other digits": ({"RANK": "\u0663"}, ["RANK"]),
-    "local rank is no number": ({"LOCAL_RANK": "x"}, ["LOCAL_RANK", "'x'"]),
+    "no number": ({"RANK": "first"}, "RANK, 'first'"),
+    "negative": ({"RANK": "-1"}, "RANK, '-1'"),
+    "fraction": ({"WORLD_SIZE": "4.0"}, "WORLD_SIZE, '4.0'"),
+    "no rank": ({"WORLD_SIZE": "0"}, "WORLD_SIZE, '0'"),
+    "rank beyond size": ({"RANK": "4"}, "RANK is 4, WORLD_SIZE is 4, 0 to 3"),
+    "local rank beyond size": ({"LOCAL_RANK": "2"}, "LOCAL_RANK is 2, LOCAL_WORLD_SIZE is 2"),
+    "group beyond size": ({"GROUP_RANK": "9"}, "GROUP_RANK is 9, GROUP_WORLD_SIZE is 2"),
+    "no size": ({"WORLD_SIZE": ""}, "RANK is '1', WORLD_SIZE is not set"),
+    "size only": ({"RANK": ""}, "WORLD_SIZE is '4', RANK is not set"),
+    "other digits": ({"RANK": "\u0663"}, "RANK"),
+    "local rank is no number": ({"LOCAL_RANK": "x"}, "LOCAL_RANK, 'x'"),
 }
 
 
@@ -292,7 +269,7 @@ def test_hostile_values_are_named(case: str) -> None:
     change, texts = HOSTILE[case]
     with pytest.raises(TopologyError) as caught:
         read_launcher_env(torchrun(1, 4, local=1, per_node=2, agents=2) | change)
-    for text in texts:
+    for text in texts.split(", "):
         assert text in str(caught.value)
 
 
@@ -336,14 +313,6 @@ def test_any_environment_gives_a_place_inside_its_world_or_our_error(env: Env) -
         return
     if place is not None and place.known_size is not None:
         assert 0 <= place.rank < place.known_size
-
-
-@pytest.mark.parametrize(
-    ("text", "counts"),
-    [("4", (4,)), ("2(x3),1", (2, 2, 2, 1)), ("1,2(x2)", (1, 2, 2)), ("3(x1)", (3,))],
-)
-def test_tasks_per_node(text: str, counts: tuple[int, ...]) -> None:
-    assert parse_task_counts(text) == counts
 
 
 @pytest.mark.parametrize("text", ["", "x", "2(x", "2(3)", "2,,1", "-1"])

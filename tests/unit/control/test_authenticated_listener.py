@@ -22,8 +22,7 @@ from torchmn.control.authenticated_listener import (
     connect_authenticated,
 )
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message, encode
-from torchmn.control.messages.job import LogWarning, Terminate
+from torchmn.control.messages import LogWarning, Message, Terminate, encode
 from torchmn.errors import LaunchError, UsageError
 
 SECRET = "of this job"
@@ -73,7 +72,7 @@ class Server:
                 before = time.thread_time()
                 self.clients += self.authenticated.admit()
                 self.cpu_s += time.thread_time() - before
-                self.max_pending = max(self.max_pending, self.authenticated.num_pending)
+                self.max_pending = max(self.max_pending, len(self.authenticated._pending))
 
 
 Open = Callable[..., Server]
@@ -167,7 +166,7 @@ def test_a_client_with_the_secret_is_accepted_and_can_send(start_server: Open) -
         assert own.wait_for(Terminate, 10).signum == 3
         own.post(Terminate(signum=4))
         assert channel.wait_for(Terminate, 10).signum == 4
-    assert server.authenticated.num_pending == 0
+    assert len(server.authenticated._pending) == 0
 
 
 def test_a_message_sent_right_after_the_handshake_is_not_lost(start_server: Open) -> None:
@@ -315,7 +314,7 @@ def test_silent_and_slow_clients_are_dropped(start_server: Open) -> None:
         finally:
             is_shut.set()
             thread.join()
-    until(lambda: server.authenticated.num_pending == 0)
+    until(lambda: len(server.authenticated._pending) == 0)
     server.connect_authenticated().close()
 
 
@@ -331,7 +330,7 @@ def test_a_late_listener_accepts_clients_that_answered_in_time() -> None:
             )
         )
         thread.start()
-        until(lambda: authenticated.admit() == [] and authenticated.num_pending == 1)
+        until(lambda: authenticated.admit() == [] and len(authenticated._pending) == 1)
         time.sleep(0.2)  # the client has answered long ago
         ((channel, _),) = authenticated.admit()
         thread.join()
@@ -389,11 +388,11 @@ def test_the_host_with_most_pending_connections_makes_room(start_server: Open) -
                 ("127.0.0.1", port), timeout=limit(20), source_address=(host, 0)
             )
             s.enter_context(connection)
-            num_before = authenticated.num_pending
+            num_before = len(authenticated._pending)
             until(
                 lambda: (
                     authenticated.admit() == []
-                    and authenticated.num_pending >= min(num_before + 1, 3)
+                    and len(authenticated._pending) >= min(num_before + 1, 3)
                 )
             )
             return connection
@@ -461,7 +460,7 @@ def test_close_drops_pending_connections(start_server: Open) -> None:
     listener = channels.listen()
     authenticated = AuthenticatedListener(listener, secret=SECRET, role="t")
     with socket.create_connection(listener.getsockname(), timeout=limit(20)) as client:
-        until(lambda: authenticated.admit() == [] and authenticated.num_pending == 1)
+        until(lambda: authenticated.admit() == [] and len(authenticated._pending) == 1)
         authenticated.close()
         assert read_all(client).count(b"\n") <= 1
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from torchmn.control.codec import decode, encode
+from torchmn.run.elastic.rendezvous import RendezvousStarted, ServeRendezvous
 from torchmn.run.elastic.rendezvous_state import Limits
-from torchmn.run.host_checks import HostFacts
+from torchmn.run.host_checks import HostFacts, ProbeHost
 from torchmn.run.monitor.rank_monitor import Order
-from torchmn.run.orders import ProbeHost, RendezvousStarted, ServeRendezvous
 
 ORDER = ServeRendezvous(
     secret="s",
@@ -40,6 +40,8 @@ def test_values_survive_as_one_line(value: object) -> None:
     [
         b"",
         b"null",
+        b"\xff",
+        b"[" * 9999,
         encode(RendezvousStarted()),
         encode(ORDER).replace(b'"port": 1', b'"port": "1"'),
         encode(ORDER).replace(b'"n1"', b"7"),

@@ -11,15 +11,7 @@ import pytest
 
 from torchmn.control import connection as channels
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message, decode, encode
-from torchmn.control.messages.job import (
-    Exit,
-    LogWarning,
-    Output,
-    ScriptStarted,
-    StartScript,
-    Terminate,
-)
+from torchmn.control.messages import Exit, LogWarning, Message, Output, ScriptStarted, Terminate
 from torchmn.errors import LaunchError
 
 
@@ -90,14 +82,6 @@ def test_the_end_of_the_connection_is_seen_after_the_last_message(
     other.post(Terminate(signum=15))  # no peer is there: no error
 
 
-def test_a_connection_closed_by_the_peer_is_not_silent(pair: tuple[Channel, Channel]) -> None:
-    one, other = pair
-    other.close()
-    while one.is_open:
-        one.collect()
-    assert not one.is_silent
-
-
 def test_wait_for_keeps_what_follows(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     one.post(ScriptStarted(pid=7, cores=[], num_threads=1))
@@ -142,44 +126,3 @@ def test_an_http_client_is_disconnected() -> None:
             assert channel.collect() == []
         client.close()
         channel.close()
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b'{"type": "Terminate"}',
-        b'{"type": "Terminate", "signum": 1, "x": 2}',
-        b'{"type": "Terminate", "signum": "1"}',
-        b'{"type": "Terminate", "signum": true}',
-        b'{"signum": 1}',
-        b'{"type": "Other", "signum": 1}',
-        b"\xff",
-        b"[" * 9999,
-    ],
-)
-def test_lines_that_are_no_message_are_errors(line: bytes) -> None:
-    with pytest.raises(ValueError, match="Not a message"):
-        decode(line)
-
-
-def test_text_that_is_no_unicode_survives() -> None:
-    order = StartScript(
-        argv=["python", "\udcff.py"],
-        cwd="/",
-        log_dir="",
-        grace_s=5,
-        signal_grace_s=None,
-        wants_refreshes=False,
-        script="",
-        env={"NAME": "\udc80"},
-    )
-    assert decode(encode(order)) == order
-
-
-def test_message_is_one_line() -> None:
-    line = encode(Output(stream="err", lines=["a\nb\r"], num_bytes=4))
-    assert line.count(b"\n") == 1
-    assert line.endswith(b"\n")

@@ -15,7 +15,7 @@ import pytest
 from torchmn.control import heartbeat
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import Heartbeat, LoopClock, answer, share_of
-from torchmn.control.messages.monitor import Alive, HeartbeatRequest
+from torchmn.control.messages import Alive, HeartbeatRequest
 from torchmn.errors import UsageError
 
 

@@ -13,7 +13,7 @@ import pytest
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control import script_monitor
 from torchmn.control.connection import Channel
-from torchmn.control.messages.monitor import Leaving, ProcessState, StatusReply, StatusRequest
+from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
 from torchmn.control.script import is_consequence
 from torchmn.control.script_connection import ScriptLink
 from torchmn.errors import (

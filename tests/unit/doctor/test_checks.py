@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,17 @@ import pytest
 
 from torchmn.cluster.units import GiB, MiB
 from torchmn.control.codec import decode, encode
-from torchmn.doctor.checks import CHECKS
-from torchmn.doctor.clocks import clock_findings
 from torchmn.doctor.disks import DiskFacts, Folder
 from torchmn.doctor.findings import Finding, Request
 from torchmn.doctor.gpus import GpuFacts
+from torchmn.doctor.host_main import CHECKS
 from torchmn.doctor.limits import LimitFacts
-from torchmn.doctor.network import Interface, NetworkFacts
+from torchmn.doctor.network import Interface, NetworkFacts, clock_findings
 from torchmn.doctor.processors import ProcessorFacts
 from torchmn.doctor.versions import VersionFacts
 
 THREE = Request(slots={"a": 2, "b": 2, "c": 2}, cwd="/")
-PROCESSORS = ProcessorFacts(
-    num_cores=2,
-    memory_bytes=64 * GiB,
-    available_bytes=60 * GiB,
-)
+PROCESSORS = ProcessorFacts(num_cores=2, memory_bytes=64 * GiB, available_bytes=60 * GiB)
 LIMITS = LimitFacts(
     open_files=65536,
     locked_bytes=-1,
@@ -49,11 +45,7 @@ GPU = {
 }
 GPUS = GpuFacts(num_devices=1, gpus=[GPU])
 VERSIONS = VersionFacts(versions={"torch": "2.9", "numpy": "2.0"})
-FOLDER = Folder(
-    path="/data",
-    free_bytes=90 * GiB,
-    total_bytes=100 * GiB,
-)
+FOLDER = Folder(path="/data", free_bytes=90 * GiB, total_bytes=100 * GiB)
 DISKS = DiskFacts(folders=[FOLDER])
 
 
@@ -81,8 +73,12 @@ def network(host: str, *, own: str | None = None, mtu: int = 1500, **wrong: str)
     )
 
 
-def replaced(facts: Any, **changes: Any) -> Any:
-    return msgspec.structs.replace(facts, **changes)
+replaced = msgspec.structs.replace
+cores, limits = partial(replaced, PROCESSORS), partial(replaced, LIMITS)
+
+
+def gpu(**changes: str) -> GpuFacts:
+    return GpuFacts(num_devices=1, gpus=[{**GPU, **changes}])
 
 
 HEALTHY: dict[str, dict[str, Any]] = {
@@ -94,110 +90,57 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "network": {host: network(host) for host in "abc"},
 }
 FAULTS = {
-    "a quota": (
-        "processors",
-        replaced(PROCESSORS, quota=0.5),
-        "a control group gives b 0.5 of 2 cores",
-    ),
-    "a memory limit": (
-        "processors",
-        replaced(PROCESSORS, limit_bytes=4 * GiB),
-        "a control group gives b 4 of 64 GiB of memory",
-    ),
-    "little memory": (
-        "processors",
-        replaced(PROCESSORS, available_bytes=2 * GiB),
-        "2 of 64 GiB of memory are available on b",
-    ),
-    "fewer cores than slots": (
-        "processors",
-        replaced(PROCESSORS, num_cores=1),
-        "b has 2 slots, and may use only 1 core",
-    ),
+    "a quota": (cores(quota=0.5), "gives b 0.5 of 2 cores"),
+    "a memory limit": (cores(limit_bytes=4 * GiB), "gives b 4 of 64 GiB of memory"),
+    "little memory": (cores(available_bytes=2 * GiB), "2 of 64 GiB of memory are available on b"),
+    "fewer cores than slots": (cores(num_cores=1), "b has 2 slots, and may use only 1 core"),
     "small /dev/shm": (
-        "limits",
-        replaced(LIMITS, shm_bytes=64 * MiB, shm_free_bytes=64 * MiB),
-        "in /dev/shm of b 64 of 64 MiB are free",
+        limits(shm_bytes=64 * MiB, shm_free_bytes=64 * MiB),
+        "of b 64 of 64 MiB are free",
     ),
-    "few open files": (
-        "limits",
-        replaced(LIMITS, open_files=256),
-        "a process on b may open 256 files",
-    ),
+    "few open files": (limits(open_files=256), "on b may open 256 files"),
     "little locked memory": (
-        "limits",
-        replaced(LIMITS, has_infiniband=True, locked_bytes=64 * 1024),
-        "a process on b may lock 0.0625 MiB",
+        limits(has_infiniband=True, locked_bytes=64 * 1024),
+        "on b may lock 0.0625 MiB",
     ),
-    "uncorrected errors": (
-        "gpus",
-        GpuFacts(num_devices=1, gpus=[{**GPU, "uncorrected": "3"}]),
-        "GPU 0 of b has 3 uncorrected memory errors",
-    ),
+    "uncorrected errors": (gpu(uncorrected="3"), "GPU 0 of b has 3 uncorrected"),
     "a hot GPU": (
-        "gpus",
-        GpuFacts(num_devices=1, gpus=[{**GPU, "hw_slowdown": "Active", "temperature": "91"}]),
-        "GPU 0 of b is throttled (hw_slowdown) at 91 degrees",
+        gpu(hw_slowdown="Active", temperature="91"),
+        "GPU 0 of b is throttled (hw_slowdown) at 91",
     ),
-    "few lanes": (
-        "gpus",
-        GpuFacts(num_devices=1, gpus=[{**GPU, "width": "4"}]),
-        "GPU 0 of b uses 4 of 16 PCIe lanes",
-    ),
-    "a used GPU": (
-        "gpus",
-        GpuFacts(num_devices=1, gpus=[{**GPU, "used_mib": "40000"}]),
-        "40000 of 81559 MiB of GPU 0 of b are in use",
-    ),
-    "no GPU": ("gpus", GpuFacts(num_devices=0), "b has 0 GPUs, other hosts have 1"),
-    "another GPU": (
-        "gpus",
-        GpuFacts(num_devices=1, gpus=[{**GPU, "name": "V100"}]),
-        "b has V100, other hosts have H100",
-    ),
-    "a silent driver": (
-        "gpus",
-        GpuFacts(num_devices=1, error="Unable to determine the device handle"),
-        "the GPU driver of b does not answer: Unable to determine",
-    ),
+    "few lanes": (gpu(width="4"), "GPU 0 of b uses 4 of 16 PCIe lanes"),
+    "a used GPU": (gpu(used_mib="40000"), "40000 of 81559 MiB of GPU 0 of b"),
+    "no GPU": (GpuFacts(num_devices=0), "b has 0 GPUs, other hosts have 1"),
+    "another GPU": (gpu(name="V100"), "b has V100, other hosts have H100"),
+    "a silent driver": (GpuFacts(num_devices=1, error="Unable"), "of b does not answer: Unable"),
     "no peer access": (
-        "gpus",
         GpuFacts(num_devices=1, gpus=[GPU], without_peer_access=[["GPU0", "GPU1"]]),
-        "GPUs GPU0 and GPU1 of b have no peer access",
+        "GPU0 and GPU1 of b have no peer access",
     ),
     "another torch": (
-        "versions",
         VersionFacts(versions={"torch": "2.8", "numpy": "2.0"}),
         "torch is 2.8 on b and 2.9 on other hosts",
     ),
     "no folder": (
-        "versions",
         replaced(VERSIONS, problem="there is no folder /x"),
         "on b there is no folder /x",
     ),
     "a full disk": (
-        "disks",
         DiskFacts(folders=[replaced(FOLDER, free_bytes=50 * MiB)]),
         "/data on b has room for 0.0488 GiB",
     ),
     "no permission": (
-        "disks",
         DiskFacts(folders=[Folder(path="/data", error="Permission denied")]),
         "b cannot write to /data: Permission denied",
     ),
     "its name on loopback": (
-        "network",
         network("b", own="127.0.1.1"),
         "b takes its own name, b, for 127.0.1.1",
     ),
-    "an unknown own name": ("network", network("b", own=""), "b does not know the address of its"),
-    "an unknown name": ("network", network("b", c=""), "b does not know the name c"),
-    "a wrong name": (
-        "network",
-        network("b", c="10.0.0.9"),
-        "b takes c for 10.0.0.9, which is no address of c (10.0.0.3)",
-    ),
-    "another MTU": ("network", network("b", mtu=9000), "the MTU of eth0 is 9000 on b and 1500"),
+    "an unknown own name": (network("b", own=""), "b does not know the address of its"),
+    "an unknown name": (network("b", c=""), "b does not know the name c"),
+    "a wrong name": (network("b", c="10.0.0.9"), "b takes c for 10.0.0.9"),
+    "another MTU": (network("b", mtu=9000), "the MTU of eth0 is 9000 on b and 1500"),
 }
 
 
@@ -227,7 +170,8 @@ def test_healthy_hosts(check: str) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_one_host_is_named_with_its_place(name: str) -> None:
-    check, facts, seen = FAULTS[name]
+    facts, seen = FAULTS[name]
+    check = next(each for each, of in CHECKS.items() if isinstance(facts, of.facts))
     (finding,) = alarms(check, {**HEALTHY[check], "b": facts})
     assert finding.hosts == ["b"]
     assert seen in finding.seen

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message
-from torchmn.control.messages.elastic import Round, RoundMember
-from torchmn.control.messages.job import (
+from torchmn.control.messages import (
     AgentHello,
     Exit,
+    Message,
     Output,
+    Round,
+    RoundMember,
     ScriptStarted,
     StartScript,
     Terminate,
@@ -170,15 +171,6 @@ def test_a_silent_host_differs_from_a_dead_agent(make: Callable[..., Agents]) ->
     assert agents.session.must_end(time.monotonic())
     summary = agents.session.result().summary
     assert "rank 1 on n1 was lost: its host has not answered" in summary
-
-
-def test_a_dead_agent(make: Callable[..., Agents]) -> None:
-    agents = make()
-    agents.connect(0)
-    agents.connect(1)
-    agents.peers[1].close()
-    agents.session.receive(agents.session.connections[1])
-    assert "rank 1 on n1 was lost: its agent died" in agents.session.result().summary
 
 
 def test_first_failure_is_shown_again_after_the_output_of_others(

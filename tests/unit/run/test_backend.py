@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
 from torchmn.errors import UnknownNameError, UnsupportedError
-from torchmn.run import Machine, choose_backend, this_machine
+from torchmn.run import Machine, choose_backend
 from torchmn.run.backend import find_mpirun
 
 WITH_MPI = {"mpirun": "/usr/bin/mpirun", "has_mpi4py": True}
@@ -80,9 +79,3 @@ def test_mpirun_is_found_on_the_path(tmp_path: Path) -> None:
     tool = tmp_path / "mpirun"
     tool.touch(mode=0o755)
     assert find_mpirun({"PATH": str(tmp_path)}) == str(tool)
-
-
-def test_looking_at_this_machine_changes_nothing() -> None:
-    before = dict(os.environ)
-    assert this_machine(os.environ).num_gpus >= 0
-    assert dict(os.environ) == before

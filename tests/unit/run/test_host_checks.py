@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torchmn
 from torchmn.control.codec import encode
-from torchmn.run.host_checks import differences, find_problem, versions
-from torchmn.run.orders import ProbeHost
+from torchmn.run.host_checks import ProbeHost, find_problem, versions
 
 
 def test_versions_are_those_of_the_packages() -> None:
@@ -19,13 +18,6 @@ def test_versions_are_those_of_the_packages() -> None:
     found = versions()
     assert found["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert found["torchmn"] == torchmn.__version__
-
-
-def test_differences_name_both_hosts() -> None:
-    same = {"python": "3.11", "torch": "2.13"}
-    assert differences({"a": same, "b": same}) == ""
-    words = differences({"a": same, "b": {**same, "torch": "2.12"}, "c": same})
-    assert words == "torch is 2.13 on a, c and 2.12 on b"
 
 
 def test_scripts_and_folders_that_are_not_here(tmp_path: Path) -> None:
@@ -38,7 +30,7 @@ def test_scripts_and_folders_that_are_not_here(tmp_path: Path) -> None:
 
 def test_a_host_answers(tmp_path: Path) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "torchmn.run.probe_host"],
+        [sys.executable, "-m", "torchmn.run.host_checks"],
         input=encode(ProbeHost(cwd=str(tmp_path), script="")).decode(),
         capture_output=True,
         text=True,

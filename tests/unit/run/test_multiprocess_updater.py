@@ -206,34 +206,22 @@ def refusal(make: Callable[[], object]) -> str:
 
 
 class TestRefused:
-    def test_devices_without_main(self) -> None:
-        assert "'main'" in refusal(lambda: make_updater(Line(), devices={"gpu0": "cpu"}))
-
-    def test_no_devices(self) -> None:
-        assert "with main first" in refusal(lambda: make_updater(Line(), devices=[]))
-
-    def test_cpu_and_gpu(self) -> None:
-        text = refusal(lambda: make_updater(Line(), devices=["cpu", 0]))
-        assert "cpu, cuda:0. All must be GPUs or all CPUs" in text
-
-    def test_a_gpu_twice(self) -> None:
-        assert "Name each GPU once" in refusal(lambda: make_updater(Line(), devices=["cuda", 0]))
-
-    def test_a_gpu_that_is_not_there(self) -> None:
-        assert "no GPU 98" in refusal(lambda: make_updater(Line(), devices=[97, 98]))
-
-    def test_too_few_iterators(self) -> None:
-        assert "2 iterators for 3" in refusal(lambda: make_updater(Line(), devices=["cpu"] * 3))
-
-    def test_parts_of_different_length(self) -> None:
-        unequal = [DataLoader(points(4)), DataLoader(points(5))]
-        assert "[4, 5]" in refusal(lambda: make_updater(Line(), iterators=unequal))
-
-    def test_parameters_of_another_model(self) -> None:
-        assert "not in the model" in refusal(lambda: make_updater(Line(), sgd(Line())))
-
-    def test_unknown_observations(self) -> None:
-        assert "mean, rank0" in refusal(lambda: make_updater(Line(), observations="all"))
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            ({"devices": {"gpu0": "cpu"}}, "'main'"),
+            ({"devices": []}, "with main first"),
+            ({"devices": ["cpu", 0]}, "cpu, cuda:0. All must be GPUs or all CPUs"),
+            ({"devices": ["cuda", 0]}, "Name each GPU once"),
+            ({"devices": [97, 98]}, "no GPU 98"),
+            ({"devices": ["cpu"] * 3}, "2 iterators for 3"),
+            ({"iterators": [DataLoader(points(4)), DataLoader(points(5))]}, "[4, 5]"),
+            ({"optimizer": sgd(Line())}, "not in the model"),
+            ({"observations": "all"}, "mean, rank0"),
+        ],
+    )
+    def test_what_does_not_fit_together(self, options: dict[str, Any], words: str) -> None:
+        assert words in refusal(lambda: make_updater(Line(), **options))
 
     def test_a_multi_node_optimizer(self) -> None:
         def body(comm: Any) -> str:

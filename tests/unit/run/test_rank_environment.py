@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchmn.cluster import CpuAssignment, assign_cpus, available_processors
-from torchmn.run.rank_environment import script_environment
-from torchmn.run.worker_environment import torchrun_variables
+from torchmn.run.rank_environment import script_environment, torchrun_variables
 
 
 @pytest.fixture

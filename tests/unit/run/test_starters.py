@@ -17,11 +17,11 @@ from torchmn.cluster import Host, Route
 from torchmn.control.connection import reserve_port
 from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UnsupportedError, UsageError
-from torchmn.run import Job, python_command
+from torchmn.run import Job
 from torchmn.run.job import Command, worker_command
+from torchmn.run.rank_environment import worker_environment
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.starters.remote import PBS_SHELL, QRSH_SHELL, SSH, remote_shell, to_host
-from torchmn.run.worker_environment import worker_environment
 
 ROUTE = Route(address="10.1.0.1", interface="eth1", network="10.1.0.0/24")
 
@@ -65,13 +65,13 @@ def test_open_mpi(num_ranks: int, num_cores: int, yields: bool) -> None:
         mpirun="/a b/mpirun",
         flavour="Open MPI",
         num_cores=num_cores,
-        is_root=False,
+        is_root=yields,
     )
     assert command.argv[0] == "/a b/mpirun"
     assert f"localhost:{num_ranks}" in command.argv
     assert command.argv[-len(worker_command()) :] == worker_command()
     assert ("mpi_yield_when_idle" in command.argv) is yields
-    assert "--allow-run-as-root" not in command.argv
+    assert ("--allow-run-as-root" in command.argv) is yields
     assert command.ranks is None
 
 
@@ -85,13 +85,6 @@ def test_mpirun_of_the_wheel_disables_ofi_by_default(env: dict[str, str]) -> Non
     wheel = started(Path(sys.executable).parent / "mpirun")
     assert wheel.env["OMPI_MCA_btl"] == env.get("OMPI_MCA_btl", "^ofi")
     assert started(Path("/opt/site/bin/mpirun")).env == env
-
-
-def test_allow_run_as_root_only_for_root() -> None:
-    command = mpirun.command(
-        job(), {}, mpirun="mpirun", flavour="Open MPI", num_cores=2, is_root=True
-    )
-    assert "--allow-run-as-root" in command.argv
 
 
 def test_hydra_options() -> None:
@@ -194,13 +187,6 @@ def test_clean_environment_keeps_the_users_settings() -> None:
     assert {name: text for name, text in cleaned.items() if not name.startswith("TORCHMN_")} == kept
 
 
-def test_python_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a b.py").touch()
-    assert python_command("a b.py", ["-n"]) == [sys.executable, "a b.py", "-n"]
-    assert python_command("json.tool", is_module=True) == [sys.executable, "-m", "json.tool"]
-
-
 @pytest.mark.parametrize("num_ranks", [0, -1])
 def test_number_of_ranks(num_ranks: int) -> None:
     with pytest.raises(UsageError, match=f"got {num_ranks}"):
@@ -267,11 +253,7 @@ def test_remote_shell(tmp_path: Path) -> None:
     assert remote_shell(slurm)[0] == "srun"
     words = to_host(slurm, "a.invalid", "a.module")
     assert words == (*remote_shell(slurm), "a.invalid", *python_module("a.module"))
-
-
-def test_no_remote_shell_for_this_host() -> None:
     assert to_host({}, "localhost", "a.module") == python_module("a.module")
-    assert to_host({}, "a.invalid", "a.module")[: len(SSH)] == SSH
 
 
 def test_torchrun_per_host() -> None:

@@ -5,7 +5,8 @@ The documents are of 2017 and 2018 and of one site; their numbers are those of t
 
 from __future__ import annotations
 
-from torchmn.submit import JobRequest, Settings
+from torchmn.submit.request import JobRequest
+from torchmn.submit.settings import Settings
 
 PBS_OF_ROW_4_10 = """\
 #PBS -q h-tutorial
@@ -16,14 +17,6 @@ PBS_OF_ROW_4_10 = """\
 """
 """The hands-on course on distributed training, job script of 2 nodes with 2 GPUs each."""
 
-PBS_OF_ROW_3_12 = """\
-#PBS -q h-regular
-#PBS -l select=32:mpiprocs=2
-#PBS -l walltime=04:00:00
-#PBS -W group_list=gi99
-"""
-"""The report on 64 GPUs."""
-
 BODY_OF_ROW_3_5 = """\
 module load cuda/8.0.44-cuDNN7
 module load anaconda3
@@ -33,7 +26,7 @@ export NCCL_SHM_DISABLE=1
 export NCCL_NET_GDR_READ=1
 conda activate chainerMN
 """
-"""The same report: what the script did before mpirun, with rows 3-10. There: `source activate`."""
+"""The report on 64 GPUs: what the script did before mpirun. There: `source activate`."""
 
 SLURM_OF_THE_MANUAL = """\
 #SBATCH --partition=h-tutorial

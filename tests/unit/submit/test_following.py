@@ -10,7 +10,8 @@ import pytest
 
 from tests.unit.submit.examples import tutorial
 from torchmn.errors import LaunchError
-from torchmn.submit import Follower, JobRequest
+from torchmn.submit.following import Follower
+from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import Ask, JobState
 from torchmn.submit.slurm import Slurm
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.submit.examples import GRID_ENGINE_OF_THE_MANUAL, tutorial
-from tests.unit.submit.test_pbs import asked
+from tests.unit.submit.test_pbs import found, state_of
 from torchmn.errors import UsageError
 from torchmn.submit.grid_engine import GridEngine
 from torchmn.submit.scheduler import Answer
@@ -30,11 +30,6 @@ ru_wallclock 60
 def test_header_of_the_manual() -> None:
     lines = GridEngine().directives(tutorial(parallel_environment="mpi"))
     assert lines == GRID_ENGINE_OF_THE_MANUAL.splitlines()
-
-
-def test_threads_count_as_slots() -> None:
-    lines = GridEngine().directives(tutorial(parallel_environment="mpi", threads=3))
-    assert "#$ -pe mpi 12" in lines
 
 
 def test_several_slots_need_a_parallel_environment() -> None:
@@ -62,9 +57,8 @@ def test_separate_output() -> None:
 
 
 def test_state_while_it_is_known() -> None:
-    ask, _ = asked(Answer(returncode=0, out="job_number:  123\nerror reason  1:  no such folder\n"))
-    state = GridEngine().state("123", ask)
-    assert state is not None
+    answer = Answer(returncode=0, out="job_number:  123\nerror reason  1:  no such folder\n")
+    state = state_of(GridEngine(), "123", answer)
     assert (state.word, state.has_ended) == ("E (no such folder)", False)
 
 
@@ -79,31 +73,23 @@ def test_state_while_it_is_known() -> None:
     ],
 )
 def test_exit_status_from_the_last_record(records: str, status: int) -> None:
-    ask, questions = asked(GONE, Answer(returncode=0, out=records))
-    state = GridEngine().state("123", ask)
+    state, questions = found(GridEngine(), "123", GONE, Answer(returncode=0, out=records))
     assert state is not None
     assert (state.has_ended, state.exit_status, state.is_requeued) == (True, status, False)
     assert questions[1] == ["qacct", "-j", "123"]
 
 
 def test_a_job_that_runs_again_may_be_unknown_for_a_moment() -> None:
-    ask, _ = asked(GONE, Answer(returncode=0, out=RECORD.format("25  : rescheduling", 99)))
-    state = GridEngine().state("123", ask)
-    assert state is not None
-    assert state.is_requeued
+    record = Answer(returncode=0, out=RECORD.format("25  : rescheduling", 99))
+    assert state_of(GridEngine(), "123", GONE, record).is_requeued
 
 
 def test_the_record_may_come_late() -> None:
-    ask, _ = asked(GONE, Answer(returncode=1, err="error: job id 123 not found\n"))
-    state = GridEngine().state("123", ask)
-    assert state is not None
+    missing = Answer(returncode=1, err="error: job id 123 not found\n")
+    state = state_of(GridEngine(), "123", GONE, missing)
     assert (state.has_ended, state.exit_status) == (True, None)
 
 
 def test_a_master_that_does_not_answer_is_no_end() -> None:
-    ask, _ = asked(Answer(returncode=1, err="error: unable to contact qmaster using port 6444"))
-    assert GridEngine().state("123", ask) is None
-
-
-def test_it_is_put_back_by_its_exit_status() -> None:
-    assert 'end_job "$status" 99' in GridEngine().resubmission(tutorial())
+    answer = Answer(returncode=1, err="error: unable to contact qmaster using port 6444")
+    assert found(GridEngine(), "123", answer)[0] is None

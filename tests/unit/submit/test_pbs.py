@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.submit.examples import PBS_OF_ROW_3_12, PBS_OF_ROW_4_10, tutorial
-from torchmn.submit import JobRequest, Settings
+from tests.unit.submit.examples import PBS_OF_ROW_4_10, tutorial
 from torchmn.submit.pbs import PBS
-from torchmn.submit.scheduler import Answer
+from torchmn.submit.scheduler import Answer, JobState, Scheduler
 
 # The lines of `qstat -f` that matter, as OpenPBS and Torque print them.
 RUNNING = """\
@@ -23,13 +22,16 @@ Job Id: 4256957.pbs02
 """
 FINISHED = RUNNING.replace("job_state = R", "job_state = F") + "    Exit_status = {}\n"
 OF_TORQUE = "Job Id: 12345.server\n    job_state = C\n    exit_status = 1\n"
-HAS_FINISHED = (
-    "qstat: 4256957.pbs02 Job has finished, use -x or -H to obtain historical job information\n"
+EARLIER = Answer(
+    returncode=35,
+    err="qstat: 4256957.pbs02 Job has finished, use -x or -H to obtain historical information\n",
 )
 
 
-def asked(*answers: Answer):  # type: ignore[no-untyped-def]
-    """Something that answers in turn, and a list of what it was asked."""
+def found(
+    scheduler: Scheduler, job_id: str, *answers: Answer
+) -> tuple[JobState | None, list[list[str]]]:
+    """The state of a job of a scheduler that answers so in turn, and what it was asked."""
     questions: list[list[str]] = []
     waiting = list(answers)
 
@@ -37,7 +39,13 @@ def asked(*answers: Answer):  # type: ignore[no-untyped-def]
         questions.append(list(argv))
         return waiting.pop(0)
 
-    return ask, questions
+    return scheduler.state(job_id, ask), questions
+
+
+def state_of(scheduler: Scheduler, job_id: str, *answers: Answer) -> JobState:
+    state, _ = found(scheduler, job_id, *answers)
+    assert state is not None
+    return state
 
 
 def test_header_of_row_4_10() -> None:
@@ -47,18 +55,8 @@ def test_header_of_row_4_10() -> None:
     assert lines[5:] == ["#PBS -r n", "#PBS -j oe", "#PBS -o torchmn-logs/", "#PBS -S /bin/bash"]
 
 
-def test_header_of_row_3_12() -> None:
-    settings = Settings(queue="h-regular", walltime="04:00:00", group="gi99")
-    job = JobRequest(
-        script="train_imagenet.py",
-        name="imagenet",
-        file="imagenet.sh",
-        num_nodes=32,
-        ranks_per_node=2,
-        settings=settings,
-    )
-    lines = PBS().directives(job)
-    assert set(PBS_OF_ROW_3_12.splitlines()) <= {line.replace(":ncpus=2", "") for line in lines}
+def test_separate_output() -> None:
+    lines = PBS().directives(tutorial(join_output=False))
     assert "#PBS -j oe" not in lines
     assert {"#PBS -o torchmn-logs/", "#PBS -e torchmn-logs/"} <= set(lines)
 
@@ -80,8 +78,7 @@ def test_nodes_are_whole_nodes() -> None:
 
 
 def test_state_while_it_runs() -> None:
-    ask, questions = asked(Answer(returncode=0, out=RUNNING))
-    state = PBS().state("4256957.pbs02", ask)
+    state, questions = found(PBS(), "4256957.pbs02", Answer(returncode=0, out=RUNNING))
     assert state is not None
     assert (state.word, state.has_ended, state.exit_status) == ("R", False, None)
     assert questions == [["qstat", "-f", "4256957.pbs02"]]
@@ -92,10 +89,8 @@ def test_state_while_it_runs() -> None:
 )
 def test_exit_status_from_the_history(reported: int, status: int) -> None:
     """271 is 256 + SIGTERM (qdel); -29 is PBS's own word for the time limit."""
-    ask, questions = asked(
-        Answer(returncode=35, err=HAS_FINISHED), Answer(returncode=0, out=FINISHED.format(reported))
-    )
-    state = PBS().state("4256957.pbs02", ask)
+    history = Answer(returncode=0, out=FINISHED.format(reported))
+    state, questions = found(PBS(), "4256957.pbs02", EARLIER, history)
     assert state is not None
     assert state.has_ended
     assert state.exit_status == status
@@ -105,30 +100,24 @@ def test_exit_status_from_the_history(reported: int, status: int) -> None:
 def test_a_deleted_job_has_not_succeeded() -> None:
     """OpenPBS keeps ``Exit_status = 0`` for a job that qdel ended."""
     text = FINISHED.format(0) + "    substate = 91\n"
-    ask, _ = asked(Answer(returncode=35, err=HAS_FINISHED), Answer(returncode=0, out=text))
-    state = PBS().state("4256957.pbs02", ask)
-    assert state is not None
+    state = state_of(PBS(), "4256957.pbs02", EARLIER, Answer(returncode=0, out=text))
     assert (state.exit_status, state.reason) == (143, "deleted")
 
 
 def test_a_site_without_history_leaves_the_exit_status_open() -> None:
     gone = Answer(returncode=153, err="qstat: Unknown Job Id 4256957.pbs02\n")
-    ask, _ = asked(gone, gone)
-    state = PBS().state("4256957.pbs02", ask)
-    assert state is not None
+    state = state_of(PBS(), "4256957.pbs02", gone, gone)
     assert (state.has_ended, state.exit_status) == (True, None)
 
 
 def test_torque() -> None:
-    ask, _ = asked(Answer(returncode=0, out=OF_TORQUE))
-    state = PBS().state("12345.server", ask)
-    assert state is not None
+    state = state_of(PBS(), "12345.server", Answer(returncode=0, out=OF_TORQUE))
     assert (state.has_ended, state.exit_status) == (True, 1)
 
 
 def test_a_server_that_does_not_answer_is_no_end() -> None:
-    ask, _ = asked(Answer(returncode=111, err="Connection refused\nqstat: cannot connect"))
-    assert PBS().state("1.pbs", ask) is None
+    answer = Answer(returncode=111, err="Connection refused\nqstat: cannot connect")
+    assert found(PBS(), "1.pbs", answer)[0] is None
 
 
 def test_resubmission_names_the_file() -> None:

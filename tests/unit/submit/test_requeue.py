@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.submit.examples import tutorial
-from torchmn.submit import SCHEDULERS
+from torchmn.submit.choose import SCHEDULERS
 from torchmn.submit.requeue import RESUBMITTED, last_lines
 
 pytestmark = pytest.mark.processes

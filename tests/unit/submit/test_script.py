@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import pytest
 
 from tests.limits import limit
 from tests.unit.submit.examples import BODY_OF_ROW_3_5, tutorial
-from torchmn.errors import UsageError
-from torchmn.submit import SCHEDULERS, job_script
+from torchmn.errors import LaunchError, UsageError
+from torchmn.submit.choose import SCHEDULERS
 from torchmn.submit.request import PythonEnvironment
+from torchmn.submit.scheduler import Answer, ask
+from torchmn.submit.script import job_script, make_log_dir, submit, write_script
 
 WHOLE = """\
 #!/bin/bash
@@ -174,17 +177,6 @@ def test_the_time_limit_has_one_place(scheduler: str) -> None:
     assert str((17 * 60 + 23) * 60 + 42) not in text
 
 
-@pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_the_world_that_was_asked_for_is_started(scheduler: str) -> None:
-    assert "torchmn run -n 4 --threads 1" in script(scheduler, parallel_environment="mpi")
-
-
-def test_a_module() -> None:
-    job = replace(tutorial(), script="package.train", is_module=True)
-    text = job_script(job, SCHEDULERS["slurm"])
-    assert '--log-dir "$log" \\\n  -m package.train --no_snapshot' in text
-
-
 def test_separate_output() -> None:
     assert 'exec >>"$log.out" 2>>"$log.err"' in script(join_output=False)
 
@@ -245,14 +237,6 @@ time.sleep({600 if walltime == "00:00:02" else 0})
     assert process.returncode == (7 if walltime == "00:00:02" else 0), (out, err)
 
 
-def test_directives_precede_the_first_command() -> None:
-    """PBS and Slurm read no directive after it."""
-    lines = script(directives=("#PBS -m abe",)).splitlines()
-    first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))
-    assert lines.index("#PBS -m abe") < first
-    assert not [line for line in lines[first:] if line.startswith("#PBS")]
-
-
 @pytest.mark.parametrize("line", ["#SBATCH --mem=1G", "-l place=scatter", "#PBSX -q a", "# PBS"])
 def test_directive_of_another_scheduler_raises(line: str) -> None:
     with pytest.raises(UsageError, match="A directive for PBS must begin with #PBS and a blank"):
@@ -310,3 +294,97 @@ def test_script_is_valid_and_quoted(scheduler: str, tmp_path: Path) -> None:
     assert words[-1] == "$(touch broken) 'x'"
     assert not (tmp_path / "broken").exists()
     assert shlex.split(parts[2])[1] == "./my $(touch broken) venv/bin/activate"
+
+
+# ---- scripts are written without losing an edited one, and submitted -------------------------
+
+
+def test_an_edited_script_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "job.sh"
+    assert write_script("one\n", path) is None
+    assert path.stat().st_mode & 0o777 == 0o700  # it may hold secrets that are exported
+    assert write_script("one\n", path) is None
+    path.write_text("one, edited\n")
+    kept = write_script("two\n", path)
+    assert kept == tmp_path / "job.sh~"
+    assert (kept.read_text(), path.read_text()) == ("one, edited\n", "two\n")
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--output"):
+        write_script("one\n", tmp_path / "missing" / "job.sh")
+    for folder in (tmp_path, Path(), Path("/")):
+        with pytest.raises(UsageError, match="is a folder: name a file in it"):
+            write_script("one\n", folder)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "command", "printed", "job_id"),
+    [
+        ("pbs", ["qsub"], "4256957.pbs02\n", "4256957.pbs02"),
+        ("slurm", ["sbatch", "--parsable"], "7625\n", "7625"),
+        ("slurm", ["sbatch", "--parsable"], "7625;cluster\n", "7625"),
+        ("grid_engine", ["qsub", "-terse"], "123\n", "123"),
+        ("grid_engine", ["qsub", "-terse"], "a word of the site\n123\n", "123"),
+    ],
+)
+def test_the_name_of_the_job(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheduler: str,
+    command: list[str],
+    printed: str,
+    job_id: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked: list[list[str]] = []
+
+    def answering(argv: Sequence[str]) -> Answer:
+        asked.append(list(argv))
+        return Answer(returncode=0, out=printed)
+
+    assert submit(tutorial(), SCHEDULERS[scheduler], ask=answering) == job_id
+    assert asked == [[*command, "multi_node_training.sh"]]
+
+
+def test_a_rejected_job_shows_what_the_scheduler_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = Answer(returncode=170, err="qsub: Unknown queue\nqsub: Exiting.\n")
+    with pytest.raises(LaunchError) as caught:
+        submit(tutorial(), SCHEDULERS["pbs"], ask=lambda _: answer)
+    message = str(caught.value)
+    assert "qsub: Unknown queue\nqsub: Exiting." in message
+    assert "exited with status 170" in message
+    assert "multi_node_training.sh" in message
+
+
+def test_missing_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match="printed no job id"):
+        submit(tutorial(), SCHEDULERS["pbs"], ask=lambda _: Answer(returncode=0, out="welcome\n"))
+
+
+def test_a_log_folder_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").touch()
+    with pytest.raises(UsageError, match="--log-dir"):
+        make_log_dir(tutorial(log_dir="logs"))
+
+
+def test_the_log_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_log_dir(tutorial(log_dir="a/b"))
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.processes
+def test_command_that_cannot_be_run(tmp_path: Path) -> None:
+    missing = ask([str(tmp_path / "qsub")])
+    assert missing.returncode == 127
+    assert "cannot be run" in missing.text
+    slow = ask(["sleep", "5"], limit_s=0.05)
+    assert slow.returncode == 124
+    assert "did not end within" in slow.text
+    assert ask(["true"]).text == "nothing"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import TorchmnError, UsageError
-from torchmn.submit import Settings, Site, find_site, read_site
+from torchmn.submit.site import find_site, read_site
 
 TEXT = """
 scheduler = "pbs"
@@ -60,11 +60,6 @@ def test_settings_per_scheduler(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_file() -> None:
-    assert read_site(None) == Site()
-    assert Site().settings_for("pbs") == Settings()
-
-
 def test_project_file_before_user_file(tmp_path: Path) -> None:
     folder, home = tmp_path / "work", tmp_path / "home"
     (home / ".config" / "torchmn").mkdir(parents=True)
@@ -110,16 +105,6 @@ def test_invalid_file(tmp_path: Path, text: str, words: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_invalid_toml_has_a_line_number(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="line 2"):
-        read_site(written(tmp_path, "queue = 'a'\nqueue = 'b'\n"))
-
-
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
         read_site(tmp_path / "none.toml")
-
-
-def test_unknown_key(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Unknown key 'colour'"):
-        read_site(written(tmp_path, "colour = 'red'"))

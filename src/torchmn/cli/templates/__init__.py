@@ -1,4 +1,4 @@
-"""Training scripts that `torchmn init` copies: complete programs, one for each kind of data.
+"""The beginnings of training scripts that ``torchmn init`` writes, for the user to change.
 
-Their ``main`` is the same; a test compares them, and trains with each on two ranks.
+`image` is a whole one; the others end before its `evaluate`, and continue as it does.
 """

@@ -16,6 +16,9 @@ from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 import torchmn
 from torchmn.errors import DataError
 
+DATA_HELP = ".npz file with images and classes; artificial ones without it"
+RATE = 1e-3
+
 
 def load_data(path: str | None) -> list[Subset]:
     """Training and test images, each (image, class); any data sets with lengths will do."""
@@ -76,10 +79,10 @@ def evaluate(model: nn.Module, loader: DataLoader, comm: torchmn.Communicator) -
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--data", help=".npz file with images and classes; artificial ones without it")
+    add("--data", help=DATA_HELP)
     add("--epochs", type=int, default=5, help="passes over the training data")
     add("--batch", type=int, default=64, help="samples per step, of all workers together")
-    add("--rate", type=float, default=1e-3, help="learning rate")
+    add("--rate", type=float, default=RATE, help="learning rate")
     add("--seed", type=int, default=0, help="of parameters, dropout and the order of samples")
     add("--checkpoints", default="checkpoints", help="folder that all workers see")
     options = parser.parse_args()

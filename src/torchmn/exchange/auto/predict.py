@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from torchmn.cluster.units import MiB
-from torchmn.comm.link_speed import LinkSpeed
+from torchmn.comm.link_speed import LinkSpeed as LinkSpeed  # a part of `Cluster`
 from torchmn.errors import UnknownNameError, UsageError
 
 SCHEDULES = ("every_step", "double_buffering", "blocks")

@@ -203,10 +203,7 @@ class Autotuner:
         if group is not None:
             link = comm.engine.call(lambda: measure_links(group, comm.device))
         mine = self._timer.facts(NUM_TIMED)
-        codecs = [
-            CodecFacts(name=name, **asdict(measure_codec(create_codec(name), comm.device)))
-            for name in self.space.codecs
-        ]
+        codecs = [timed_codec(name, comm.device) for name in self.space.codecs]
         gathered = comm.gather_obj(
             (asdict(mine), [asdict(each) for each in codecs], self._excluded)
         )
@@ -340,6 +337,11 @@ class Autotuner:
 def _step_facts(row: dict[str, Any]) -> StepFacts:
     gradients = tuple(ReadyGradient(**gradient) for gradient in row["gradients"])
     return StepFacts(**{**row, "gradients": gradients, "deviations": ()})
+
+
+def timed_codec(name: str, device: torch.device) -> CodecFacts:
+    """A codec, timed on this machine. Raises UnknownNameError."""
+    return CodecFacts(name=name, **asdict(measure_codec(create_codec(name), device)))
 
 
 def _describe(link: LinkSpeed | None, step: StepFacts) -> str:

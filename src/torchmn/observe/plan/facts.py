@@ -12,31 +12,30 @@ from __future__ import annotations
 
 import functools
 import math
-import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
+from torchmn.cluster.network import rate_bytes_per_s
 from torchmn.cluster.units import MiB
-from torchmn.comm.link_speed import LinkSpeed
 from torchmn.errors import UsageError
 from torchmn.exchange.auto.predict import (
     SCHEDULES,
     Cluster,
     CodecFacts,
+    LinkSpeed,
     Plan,
-    PredictedStep,
     ReadyGradient,
     StepFacts,
     predict_step,
 )
+from torchmn.exchange.auto.predict import PredictedStep as PredictedStep  # for who shows it
 
 PAYLOAD_SHARE = 1448 / 1514
 """Share of an Ethernet frame, header included, that TCP carries."""
 LOCAL_UPDATES = ("periodic_average", "block_momentum", "diloco")
 _NUM_GRADIENTS = 50
-_FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -120,14 +119,13 @@ def timed_codec(name: str) -> CodecFacts:
     """
     import torch
 
-    from torchmn.comm.codecs import create_codec
-    from torchmn.comm.codecs.codec_timing import measure_codec
+    from torchmn.exchange.auto import tuner
 
     torch.set_num_threads(1)
-    speed = measure_codec(create_codec(name), torch.device("cpu"))
-    if speed.encode_s == math.inf:
+    codec = tuner.timed_codec(name, torch.device("cpu"))
+    if codec.encode_s == math.inf:
         raise UsageError(f"The codec {name} cannot be timed by itself: record a run with it.")
-    return CodecFacts(name=name, **asdict(speed))
+    return codec
 
 
 def read_table(path: Path) -> Training:
@@ -139,18 +137,6 @@ def read_table(path: Path) -> Training:
             f"{path} does not have the table of a training: {error}. `python -m pydoc "
             "torchmn.observe.plan.facts` shows an example."
         ) from None
-
-
-def rate_bytes_per_s(rate: str) -> float:
-    """The bytes per second of a rate such as ``10gbit``. Raises UsageError: it is not a rate.
-
-    >>> rate_bytes_per_s("1gbit")
-    125000000.0
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
-    if match is None or not float(match[1]) > 0:
-        raise UsageError(f"{rate!r} is not a rate. Write it as '10gbit', '100mbit' or '2.5gbit'.")
-    return float(match[1]) * _FACTORS[match[2]] / 8
 
 
 def _model_of(schedule: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -148,11 +147,3 @@ class Run:
         """Whether it seems to continue: some rank has not ended and wrote a moment ago."""
         has_ended = all(rank.end is not None for rank in self.ranks)
         return not has_ended and time.time() - self.modified_s < RUNNING_S
-
-    @cached_property
-    def common_steps(self) -> Integers:
-        """The steps that were read of all ranks, in order."""
-        common = self.ranks[0].steps.step
-        for rank in self.ranks[1:]:
-            common = np.intersect1d(common, rank.steps.step)
-        return np.unique(common)

@@ -8,10 +8,11 @@ whole run. They are found by seeking, since steps are in order in a file.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -22,7 +23,6 @@ from torchmn.observe.read.recorded_run import Buckets, Clock, RankRecord, Run, S
 from torchmn.record.records import (
     FORMAT,
     PHASES,
-    Bucket,
     ClockOffset,
     GradientTimes,
     Line,
@@ -53,7 +53,15 @@ _STEP = re.compile(rb'\n[^\n]{0,40}?"step":\s*(\d+)')
 _BLOCK = 1 << 14
 
 _decoder = msgspec.json.Decoder(Line)
-_Read = TypeVar("_Read")
+_STEP_COLUMNS = (
+    *("step", "at_s", "seconds", "samples", "sent_nbytes", "received_nbytes"),
+    *("run_queue_s", "cpu_s", "others_cpu_s"),
+)
+_BUCKET_COLUMNS = (
+    *("number", "nbytes", "sent_nbytes"),
+    *("ready_s", "started_s", "ended_s", "encode_s", "decode_s"),
+)
+_columns_of = attrgetter(*_BUCKET_COLUMNS)
 
 
 def find_records(path: Path) -> Path:
@@ -94,25 +102,8 @@ def read_run(path: Path, *, max_nbytes: int = MAX_NBYTES, last_steps: int | None
         max_nbytes: of lines that are read.
         last_steps: read the last steps only, this number of them.
     """
-    return _reading(path, lambda: _read_run(find_records(path), max_nbytes, last_steps))
-
-
-def read_lines(path: Path, rank: int) -> Iterator[Line]:
-    """All lines of a rank of a run, in order, one at a time. Raises DataError as `read_run`."""
-    files = _reading(path, lambda: _rank_files(find_records(path))).get(rank)
-    if files is None:
-        raise DataError(f"No record of rank {rank} in {str(path)!r}.")
-    for file in files:
-        with file.open("rb") as opened:
-            for text in opened:
-                line = _decode(text)
-                if line is not None:
-                    yield line
-
-
-def _reading(path: Path, read: Callable[[], _Read]) -> _Read:
     try:
-        return read()
+        return _read_run(find_records(path), max_nbytes, last_steps)
     except OSError as error:
         raise DataError(
             f"The records in {str(path)!r} cannot be read: {error.strerror or error}."
@@ -308,30 +299,10 @@ class _Table:
         self._last_at_s = line.at_s + line.seconds
 
     def record(self, *, first_step: int, last_step: int, is_sampled: bool) -> RankRecord:
-        columns = _transposed(self._columns, 9)
-        buckets = _transposed(self._buckets, 9)
         steps = Steps(
-            step=columns[0].astype(np.int64),
-            at_s=columns[1],
-            seconds=columns[2],
+            **_columns(self._columns, _STEP_COLUMNS),
             phases=np.array(self._phases, dtype=np.float32).reshape(-1, len(PHASES)),
-            samples=columns[3],
-            sent_nbytes=columns[4],
-            received_nbytes=columns[5],
-            run_queue_s=columns[6],
-            cpu_s=columns[7],
-            others_cpu_s=columns[8],
-            buckets=Buckets(
-                row=buckets[0].astype(np.int64),
-                number=buckets[1].astype(np.int64),
-                nbytes=buckets[2],
-                sent_nbytes=buckets[3],
-                ready_s=buckets[4],
-                started_s=buckets[5],
-                ended_s=buckets[6],
-                encode_s=buckets[7],
-                decode_s=buckets[8],
-            ),
+            buckets=Buckets(**_columns(self._buckets, ("row", *_BUCKET_COLUMNS))),
         )
         clocks = _transposed(sorted(set(self._clocks)), 3)
         memory = _transposed(sorted(set(self._memory)), 3)
@@ -358,17 +329,10 @@ class _Table:
         )
 
 
-def _columns_of(bucket: Bucket) -> tuple[float, ...]:
-    return (
-        bucket.number,
-        bucket.nbytes,
-        bucket.sent_nbytes,
-        bucket.ready_s,
-        bucket.started_s,
-        bucket.ended_s,
-        bucket.encode_s,
-        bucket.decode_s,
-    )
+def _columns(rows: Sequence[tuple[float, ...]], names: Sequence[str]) -> dict[str, Any]:
+    """The columns by name; those that count are whole numbers."""
+    columns = zip(names, _transposed(rows, len(names)), strict=True)
+    return {n: c.astype(np.int64) if n in ("step", "row", "number") else c for n, c in columns}
 
 
 def _transposed(rows: Sequence[tuple[float, ...]], width: int) -> Floats:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from torchmn.cluster.units import spans
 from torchmn.errors import DataError
 from torchmn.observe.read.recorded_run import RankRecord, Run
 from torchmn.record.records import NOISE_SCALE, PHASES, Phase
@@ -430,13 +431,7 @@ def bits(bytes_per_s: float) -> str:
 
 def rank_list(ranks: list[int], *, max_parts: int = 8) -> str:
     """Such as ``Ranks 0-3 and 7``."""
-    parts: list[list[int]] = []
-    for rank in sorted(ranks):
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in parts]
+    words = spans(ranks)
     if len(words) > max_parts:
         words = [*words[:max_parts], f"others, {len(ranks)} in all"]
     return ("Rank " if len(ranks) == 1 else "Ranks ") + listed(words)

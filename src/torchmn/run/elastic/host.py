@@ -11,16 +11,16 @@ import threading
 
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
-from torchmn.control.messages import Message
-from torchmn.control.messages.elastic import (
+from torchmn.control.messages import (
     ElasticMessage,
+    HeartbeatRequest,
     HostFinished,
     HostReady,
+    Message,
     Restart,
     Round,
     Shutdown,
 )
-from torchmn.control.messages.monitor import HeartbeatRequest
 from torchmn.errors import LaunchError
 
 _POLL_S = 0.2

@@ -15,22 +15,30 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
-from torchmn.cluster.environment_variables import (
-    JOB_VARIABLE,
-    ROUND_VARIABLE,
-    SECRET_VARIABLE,
-)
+from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.control.authenticated_listener import connect_authenticated
-from torchmn.control.codec import decode
-from torchmn.control.messages.elastic import HostHello, Round
+from torchmn.control.codec import Record, decode
+from torchmn.control.messages import HostHello, Round
 from torchmn.control.processes import adopt_orphans, kill_descendants
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.elastic.host import Host, round_secret
 from torchmn.run.elastic.rendezvous import ROLE
 from torchmn.run.host_checks import find_problem, versions
-from torchmn.run.orders import RunHost
 
 _STOP_MARGIN_S = 3.0
+
+
+class RunHost(Record, frozen=True, kw_only=True):
+    """To `torchmn.run.elastic.host_main`: take part in an elastic job as this host."""
+
+    host: str
+    slots: int
+    secret: str
+    rendezvous: str
+    cwd: str
+    script: str
+    grace_s: float
+    env: dict[str, str]
 
 
 class _Signalled(Exception):

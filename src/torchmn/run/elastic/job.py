@@ -9,9 +9,10 @@ from torchmn.cluster import is_this_host
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.control.codec import decode, encode
 from torchmn.errors import LaunchError, UsageError
+from torchmn.run.elastic.host_main import RunHost
+from torchmn.run.elastic.rendezvous import RendezvousStarted, ServeRendezvous
 from torchmn.run.elastic.rendezvous_state import Limits
 from torchmn.run.job import Command, Job
-from torchmn.run.orders import RendezvousStarted, RunHost, ServeRendezvous
 from torchmn.run.starters.remote import is_carried, remote_shell_name, to_host
 
 
@@ -76,7 +77,7 @@ def rendezvous_process(elastic: ElasticJob, env: Mapping[str, str], address: str
     job, host = elastic.job, elastic.rendezvous
     is_here = not host or is_this_host(host)
     return Command(
-        to_host(env, host if not is_here else "localhost", "torchmn.run.elastic.rendezvous_main"),
+        to_host(env, host if not is_here else "localhost", "torchmn.run.elastic.rendezvous"),
         env,
         name="the rendezvous",
         stdin=encode(

@@ -3,6 +3,10 @@
 Clients must authenticate with the job's secret. torch's own rendezvous over a TCPStore is not used:
 any client of its port can make every agent unpickle arbitrary data, and it compares the clocks of
 different hosts to detect lost ones.
+
+``python -m torchmn.run.elastic.rendezvous`` runs on the launcher's host or on that of
+``--rendezvous``, reads its order from standard input, prints the address on which it listens, and
+ends with the job, or when its standard input ends because the launcher died.
 """
 
 from __future__ import annotations
@@ -10,23 +14,27 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import sys
 import time
 from functools import partial
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
-from torchmn.control.connection import UNREACHABLE, Channel
+from torchmn.control.codec import Record, decode, encode
+from torchmn.control.connection import UNREACHABLE, Channel, address_of, listen_on
 from torchmn.control.heartbeat import Heartbeat, LoopClock, answer
-from torchmn.control.messages import Message
-from torchmn.control.messages.elastic import (
+from torchmn.control.messages import (
+    Alive,
+    CheckpointSaved,
+    HeartbeatRequest,
     HostFinished,
     HostHello,
     HostReady,
     HostUnreachable,
     LauncherHello,
+    Message,
     Stop,
 )
-from torchmn.control.messages.monitor import Alive, CheckpointSaved, HeartbeatRequest
-from torchmn.run.elastic.rendezvous_state import LAUNCHER, RendezvousState
+from torchmn.run.elastic.rendezvous_state import LAUNCHER, Limits, RendezvousState
 
 ROLE = "rendezvous"
 """The role of this listener, see `torchmn.control.authenticated_listener`."""
@@ -154,3 +162,49 @@ class Rendezvous:
         channel = self._channels.pop(name, None)
         if channel is not None:
             channel.close()
+
+
+class ServeRendezvous(Record, frozen=True, kw_only=True):
+    """To `torchmn.run.elastic.rendezvous`: listen here. It prints a `RendezvousStarted`."""
+
+    secret: str
+    host: str
+    port: int
+    hosts: list[str]
+    limits: Limits
+
+
+class RendezvousStarted(Record, frozen=True, kw_only=True):
+    """The address of the rendezvous and its process, or why it could not listen."""
+
+    address: str = ""
+    pid: int = 0
+    error: str = ""
+
+
+def main() -> int:
+    """Serve one job."""
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_IGN)  # the launcher decides what to do
+    order = decode(sys.stdin.readline(), ServeRendezvous)
+    try:
+        listener = listen_on(order.host, order.port)
+    except OSError as error:
+        _print(RendezvousStarted(error=str(error.strerror or error)))
+        return 1
+    authenticated = AuthenticatedListener(listener, secret=order.secret, role=ROLE)
+    _print(RendezvousStarted(address=address_of(listener), pid=os.getpid()))
+    state = RendezvousState(order.hosts, order.limits, now=time.monotonic())
+    Rendezvous(authenticated, state, goodbye_s=order.limits.grace_s + GOODBYE_S).run(
+        sys.stdin.fileno()
+    )
+    authenticated.close()
+    return 0
+
+
+def _print(reply: RendezvousStarted) -> None:
+    print(encode(reply).decode(), end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

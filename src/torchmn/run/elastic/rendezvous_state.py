@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torchmn.cluster.units import counted
-from torchmn.control.messages.elastic import (
+from torchmn.control.messages import (
     ElasticMessage,
     HostHello,
     HostLost,

@@ -6,12 +6,7 @@ import os
 from collections.abc import Callable
 
 from torch._C._distributed_c10d import HashStore, Store
-from torch.distributed.elastic.agent.server.api import (
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import (
@@ -21,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
-from torchmn.control.messages.elastic import Round
+from torchmn.control.messages import Round
 from torchmn.run.elastic.host import Host
 from torchmn.run.job import worker_command
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from torchmn.cluster.exit_status import SAVED_STATUS
-from torchmn.control.messages import Message
-from torchmn.control.messages.monitor import Failed, Joined, Joining, Leaving, Overdue, StatusReply
+from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
+from torchmn.errors import SAVED_STATUS
 from torchmn.run.monitor.hang_report import HangReport, RankStatus, report, report_of_joining
 from torchmn.run.monitor.job_result import RankRecord
 

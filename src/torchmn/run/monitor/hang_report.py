@@ -11,13 +11,8 @@ from itertools import takewhile
 
 from msgspec import structs
 
-from torchmn.control.messages.monitor import (
-    CollectiveStatus,
-    Joining,
-    Overdue,
-    ProcessState,
-    StatusReply,
-)
+from torchmn.cluster.units import spans
+from torchmn.control.messages import CollectiveStatus, Joining, Overdue, ProcessState, StatusReply
 
 DONE = "done"
 """The state of a collective that has completed."""
@@ -156,7 +151,7 @@ def _hang_report(
         lines = [f"Hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]
         for ranks in _with_equal_lines(sorted(hosts), statuses):
             title, *rest = _lines_of(ranks[0], statuses.get(ranks[0]), hosts, is_short=is_short)
-            more = f"  (the same on {len(ranks) - 1} more: {_spans(ranks[1:])})"
+            more = f"  (the same on {len(ranks) - 1} more: {', '.join(spans(ranks[1:]))})"
             lines += [title, *[more] * bool(ranks[1:]), *rest]
         return "\n".join(lines) + "\n"
 
@@ -303,17 +298,6 @@ def _with_equal_lines(ranks: Sequence[int], statuses: Statuses) -> list[list[int
             status = replace(status, collectives=without_age)
         found.setdefault(status, []).append(rank)
     return list(found.values())
-
-
-def _spans(numbers: Iterable[int]) -> str:
-    """``0-2, 5, 7-8`` for numbers in ascending order."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1] = [found[-1][0], number]
-        else:
-            found.append([number])
-    return ", ".join("-".join(map(str, span)) for span in found)
 
 
 def _lines_of(

@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchmn.cluster.exit_status import SAVED_STATUS, shell_code
 from torchmn.control.connection import UNREACHABLE
-from torchmn.control.messages.job import Exit
-from torchmn.control.messages.monitor import Failed, Joining, Overdue, StatusReply
+from torchmn.control.messages import Exit, Failed, Joining, Overdue, StatusReply
 from torchmn.control.processes import signal_name
+from torchmn.errors import SAVED_STATUS, shell_code
 from torchmn.run.monitor.hang_report import HangReport
 
 LOG_DIR = Path("torchmn-logs")

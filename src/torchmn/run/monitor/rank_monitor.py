@@ -21,15 +21,17 @@ from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import Heartbeat, LoopClock, answer
-from torchmn.control.messages import Message
-from torchmn.control.messages.job import EndedBy, Exit, Terminate
-from torchmn.control.messages.monitor import (
+from torchmn.control.messages import (
     Alive,
+    EndedBy,
+    Exit,
     Failed,
     HeartbeatRequest,
     Leaving,
+    Message,
     MonitorHello,
     StatusRequest,
+    Terminate,
 )
 from torchmn.control.processes import (
     children,

@@ -20,14 +20,16 @@ from pathlib import Path
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import Heartbeat, LoopClock, answer
-from torchmn.control.messages import Message
-from torchmn.control.messages.job import AgentHello, Exit, Terminate
-from torchmn.control.messages.monitor import (
+from torchmn.control.messages import (
+    AgentHello,
     Alive,
+    Exit,
     HeartbeatRequest,
+    Message,
     MonitorHello,
     StatusRequest,
     StoppedProcess,
+    Terminate,
 )
 from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import StoppedProcesses, ancestors, is_stopped
@@ -257,24 +259,11 @@ class RankSession:
 
     # ---- result -------------------------------------------------------------------------------
 
-    def result(
-        self,
-        *,
-        interrupted_by: int | None = None,
-        launcher_problem: str = "",
-        launcher_returncode: int = 0,
-        keeps_output: bool = True,
-    ) -> JobResult:
-        """How the job ended, from what is known of all ranks; parameters as for `summarize`."""
-        return summarize(
-            self.records,
-            log_dir=self.log_dir,
-            interrupted_by=interrupted_by,
-            launcher_problem=launcher_problem,
-            launcher_returncode=launcher_returncode,
-            hang=self.detector.hang,
-            keeps_output=keeps_output,
-        )
+    @property
+    def result(self) -> partial[JobResult]:
+        """How the job ended, when called with what else is known of it, as `summarize` is."""
+        hang = self.detector.hang
+        return partial(summarize, self.records, log_dir=self.log_dir, hang=hang)
 
 
 def write_hang_report(folder: Path, text: str) -> str:

@@ -18,9 +18,8 @@ from pathlib import Path
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import address_of, listen
-from torchmn.control.messages.monitor import MonitorHello
-from torchmn.control.open_files import allow_connections
-from torchmn.control.processes import is_stopped, send
+from torchmn.control.messages import MonitorHello
+from torchmn.control.processes import allow_connections, is_stopped, send
 from torchmn.errors import LaunchError
 from torchmn.run.monitor.rank_session import (
     RankConnection,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchmn.run.job import Command, Job, worker_command
-from torchmn.run.worker_environment import rank_variables
+from torchmn.run.rank_environment import rank_variables
 
 
 def commands(

@@ -14,14 +14,26 @@ import subprocess
 import sys
 import time
 
-from torchmn.cluster.exit_status import shell_code
-from torchmn.control.codec import decode
+from torchmn.control.codec import Record, decode
 from torchmn.control.heartbeat import LoopClock, heartbeat_limit_s
 from torchmn.control.processes import StoppedProcesses, adopt_orphans, is_stopped, kill_descendants
-from torchmn.run.orders import StartProcesses
+from torchmn.errors import shell_code
 
 _PERIOD_S = 0.05
 _STOPPED_LIMITS = 2
+
+
+class ProcessOrder(Record, frozen=True, kw_only=True):
+    """A command, and the variables that are added to the environment there."""
+
+    argv: list[str]
+    env: dict[str, str]
+
+
+class StartProcesses(Record, frozen=True, kw_only=True):
+    """To `torchmn.run.starters.node_main`: start these commands."""
+
+    commands: list[ProcessOrder]
 
 
 def main() -> int:

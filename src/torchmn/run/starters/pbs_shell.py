@@ -21,18 +21,16 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from torchmn.cluster import local_address_for
-from torchmn.cluster.exit_status import shell_code
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.control.codec import decode, encode
+from torchmn.control.codec import Record, decode, encode
 from torchmn.control.processes import (
     adopt_orphans,
     kill_descendants,
     kill_on_parent_death,
     python_module,
 )
-from torchmn.errors import LaunchError, TorchmnError
-from torchmn.run.orders import RunForShell
+from torchmn.errors import LaunchError, TorchmnError, shell_code
 from torchmn.run.starters.remote import PBS_COMMAND, PBS_SHELL
 
 _ROLE = "remote shell"
@@ -42,6 +40,14 @@ _LOST_STATUS = 255
 """As ssh's, for everything that is not the command's own end."""
 _END_S = 10.0
 _CHUNK_BYTES = 1 << 16
+
+
+class RunForShell(Record, frozen=True, kw_only=True):
+    """To `torchmn.run.starters.pbs_shell`: run this line of a shell for who listens there."""
+
+    command: str
+    address: str
+    secret: str
 
 
 def main(args: list[str]) -> int:

@@ -13,17 +13,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torchmn.cluster import is_this_host
-from torchmn.cluster.environment_variables import RSH_VARIABLE
+from torchmn.cluster.environment_variables import RSH_VARIABLE, split_words
 from torchmn.cluster.units import counted
 from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError
-from torchmn.run.exported_variables import split_words
-from torchmn.run.host_checks import HostFacts, differences
+from torchmn.run.host_checks import HostFacts, ProbeHost, differences
 from torchmn.run.job import Command, Job
-from torchmn.run.orders import ProbeHost, ProcessOrder, StartProcesses
+from torchmn.run.rank_environment import deciding_hosts
 from torchmn.run.starters import local
-from torchmn.run.worker_environment import deciding_hosts
+from torchmn.run.starters.node_main import ProcessOrder, StartProcesses
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.run.starters.pbs_shell"
@@ -164,7 +163,7 @@ def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     order = ProbeHost(cwd=str(job.cwd), script=job.script, hosts=deciding_hosts(job))
     try:
         answer = subprocess.run(
-            to_host(env, host, "torchmn.run.probe_host"),
+            to_host(env, host, "torchmn.run.host_checks"),
             input=encode(order).decode(),
             env=dict(env),
             capture_output=True,

@@ -64,7 +64,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"codec": "power_sgd"}, "cannot be timed by itself"),
         ({"parameters": 0}, "give parameters, their number, in the table"),
         ({"route": "straight"}, "straight"),
-        ({"rate": "quick"}, "'quick' is not a rate. Write it as '10gbit'"),
+        ({"rate": "quick"}, "'quick' is not a positive number of bits"),
         ({"rate": None}, "2 hosts cannot be predicted: no link is known"),
         ({"latency_s": None}, "add rate and latency_s"),
     ],

@@ -115,8 +115,3 @@ def test_one_host_shows_no_link(tmp_path: Path) -> None:
 def test_too_little(tmp_path: Path, run: ImitatedRun, reason: str) -> None:
     with pytest.raises(TorchmnError, match=reason):
         predict(facts_of(run.write(tmp_path / "run")))
-
-
-def test_no_records(tmp_path: Path) -> None:
-    with pytest.raises(TorchmnError, match="No records of a run"):
-        facts_of(tmp_path)

@@ -73,7 +73,7 @@ def test_options_that_require_elastic(option: str, more: dict[str, object]) -> N
 def test_dry_run_does_not_show_the_secret() -> None:
     elastic, _ = plan_elastic(run_options(elastic="1:2", hosts="10.9.9.1:1,10.9.9.2:1"), {})
     shown = dry_run_elastic(elastic, {"PATH": "/bin"})
-    assert "torchmn.run.elastic.rendezvous_main" in shown
+    assert "torchmn.run.elastic.rendezvous" in shown
     assert shown.count("torchmn.run.elastic.host_main") == 2
     assert "10.9.9.2" in shown
     assert elastic.job.secret not in shown

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from torchmn.control.messages.elastic import (
+from torchmn.control.messages import (
     ElasticMessage,
     HostHello,
     HostLost,

@@ -6,20 +6,22 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import torchmn
 from tests.limits import limit
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message
-from torchmn.control.messages.monitor import Failed, Leaving
+from torchmn.control.messages import Failed, Leaving, Message
 from torchmn.run.monitor import bootstrap
-from torchmn.run.monitor.bootstrap import with_bootstrap
+from torchmn.run.monitor.bootstrap import wait_for_gloo_threads, with_bootstrap
 
 SOURCES = str(Path(torchmn.__file__).parents[1])
 LOOK = """
@@ -152,9 +154,53 @@ def test_threads_of_gloo_are_waited_for_after_all_functions_at_exit(tmp_path: Pa
     """A group that the script keeps may work until then."""
     (tmp_path / "script.py").write_text(
         "import atexit\n"
-        "from torchmn.run.monitor import gloo_threads\n"
-        "gloo_threads._look = lambda: print('waited') or {}\n"
+        "import os\n"
+        "os.listdir = lambda folder: print('waited') or []\n"  # of threads
         "atexit.register(print, 'exits')\n"
     )
     done, _ = run(with_bootstrap([sys.executable, "script.py"]), tmp_path)
     assert (done.returncode, done.stdout.split()) == (0, ["exits", "waited"])
+
+
+# ---- threads of gloo have dropped their Python objects before the interpreter finalizes ----
+
+
+NUM_LATE, MAX_TRIES = 5, 5000
+
+
+class Context:
+    """As the context variables that autograd keeps for the threads of a backward pass."""
+
+
+@pytest.fixture
+def slow_switches() -> Iterator[None]:
+    """A thread that waits for the interpreter gets it only when this one gives it up."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(100)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at threads in /proc")
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_remove_obj_from_tls"), reason="this torch cannot drop the object again"
+)
+@pytest.mark.usefixtures("slow_switches")
+def test_they_have_dropped_the_objects_of_complete_work() -> None:
+    group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    wait_for_gloo_threads()
+    num_late = num_tries = 0
+    while num_late < NUM_LATE and num_tries < MAX_TRIES:
+        num_tries += 1
+        context = Context()
+        kept = weakref.ref(context)
+        torch._C._stash_obj_in_tls("context", context)
+        work = group.allreduce([torch.ones(1)])
+        torch._C._remove_obj_from_tls("context")
+        del context
+        work.wait()
+        del work
+        num_late += kept() is not None  # one in ten
+        wait_for_gloo_threads()
+        assert kept() is None
+    assert num_late, "work was never late: this test shows nothing"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchmn.control.messages.job import Exit
-from torchmn.control.messages.monitor import (
+from torchmn.control.messages import (
     CollectiveStatus,
+    Exit,
     Failed,
     Joined,
     Joining,
@@ -40,13 +40,6 @@ def test_a_cause_ends_the_job_at_once_and_a_consequence_later() -> None:
     assert not detector.must_end(10.9)
     detector.on_message(records[1], failed(is_consequence=False), 10.9)
     assert detector.must_end(10.9)
-
-
-def test_a_consequence_ends_the_job_without_a_cause_too() -> None:
-    detector, records = make_detector(2)
-    detector.on_message(records[0], failed(is_consequence=True), 10.0)
-    assert not detector.must_end(10.5)
-    assert detector.must_end(11.1)
 
 
 def test_a_nonzero_status_ends_the_job_if_the_rank_does_not_exit() -> None:

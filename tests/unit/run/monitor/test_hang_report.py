@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchmn.control.messages.monitor import CollectiveStatus, Overdue, ProcessState, StatusReply
+from torchmn.control.messages import CollectiveStatus, Overdue, ProcessState, StatusReply
 from torchmn.run.monitor.hang_report import RankStatus, report
 
 HOSTS = {0: "node0", 1: "node0", 2: "node1"}

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Message
-from torchmn.control.messages.job import AgentHello, Exit
+from torchmn.control.messages import AgentHello, Exit, Message
 from torchmn.run.monitor.rank_session import RankSession
 
 NUM_RANKS = 5

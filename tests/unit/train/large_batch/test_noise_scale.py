@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchmn.observe.report.as_json import as_json
 
 from tests.unit.models import OfObject, batch, equal, fill, local_grads, loss_of, mlp, near, values
 from tests.unit.recorded_runs import ImitatedRun
@@ -28,7 +29,6 @@ from torchmn.exchange.gradient_norms import GradientNorms, squared_norms
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.nn import MultiNodeChainList
 from torchmn.observe.read.run_reader import read_run
-from torchmn.observe.report.as_json import as_json
 from torchmn.observe.report.page import page
 from torchmn.observe.report.summary import summarize
 from torchmn.observe.report.text import show

@@ -1,0 +1,399 @@
+"""Messages between the processes of a job.
+
+They are sent between the supervisor and the agents of its ranks, from scripts and agents to the
+process that monitors all, and between launcher, rendezvous and hosts of an elastic job.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from torchmn.control import codec
+from torchmn.control.codec import Record, encode
+
+__all__ = ["Message", "decode", "encode"]
+
+Stream = Literal["out", "err"]
+EndedBy = Literal["itself", "supervisor", "outside"]
+
+
+class AgentHello(Record, frozen=True, kw_only=True):
+    """Agent, to authenticate: its rank and host.
+
+    ``address`` is the address of its host on the route to the supervisor, ``port`` a free port
+    there that is reserved until the end, ``versions`` what must be the same on all hosts.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    address: str
+    port: int
+    versions: dict[str, str]
+
+
+class StartScript(Record, frozen=True, kw_only=True):
+    """Supervisor: the command to run; ``env`` holds variables that the launcher has not set.
+
+    ``grace_s`` is how long the script may take to exit when the job fails, ``signal_grace_s`` after
+    a signal from outside of the job; ``None`` leaves that to the scheduler.
+    """
+
+    argv: list[str]
+    cwd: str
+    log_dir: str
+    grace_s: float
+    signal_grace_s: float | None
+    wants_refreshes: bool
+    script: str
+    env: dict[str, str]
+
+
+class StartRefused(Record, frozen=True, kw_only=True):
+    """Agent: the command cannot run on its host, and why."""
+
+    text: str
+
+
+class ScriptStarted(Record, frozen=True, kw_only=True):
+    """Agent: the script's process and cores; ``beside`` names the GPU or memory node near them."""
+
+    pid: int
+    cores: list[int]
+    num_threads: int
+    beside: str = ""
+
+
+class Output(Record, frozen=True, kw_only=True):
+    """Agent: complete lines of the script's output; the supervisor replies with `Shown`."""
+
+    stream: Stream
+    lines: list[str]
+    num_bytes: int
+
+
+class Shown(Record, frozen=True, kw_only=True):
+    """Supervisor: output of this size has been shown, so that more may be sent."""
+
+    num_bytes: int
+
+
+class Refresh(Record, frozen=True, kw_only=True):
+    """Agent: the current state of a progress bar."""
+
+    text: str
+
+
+class LogWarning(Record, frozen=True, kw_only=True):
+    """Agent: a problem outside the script, which continues."""
+
+    text: str
+
+
+class Exit(Record, frozen=True, kw_only=True):
+    """Agent: the script has exited.
+
+    ``returncode`` is minus the signal if a signal ended it. ``ended_at`` is in seconds since the
+    epoch. ``ended_by`` is who ended it: the script itself, the supervisor, or something outside of
+    the job, such as mpirun. ``note`` describes the end where the return code is a guess, or not all
+    that is known.
+    """
+
+    returncode: int
+    ended_at: float
+    ended_by: EndedBy
+    note: str = ""
+
+
+class Terminate(Record, frozen=True, kw_only=True):
+    """Supervisor: send the script this signal, and kill it if it has not exited in time."""
+
+    signum: int
+
+
+class ForwardSignal(Record, frozen=True, kw_only=True):
+    """Supervisor: send the script this signal, which it received from outside of the job.
+
+    After SIGTERM the script is killed if it has not exited in time; it may continue after others.
+    """
+
+    signum: int
+
+
+# ---- failures and hangs ------------------------------------------------------------------
+
+
+class ProcessState(Enum):
+    """What the operating system reports about a process."""
+
+    RUNNING = "running"
+    SLEEPING = "sleeping"
+    DEVICE_WAIT = "device_wait"
+    STOPPED = "stopped"
+    TRACED = "traced"
+    EXITED = "exited"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether the process will not continue without outside help."""
+        return self not in (ProcessState.RUNNING, ProcessState.SLEEPING, ProcessState.UNKNOWN)
+
+
+class MonitorHello(Record, frozen=True, kw_only=True):
+    """Rank monitor, to authenticate: the rank, host and process of the script that it monitors.
+
+    ``monitor_pid`` is its own process.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    monitor_pid: int
+
+
+class Failed(Record, frozen=True, kw_only=True):
+    """Script: an error ends it with this status. ``traceback`` is what was printed of it.
+
+    ``error`` is the end of it, the type and the message, which may have several lines.
+    ``is_consequence``: the error only reports that another rank has ended or does not answer.
+    ``at`` is in seconds since the epoch.
+    """
+
+    status: int
+    traceback: str
+    error: str
+    is_consequence: bool
+    at: float
+
+
+class Leaving(Record, frozen=True, kw_only=True):
+    """Script: its end is reached, most likely with this exit status."""
+
+    status: int
+
+
+class Joining(Record, frozen=True, kw_only=True):
+    """Script: it joins the other ranks, all of which must arrive within the limit."""
+
+    limit_s: float
+
+
+class Joined(Record, frozen=True):
+    """Script: all ranks have joined."""
+
+
+class Overdue(Record, frozen=True, kw_only=True):
+    """Script: this collective of this group has not completed within its time limit."""
+
+    group: str
+    number: int
+    limit_s: float
+
+
+class CollectiveStatus(Record, frozen=True, kw_only=True):
+    """The newest collective of one group on one rank; without ``ranks`` all of the job take part.
+
+    ``where`` names the bucket and the step, if known; ``state`` is ``"done"`` once it is complete.
+    """
+
+    group: str
+    number: int
+    ranks: tuple[int, ...] = ()
+    what: str = "a collective"
+    where: str = ""
+    state: str = ""
+    age_s: float = 0.0
+
+
+class CheckpointSaved(Record, frozen=True, kw_only=True):
+    """Script of rank 0: all ranks have finished the checkpoint of this step.
+
+    The launcher of an elastic job passes it on to the rendezvous.
+    """
+
+    step: int
+
+
+class StatusRequest(Record, frozen=True, kw_only=True):
+    """Supervisor: requests a `StatusReply` from every rank.
+
+    After ``limit_s`` the agent replies in place of a script that has not.
+    """
+
+    limit_s: float
+
+
+class StatusReply(Record, frozen=True, kw_only=True):
+    """Script, or its agent in its place: what the rank is doing.
+
+    ``process`` is set where the script did not answer: the state of its process, which waits in the
+    kernel's function ``kernel_function`` if the system tells. ``script_stack`` is the part of
+    ``stacks`` that shows the script's own code.
+    """
+
+    collectives: tuple[CollectiveStatus, ...] = ()
+    stacks: str = ""
+    script_stack: str = ""
+    process: ProcessState | None = None
+    kernel_function: str = ""
+
+
+class HeartbeatRequest(Record, frozen=True):
+    """Requests an `Alive`: either side of a connection may ask."""
+
+
+class StoppedProcess(NamedTuple):
+    """A process that a signal has stopped, and its program."""
+
+    pid: int
+    name: str
+
+
+class Alive(Record, frozen=True, kw_only=True):
+    """The answer to a `HeartbeatRequest`; ``stopped`` are processes near the one that answers."""
+
+    stopped: list[StoppedProcess]
+
+
+# ---- elastic jobs: hosts and launcher authenticate with `HostHello` and `LauncherHello` ----
+
+
+class LauncherHello(Record, frozen=True, kw_only=True):
+    """Launcher, to authenticate: it shows what happens, and the job ends when it does."""
+
+    pid: int
+
+
+class HostHello(Record, frozen=True, kw_only=True):
+    """Host, to authenticate: it offers ``slots`` ranks."""
+
+    host: str
+    slots: int
+    versions: dict[str, str]
+
+
+class HostReady(Record, frozen=True):
+    """Host: no worker runs on it, it waits for the next round."""
+
+
+class HostFinished(Record, frozen=True):
+    """Host: all its workers have exited with status 0."""
+
+
+class Restart(Record, frozen=True):
+    """Rendezvous: end the workers and come back for the next round."""
+
+
+class RoundMember(Record, frozen=True, kw_only=True):
+    """A host that takes part in a round; see `HostHello`."""
+
+    host: str
+    slots: int
+
+
+class Round(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the hosts that take part, in the order of their ranks, and to the launcher.
+
+    ``reason`` is what ended the round before.
+    """
+
+    number: int
+    members: list[RoundMember]
+    num_restarts: int
+    reason: str
+
+
+class Shutdown(Record, frozen=True, kw_only=True):
+    """Rendezvous: the job is over, or continues without this host. End the workers."""
+
+    signum: int
+    text: str
+
+
+class UserMessage(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the launcher: a message for the user."""
+
+    text: str
+
+
+class RoundEnding(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the launcher: this round ends, its workers are stopped."""
+
+    reason: str
+
+
+class HostLost(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the launcher: the connection to this host is lost."""
+
+    host: str
+    text: str
+
+
+class JobEnded(Record, frozen=True, kw_only=True):
+    """Rendezvous, to the launcher: the job is over; ``text`` is the reason if it failed."""
+
+    text: str
+
+
+class HostUnreachable(Record, frozen=True, kw_only=True):
+    """Launcher: this host could not be reached; do not wait for it."""
+
+    host: str
+    text: str
+
+
+class Stop(Record, frozen=True, kw_only=True):
+    """Launcher: end the job by this signal."""
+
+    signum: int
+
+
+ElasticMessage = (
+    LauncherHello
+    | HostHello
+    | HostReady
+    | HostFinished
+    | Restart
+    | Round
+    | Shutdown
+    | UserMessage
+    | RoundEnding
+    | HostLost
+    | JobEnded
+    | HostUnreachable
+    | Stop
+)
+Message = (
+    ElasticMessage
+    | AgentHello
+    | StartScript
+    | StartRefused
+    | ScriptStarted
+    | Output
+    | Shown
+    | Refresh
+    | LogWarning
+    | Exit
+    | Terminate
+    | ForwardSignal
+    | MonitorHello
+    | Failed
+    | Leaving
+    | Joining
+    | Joined
+    | Overdue
+    | CheckpointSaved
+    | StatusRequest
+    | StatusReply
+    | HeartbeatRequest
+    | Alive
+)
+
+
+def decode(line: bytes) -> Message:
+    """The message in a line. Raises ValueError: there is none."""
+    message: Message = codec.decode_union(line, Message)
+    return message
