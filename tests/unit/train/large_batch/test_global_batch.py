@@ -232,10 +232,10 @@ def test_a_rank_without_samples_clips_as_the_others(size: int) -> None:
     samples = torch.randn(1, 3, generator=torch.Generator().manual_seed(0))
 
     def rank_main(comm: Communicator) -> torch.Tensor:
-        torch.manual_seed(0)
         model = nn.Linear(3, 2)
         with torch.no_grad():
-            model.weight.fill_(1.0)
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
         inner = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = create_multi_node_optimizer(inner, comm, model)
         batch = GlobalBatch(8, local_batch=2, comm=comm)
