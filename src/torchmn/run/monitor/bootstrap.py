@@ -169,10 +169,6 @@ def _show(error: BaseException) -> None:
     show_exception(error, sys.excepthook)
 
 
-if __name__ == "__main__":
-    main()
-
-
 # Lets the threads of torch's gloo groups finish what they do before the interpreter ends.
 #
 # Work of gloo keeps the Python objects of the thread that started it (in a backward pass the
@@ -217,3 +213,7 @@ def _threads() -> list[str]:
         return os.listdir("/proc/self/task")
     except OSError:
         return []
+
+
+if __name__ == "__main__":
+    main()
