@@ -234,14 +234,6 @@ def test_an_exception_under_mpirun(runner: Runner) -> None:
     runner.wait_until_nothing_is_left()
 
 
-def test_a_stopped_rank_under_mpirun(runner: Runner) -> None:
-    done = run_without_torchmn(runner, *mpirun(), runner.script(TRAINING), "stop")
-    assert done.returncode != 0
-    assert "rank 1 did not reach it" in report_file(runner.folder, "failure.txt")
-    assert "is stopped by a signal" in done.stderr
-    runner.wait_until_nothing_is_left()
-
-
 def by_hand(runner: Runner, text: str, *args: str) -> tuple[list[int], list[str]]:
     """Exit codes and errors of three ranks that no launcher ends: srun without its -K."""
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark}
@@ -359,18 +351,6 @@ raise SystemExit(run_job(job, os.environ))
     assert done.returncode == 1, done.stderr
     assert "failed with exit code 1 (ValueError: the cause)" in done.stderr.splitlines()[-1]
     assert not (runner.folder / "torchmn-logs").exists()
-    runner.wait_until_nothing_is_left()
-
-
-def test_no_process_is_left_after_a_successful_run(runner: Runner) -> None:
-    script = runner.script(
-        TRAINING.replace("range(10_000)", "range(4)") + "print('done', flush=True)\n"
-    )
-    done = run_without_torchmn(runner, *mpirun(), script, "kill")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done") == 3
-    assert "torchmn:" not in done.stderr
-    assert not list(runner.folder.glob("torchmn-logs/*"))
     runner.wait_until_nothing_is_left()
 
 
