@@ -80,6 +80,24 @@ def test_the_losses_of_one_process(port: Port, tmp_path: Path) -> None:
         _compare_parameters(port, tmp_path, num_ranks)
 
 
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("port", [MNIST, VAE], ids=lambda port: port.folder)
+def test_the_losses_with_noise_are_close(port: Port, tmp_path: Path) -> None:
+    """As they are: ranks draw other dropout masks and noise than one process does."""
+    _require(port)
+    _prepare(port, tmp_path)
+    wanted = _run(port, tmp_path, 0, has_noise=True)
+    print(f"\n{port.folder} with noise, plain script: {wanted}")
+    for num_ranks in NUM_RANKS:
+        found = _run(port, tmp_path, num_ranks, has_noise=True)
+        print(f"{port.folder} with noise, {num_ranks} rank(s): {found}")
+        assert found[-1][0] == pytest.approx(wanted[-1][0], rel=0.2)
+        if num_ranks == 1:
+            assert found == wanted
+
+
 def _require(port: Port) -> None:
     if not EXAMPLES:
         pytest.skip(reason="TORCHMN_TEST_PYTORCH_EXAMPLES names no checkout of pytorch/examples")

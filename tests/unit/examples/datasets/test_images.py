@@ -38,18 +38,6 @@ def test_digits() -> None:
     assert len({tuple(image.flatten().tolist()) for image in images}) == 1797
 
 
-def test_digits_for_a_network_of_colour_images() -> None:
-    digits = load_images("digits")
-    large = digits.resized(32, channels=3)
-    assert large.shape == (3, 32, 32)
-    assert large.train.tensors[0].shape == (1437, 3, 32, 32)
-    red, green, _ = large.train.tensors[0].unbind(dim=1)
-    assert torch.equal(red, green)
-    assert torch.equal(large.train.tensors[1], digits.train.tensors[1])
-    grey = digits.train.tensors[0]
-    assert (red.mean() - grey.mean()).abs() < 1e-3
-
-
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(DataError, match=r"pip install 'torchmn\[examples\]'"):
@@ -76,15 +64,6 @@ def test_real_files(real_data: Path, name: str, length: int) -> None:
     loaded = load_images(name, real_data)
     assert len(loaded.train) == length
     assert 0.1 < loaded.train.tensors[0].mean() < 0.6
-
-
-def test_normalised(tmp_path: Path) -> None:
-    write_cifar_folder(tmp_path, "python")
-    loaded = load_images("cifar10", tmp_path).normalised()
-    images = loaded.train.tensors[0]
-    torch.testing.assert_close(images.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
-    torch.testing.assert_close(images.std(dim=(0, 2, 3)), torch.ones(3))
-    assert loaded.test.tensors[0].mean().abs() > 1e-6  # by the training images' mean, not its own
 
 
 def test_unknown_name() -> None:
