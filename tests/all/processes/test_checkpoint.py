@@ -239,7 +239,7 @@ def test_rank_that_is_stopped_ends_the_wait(start: Start, tmp_path: Path) -> Non
     status, out, err = start("stops, finish waits")[0]
     assert (status, out) == (1, "")
     assert "another rank was lost while a checkpoint was written" in err
-    assert f"within {limit(4):g}" in err
+    assert "did not complete within" in err
     assert start("resume")[0][1].startswith("resumed 2")
 
 
