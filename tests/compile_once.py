@@ -13,16 +13,19 @@ import torchmn
 
 FOLDER = Path(torchmn.__file__).parent
 KERNELS = """
+import itertools
 import torch, torchmn
 from torchmn.comm.codecs import Quantized
 from torchmn.testing import run_ranks
 
 def train(comm):
-    for codec in (Quantized(bits=8), "int8", "power_sgd"):
-        model = torch.nn.Linear(64, 64)
+    for codec, dtype in itertools.product(
+        (Quantized(bits=8), "int8", "power_sgd"), (torch.float32, torch.float64)
+    ):
+        model = torch.nn.Linear(64, 64, dtype=dtype)
         sgd = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, codec=codec)
-        model(torch.ones(2, 64)).sum().backward()
+        model(torch.ones(2, 64, dtype=dtype)).sum().backward()
         optimizer.step()
 
 torch.set_num_threads(1)
