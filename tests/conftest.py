@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from xdist.workermanage import WorkerController
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.compile_once import compile_once
 from tests.limits import limit, slowness
 from tests.mpi_pool import MpiPool
 from torchmn.cluster import count_gpus
@@ -68,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for signum in config.stash[IGNORED]:
         signal.signal(signum, lambda *_: None)
     slowness()  # measured once, before there are workers
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        compile_once()
     for function in (run_ranks, MpiPool.run):
         function.__kwdefaults__["timeout_s"] = limit(function.__kwdefaults__["timeout_s"])
 

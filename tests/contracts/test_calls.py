@@ -16,8 +16,7 @@ from torchmn.comm import create, create_communicator
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
-from torchmn.testing import run_ranks
-from torchmn.testing.ranks import run_threads
+from torchmn.testing import run_ranks, run_threads
 
 SIZES = (1, 2, 3, 4)
 

@@ -14,12 +14,11 @@ from torchmn.errors import require
 if TYPE_CHECKING:
     from torchmn.train.allreduce_persistent import AllreducePersistent
     from torchmn.train.batch_source import BatchSource, EpochLoader
-    from torchmn.train.classifier import Classifier
     from torchmn.train.early_stopping import MultiNodeEarlyStoppingTrigger
     from torchmn.train.log_report import LogReport
     from torchmn.train.observation_aggregator import ObservationAggregator
     from torchmn.train.reports import extend_with_reports
-    from torchmn.train.standard_updater import StandardUpdater
+    from torchmn.train.standard_updater import Classifier, StandardUpdater
     from torchmn.train.trainer import Trainer, Updater
 
 __all__ = [
@@ -38,7 +37,7 @@ __all__ = [
 _HOME = {
     "AllreducePersistent": "allreduce_persistent",
     "BatchSource": "batch_source",
-    "Classifier": "classifier",
+    "Classifier": "standard_updater",
     "EpochLoader": "batch_source",
     "LogReport": "log_report",
     "MultiNodeEarlyStoppingTrigger": "early_stopping",

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from pytorch_pfn_extras.training.extension import Extension
 from pytorch_pfn_extras.training.manager import ExtensionsManager
 from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
+    Trigger,
     TriggerLike,
     get_trigger,
 )
+from pytorch_pfn_extras.training.triggers.interval_trigger import IntervalTrigger
+from pytorch_pfn_extras.training.triggers.manual_schedule_trigger import ManualScheduleTrigger
 from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.errors import DataError, RankMismatchError, UsageError
@@ -20,19 +28,8 @@ from torchmn.exchange.resharding import reshard_object, warnings_of
 
 if TYPE_CHECKING:
     from pytorch_pfn_extras.training.extension import ExtensionLike
-    from torch import Tensor
 
     from torchmn.comm import Communicator
-import math
-from fractions import Fraction
-from typing import Protocol
-
-from pytorch_pfn_extras.training.extension import Extension
-from pytorch_pfn_extras.training.trigger import Trigger  # type: ignore[attr-defined]
-from pytorch_pfn_extras.training.triggers.interval_trigger import IntervalTrigger
-from pytorch_pfn_extras.training.triggers.manual_schedule_trigger import ManualScheduleTrigger
-from torch import nn
-from torch.optim import Optimizer
 
 
 class Trainer(ExtensionsManager):

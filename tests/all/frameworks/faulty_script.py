@@ -14,10 +14,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.limits import limit
 from torchmn.train.frameworks import ExchangeOptions, attach, lightning_strategy
 
 FRAMEWORK, FAULT = sys.argv[1:]
-OPTIONS = ExchangeOptions(timeout_s=4)
+OPTIONS = ExchangeOptions(timeout_s=limit(4))
 DATA = TensorDataset(torch.ones(400, 3), torch.ones(400, 1))
 
 

@@ -55,14 +55,12 @@ class Module(lightning.LightningModule):
         self.make = make
         self.is_direct = is_direct
         self.logged: list[float] = []
-        self.seen: list[int] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.net(inputs)
 
     def training_step(self, batch: Any, index: int) -> Tensor:
         inputs, targets = batch
-        self.seen += [round(float(row.sum()) * 1e9) for row in inputs]
         outputs = self.net(inputs) if self.is_direct else self(inputs)
         loss = nn.functional.mse_loss(outputs, targets)
         self.log("loss", loss, sync_dist=True, on_step=True, batch_size=len(inputs))
@@ -173,57 +171,12 @@ def clipping() -> None:
     same_numbers(module.net, alone(max_norm=0.3))
 
 
-def codecs() -> None:
-    for codec in ("int8", "1bit"):
-        module = fit(ExchangeOptions(codec=codec, **FLAT))
-        same_bits(module.net, plain(codec=codec))
-        same_on_all(comm, module)
-
-
-def schedules() -> None:
-    for schedule in ("double_buffering", "diloco", "periodic_average"):
-        module = fit(ExchangeOptions(schedule=schedule, **FLAT), max_epochs=6)
-        same_bits(module.net, plain(schedule=schedule, num_epochs=6))
-        same_on_all(comm, module)
-
-
 def uneven_batches() -> None:
     """Weighted by samples: also where training_step calls layers instead of the module."""
     for is_direct in (False, True):
         options = ExchangeOptions(weight="samples", **FLAT)
         module = fit(options, batches=uneven(comm.rank, 2), is_direct=is_direct)
         same_numbers(module.net, alone())
-
-
-def uneven_batches_without_weight() -> None:
-    """The test above can fail."""
-    raises(
-        AssertionError,
-        "parameters differ",
-        lambda: same_numbers(fit(batches=uneven(comm.rank, 2)).net, alone()),
-    )
-
-
-def lbfgs() -> None:
-    """An optimizer that calls the closure several times, and looks at its loss."""
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
-
-    module = fit(make=make, max_epochs=1)
-    net = Net()
-    optimizer = make(net.parameters())
-    inputs, targets = samples()
-    for batch in strided(0, 1):
-
-        def closure(batch: list[int] = batch) -> Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(net(inputs[batch]), targets[batch])
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    same_numbers(module.net, net)
 
 
 class Manual(Module):
@@ -276,29 +229,6 @@ def loss_scaling() -> None:
     plugin.forward_context = lambda: torch.enable_grad()  # numbers stay in float64
     module = fit(plugins=plugin, gradient_clip_val=0.3)
     same_numbers(module.net, alone(max_norm=0.3))
-
-
-def bfloat16() -> None:
-    module = fit(precision="bf16-mixed")
-    same_on_all(comm, module)
-    assert not torch.equal(module.net[0].weight, Net()[0].weight)
-
-
-class SecondLoss(Callback):
-    """Reads the gradient between backward and the step, on each rank."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        self.norms.append(float(module.net[0].weight.grad.norm()))
-
-
-def hooks_see_means() -> None:
-    callback = SecondLoss()
-    fit(callbacks=[callback])
-    assert len(callback.norms) == NUM_EPOCHS * 6
-    assert len({*map(tuple, comm.allgather_obj(callback.norms))}) == 1, "gradients of ranks differ"
 
 
 def exact_evaluation() -> None:
@@ -412,15 +342,6 @@ def averaged_parameters_are_final() -> None:
         )
         own.fit(module, loader(strided(comm.rank, 2)), data)
         same_bits(module.net, averaging._average_model.net)
-
-
-def samples_are_shared_out_once() -> None:
-    inputs, targets = samples()
-    module = Module()
-    data = DataLoader(TensorDataset(inputs, targets), batch_size=BATCH // 2)
-    trainer(max_epochs=1, use_distributed_sampler=True).fit(module, data)
-    seen = [each for part in comm.allgather_obj(module.seen) for each in part]
-    assert sorted(seen) == sorted(round(float(row.sum()) * 1e9) for row in inputs)
 
 
 def resume() -> None:
@@ -587,22 +508,15 @@ CHECKS: list[Callable[[], None]] = [
     as_ddp,
     accumulation,
     clipping,
-    codecs,
-    schedules,
     uneven_batches,
-    uneven_batches_without_weight,
-    lbfgs,
     manual_optimization,
     loss_scaling,
-    bfloat16,
-    hooks_see_means,
     exact_evaluation,
     exact_evaluation_with_own_batch_sampler,
     evaluation_with_few_batches,
     evaluation_that_communicates,
     running_statistics,
     averaged_parameters_are_final,
-    samples_are_shared_out_once,
     resume,
     local_updates_are_flushed,
     second_fit,

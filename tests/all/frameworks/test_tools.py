@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -22,7 +20,7 @@ NUM_TESTED, NUM_EPOCHS = 360, 3
 KEYS = ["accuracy", "number"]
 
 
-@pytest.mark.parametrize("tracker", ["print", "tensorboard", "mlflow", "wandb"])
+@pytest.mark.parametrize("tracker", ["print", "tensorboard", "mlflow"])
 def test_trackers(tmp_path: Path, tracker: str) -> None:
     """One run, that of rank 0, which holds the numbers that one process logs."""
     need("torchmetrics", *([] if tracker == "print" else [tracker]))
@@ -34,7 +32,6 @@ def test_trackers(tmp_path: Path, tracker: str) -> None:
             by=by,
             cwd=tmp_path,
             PYTHONWARNINGS="ignore",
-            WANDB_SILENT="true",
         )
         assert "Traceback" not in text
         logged.append(LOGGED[tracker](out, text))
@@ -68,41 +65,10 @@ def in_mlflow(out: Path, text: str) -> list[dict[str, float]]:
     return [{key: value for step, key, value in rows if step == n} for n in range(NUM_EPOCHS)]
 
 
-def in_wandb(out: Path, text: str) -> list[dict[str, float]]:
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    [run] = out.glob("wandb/offline-run-*")
-    [file] = run.glob("*.wandb")
-    records = [Record.FromString(record) for record in leveldb_records(file.read_bytes())]
-    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
-    steps = [
-        {"".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.HasField("history")
-    ]
-    return [{key: step[key] for key in KEYS} for step in steps]
-
-
-def leveldb_records(content: bytes) -> Iterator[bytes]:
-    """Those of a file of Weights & Biases: LevelDB's log format after a header of 7 bytes."""
-    place, record = 7, b""
-    while place + 7 <= len(content):
-        if (left := 32768 - place % 32768) < 7:
-            place += left
-            continue
-        size, kind = int.from_bytes(content[place + 4 : place + 6], "little"), content[place + 6]
-        record += content[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield record
-            record = b""
-
-
 LOGGED = {
     "print": printed,
     "tensorboard": in_tensorboard,
     "mlflow": in_mlflow,
-    "wandb": in_wandb,
 }
 """What a run has left with each tracker: the numbers of each epoch."""
 

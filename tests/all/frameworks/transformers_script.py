@@ -159,24 +159,6 @@ def accumulation_and_clipping() -> None:
     same_bits(fit(**settings), plain(every=3, max_norm=0.3))
 
 
-def codecs_and_schedules() -> None:
-    for settings in (
-        {"codec": "int8"},
-        {"codec": "1bit"},
-        {"schedule": "double_buffering"},
-        {"schedule": "diloco"},
-    ):
-        net = fit(ExchangeOptions(**settings, **FLAT), num_train_epochs=6)
-        same_bits(net, plain(**settings, num_epochs=6))
-        same_on_all(comm, net)
-
-
-def bfloat16() -> None:
-    net = fit(bf16=True)
-    same_on_all(comm, net)
-    assert not torch.equal(net[0].weight, Net()[0].weight)
-
-
 def exact_evaluation() -> None:
     """13 samples, none twice; the same result on both ranks."""
     own = trainer(per_device_eval_batch_size=4)
@@ -315,8 +297,6 @@ CHECKS: list[Callable[[], None]] = [
     every_step,
     as_ddp,
     accumulation_and_clipping,
-    codecs_and_schedules,
-    bfloat16,
     exact_evaluation,
     resume,
     local_updates_are_flushed,

@@ -154,10 +154,7 @@ IN_SMOKE = ("All ranks end", "A rank raises an exception", "SIGTERM to the launc
 
 
 def _is_in_smoke(launcher: Launcher, row: Row) -> bool:
-    # On a busy machine Open MPI's own mpirun ends with another status, now and then.
-    is_left_to_chance = launcher == "plain mpirun" and row.signum != ""
-    needs_hosts = launcher in ("ssh", "srun")
-    return row.what in IN_SMOKE and not needs_hosts and not is_left_to_chance
+    return row.what in IN_SMOKE and launcher not in ("ssh", "srun")
 
 
 def cases(*, in_smoke: bool) -> list[object]:
@@ -296,5 +293,11 @@ def check(row: Row, site: Site, runner: Runner) -> None:
     assert (128 - code if code < 0 else code) == row.statuses[site.launcher], err
     seen = {path.name: path.read_text() for path in runner.folder.glob("seen*")}
     if row.sees.endswith(", once"):
-        assert seen == dict.fromkeys(("seen0", "seen1"), row.sees.removesuffix(", once"))
+        name = row.sees.removesuffix(", once")
+        if site.launcher == "plain mpirun":
+            # It kills ranks soon after the signal, and the other one when one has ended: on a busy
+            # machine their handlers have not run by then, or have not written all.
+            assert {*seen.values()} <= {name, ""}
+        else:
+            assert seen == dict.fromkeys(("seen0", "seen1"), name)
     runner.wait_until_nothing_is_left()

@@ -26,7 +26,10 @@ PYTHON_PATH = os.pathsep.join(
     ]
 )
 """For the Python of every rank: a start without torch's compiler, torchmn, and the tests."""
-RANK = 'import os; rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])\n'
+RANK = (
+    "import os; from tests.limits import limit; "
+    'rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])\n'
+)
 
 
 class Runner:

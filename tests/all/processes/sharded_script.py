@@ -293,23 +293,6 @@ def parts_unused(side: Side) -> Result:
     return {"states": states}
 
 
-def two_optimizers(side: Side) -> Result:
-    model = side.model()
-    first = [*model.first.parameters()]
-    rest = [p for p in model.parameters() if all(p is not other for other in first)]
-    one = side.optimizer(torch.optim.SGD(first, 0.1), model)
-    two = side.optimizer(torch.optim.Adam(rest, 0.05), model)
-    states = []
-    for step in range(NUM_STEPS):
-        one.zero_grad()
-        two.zero_grad()
-        loss_of(side, model, step).backward()
-        one.step()
-        two.step()
-        states.append(side.whole(model))
-    return {"states": states}
-
-
 def scaled(side: Side) -> Result:
     """A GradScaler, which skips a step of infinite gradients on one rank, on all."""
     model = side.model()
@@ -324,23 +307,6 @@ def scaled(side: Side) -> Result:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        states.append(side.whole(model))
-    return {"states": states}
-
-
-def checkpointed(side: Side) -> Result:
-    """Layers that run again in backward."""
-    from torch.utils.checkpoint import checkpoint
-
-    model = side.model()
-    optimizer = side.optimizer(adam(model), model)
-    states = []
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        x, y = batch(step)
-        output = checkpoint(model, side.part(x), use_reentrant=False)
-        nn.functional.cross_entropy(output, side.part(y)).backward()
-        optimizer.step()
         states.append(side.whole(model))
     return {"states": states}
 
@@ -445,8 +411,8 @@ def unfrozen(side: Side) -> Result:
 EQUAL: dict[str, Callable[[Side], Result]] = {
     case.__name__: case
     for case in (
-        plain, tensor_parallel, clipped, accumulated, evaluated, parts_unused, two_optimizers,
-        scaled, checkpointed, plain_head, both_kinds, uneven, joined, unfrozen,
+        plain, tensor_parallel, clipped, accumulated, evaluated, parts_unused, scaled, plain_head,
+        both_kinds, uneven, joined, unfrozen,
     )
 }  # fmt: skip
 IN_PAIRS = ("tensor_parallel", "plain_head")

@@ -74,3 +74,16 @@ def test_a_model_that_raises_on_one_rank_ends_the_job(runner: Runner) -> None:
     done = runner.run("-n", "2", runner.script(SCRIPT), "raises", "folder", limit_s=60)
     assert done.returncode != 0
     assert "RuntimeError: no memory for this model" in done.stderr
+
+
+def test_killed_and_resumed_bit_for_bit(runner: Runner) -> None:
+    script = runner.script(SCRIPT)
+    straight = runner.run("-n", "2", script, "none", "straight", limit_s=60)
+    assert straight.returncode == 0, straight.stderr
+    assert runner.run("-n", "2", script, "killed", "broken", limit_s=60).returncode != 0
+    resumed = runner.run("-n", "2", script, "none", "broken", limit_s=60)
+    assert resumed.returncode == 0, resumed.stderr
+    first, *others = results(straight.stdout) + results(resumed.stdout)
+    assert first[0] == 0
+    assert [other[0] for other in others] == [0, 6, 6]
+    assert all(other[1:] == first[1:] for other in others)

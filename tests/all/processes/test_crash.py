@@ -21,12 +21,12 @@ import os, signal, sys, time
 import torch, torchmn
 from torchmn.run import install_crash_handler
 fault = sys.argv[1]
-first_timeout_s = 20
+first_timeout_s = limit(20)
 if fault == "stop at the start":
-    first_timeout_s = 3
+    first_timeout_s = limit(3)
     if os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
-comm = torchmn.create_communicator("naive", timeout_s=2, first_timeout_s=first_timeout_s)
+comm = torchmn.create_communicator("naive", timeout_s=limit(2), first_timeout_s=first_timeout_s)
 install_crash_handler(comm)
 model = torch.nn.Linear(8, 8)
 optimizer = torchmn.create_multi_node_optimizer(
@@ -112,7 +112,7 @@ def test_a_hang_is_reported(runner: Runner, backend: str, fault: str, words: str
     done = runner.run("-n", "3", "--backend", backend, runner.script(TRAINING), fault, limit_s=50)
     assert done.returncode == 1, done.stderr
     summary = done.stderr.splitlines()[-1]
-    assert "has not completed within 2 s" in summary
+    assert f"has not completed within {limit(2):g} s" in summary
     host = os.uname().nodename
     assert words.format(host=host, folder=runner.folder) in summary
     report = (runner.logs / "hang.txt").read_text()
@@ -126,10 +126,10 @@ import pathlib, time
 import torchmn
 from torchmn.comm.transports import mpi
 mpi._NOTE_AFTER_S = 0.5
-comm = torchmn.create_communicator("naive", timeout_s=1)
+comm = torchmn.create_communicator("naive", timeout_s=limit(1))
 comm.barrier()
 if comm.rank == 0:
-    time.sleep(3)
+    time.sleep(limit(3))
     pathlib.Path("saved").touch()
 """
 
@@ -157,7 +157,7 @@ CAUGHT = """
 import os, pathlib, sys, time
 import torchmn
 from torchmn.errors import TimeLimitError
-comm = torchmn.create_communicator("naive", timeout_s=1, first_timeout_s=1)
+comm = torchmn.create_communicator("naive", timeout_s=limit(1), first_timeout_s=limit(1))
 is_over = pathlib.Path("is_over")
 if comm.rank == 0:
     try:
@@ -176,7 +176,7 @@ def test_a_job_ends_though_its_script_catches_the_time_limit_error(runner: Runne
     """However fast the ranks exit: the launcher gets the report before the script continues."""
     done = runner.run("-n", "2", "--backend", "gloo", runner.script(CAUGHT), limit_s=50)
     assert done.returncode == 1, done.stderr
-    assert "has not completed within 1 s" in done.stderr.splitlines()[-1]
+    assert f"has not completed within {limit(1):g} s" in done.stderr.splitlines()[-1]
     runner.wait_until_nothing_is_left()
 
 
@@ -186,7 +186,8 @@ def test_a_rank_that_does_not_join_is_reported(runner: Runner, backend: str) -> 
     done = runner.run("-n", "2", "--backend", backend, script, "stop at the start", limit_s=50)
     assert done.returncode == 1, done.stderr
     summary = done.stderr.splitlines()[-1]
-    assert "joining all ranks (create_communicator) has not completed within 3 s" in summary
+    joining = "joining all ranks (create_communicator) has not completed"
+    assert f"{joining} within {limit(3):g} s" in summary
     assert "rank 1 did not reach it" in summary
     assert "is stopped by a signal" in summary
     runner.wait_until_nothing_is_left()
@@ -234,14 +235,6 @@ def test_an_exception_under_mpirun(runner: Runner) -> None:
     runner.wait_until_nothing_is_left()
 
 
-def test_a_stopped_rank_under_mpirun(runner: Runner) -> None:
-    done = run_without_torchmn(runner, *mpirun(), runner.script(TRAINING), "stop")
-    assert done.returncode != 0
-    assert "rank 1 did not reach it" in report_file(runner.folder, "failure.txt")
-    assert "is stopped by a signal" in done.stderr
-    runner.wait_until_nothing_is_left()
-
-
 def by_hand(runner: Runner, text: str, *args: str) -> tuple[list[int], list[str]]:
     """Exit codes and errors of three ranks that no launcher ends: srun without its -K."""
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark}
@@ -266,7 +259,7 @@ FEW_FILES = """
 import resource
 import torchmn
 from torchmn.run import install_crash_handler
-comm = torchmn.create_communicator("naive", timeout_s=20)
+comm = torchmn.create_communicator("naive", timeout_s=limit(20))
 if comm.rank == 0:
     resource.setrlimit(resource.RLIMIT_NOFILE, (66, 66))
 install_crash_handler(comm)
@@ -315,7 +308,7 @@ import sys
 from torchmn.run import install_crash_handler
 install_crash_handler()
 import torch, torchmn
-comm = torchmn.create_communicator("naive", timeout_s=2, first_timeout_s=2)
+comm = torchmn.create_communicator("naive", timeout_s=limit(2), first_timeout_s=limit(2))
 print(float(comm.allreduce(torch.ones(1))), flush=True)
 if rank == 1 and len(sys.argv) > 1:
     import time
@@ -359,18 +352,6 @@ raise SystemExit(run_job(job, os.environ))
     assert done.returncode == 1, done.stderr
     assert "failed with exit code 1 (ValueError: the cause)" in done.stderr.splitlines()[-1]
     assert not (runner.folder / "torchmn-logs").exists()
-    runner.wait_until_nothing_is_left()
-
-
-def test_no_process_is_left_after_a_successful_run(runner: Runner) -> None:
-    script = runner.script(
-        TRAINING.replace("range(10_000)", "range(4)") + "print('done', flush=True)\n"
-    )
-    done = run_without_torchmn(runner, *mpirun(), script, "kill")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("done") == 3
-    assert "torchmn:" not in done.stderr
-    assert not list(runner.folder.glob("torchmn-logs/*"))
     runner.wait_until_nothing_is_left()
 
 
@@ -442,7 +423,7 @@ def test_torchrun_names_the_rank_that_failed(runner: Runner) -> None:
 
 SWALLOWS = """
 import sys, time, torch, torchmn
-comm = torchmn.create_communicator("naive", timeout_s=3, first_timeout_s=3)
+comm = torchmn.create_communicator("naive", timeout_s=limit(3), first_timeout_s=limit(3))
 model = torch.nn.Linear(4, 4)
 inner = torch.optim.SGD(model.parameters(), 0.1)
 optimizer = torchmn.create_multi_node_optimizer(inner, comm, model)

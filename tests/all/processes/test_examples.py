@@ -87,17 +87,6 @@ def test_one_worker(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-def test_several_devices_from_one_script(tmp_path: Path) -> None:
-    options = [*TWO_STEPS, "--batchsize", "400", "--out", tmp_path]
-    lines, _ = run([EXAMPLES / "cifar/train_cifar_multi_gpu.py", *options])
-    if not torch.cuda.is_available():
-        assert lines[1] == "# CPU devices: 2"
-        assert "{'main': 'cpu', 'gpu1': 'cpu'}" in lines
-        check_reports(lines, tmp_path, num_epochs=1, num_iterations=2)
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -124,24 +113,6 @@ def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         name for name in sys.modules if name.split(".")[0] in ("options", "models", "datasets")
     ]:
         del sys.modules[name]
-
-
-@pytest.mark.parametrize("network", ["vgg", "small"])
-def test_networks_fit_the_images(
-    options: ModuleType, monkeypatch: pytest.MonkeyPatch, network: str
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["train", "--dataset", "digits", "--model", network])
-    chosen = options.parse_options("")
-    images = options.load(chosen)
-    assert images.shape == ((3, 32, 32) if network == "vgg" else (1, 32, 32))
-    model = options.build(chosen, images)
-    twin = options.build(chosen, images)
-    assert all(map(torch.equal, model.parameters(), twin.parameters()))
-    loss = model(*images.train[:4])
-    loss.backward()
-    optimizer = options.build_optimizer(chosen, model)
-    assert optimizer.defaults["weight_decay"] == 5e-4
-    assert optimizer.defaults["lr"] == 0.05
 
 
 def test_scripts_are_short() -> None:

@@ -21,7 +21,7 @@ import torchmn.nn.functions as F
 from torch.nn.functional import mse_loss
 
 def main():
-    comm = torchmn.create_communicator("flat", timeout_s=5)
+    comm = torchmn.create_communicator("flat", timeout_s=limit(5))
     how = sys.argv[1]
     layer = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(layer.parameters(), 0.1)
@@ -94,7 +94,7 @@ import torch
 import torchmn
 
 def main():
-    comm = torchmn.create_communicator("flat", timeout_s=3)
+    comm = torchmn.create_communicator("flat", timeout_s=limit(3))
     kind, how = sys.argv[1:]
     if kind == "batch_norm":
         layer = torchmn.links.MultiNodeBatchNorm1d(3, comm)
@@ -122,7 +122,7 @@ def test_a_rank_that_never_calls_a_layer_is_named_within_the_limit(
     lines = runner.folder.joinpath("script.py").read_text().splitlines()
     line = 1 + next(index for index, text in enumerate(lines) if "forgets the layer" in text)
     summary = done.stderr.splitlines()[-1]
-    assert "has not completed within 3 s; rank 1 did not reach it" in summary
+    assert f"has not completed within {limit(3):g} s; rank 1 did not reach it" in summary
     assert f"script.py:{line} in main" in summary
     runner.wait_until_nothing_is_left()
 

@@ -207,24 +207,6 @@ def mpirun_itself(
     )
 
 
-@pytest.mark.parametrize("kind", ["wheel", "Debian"])
-def test_a_script_given_to_mpirun(lab: Lab, tmp_path: Path, kind: str) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
-    done = mpirun_itself(lab, kind, tmp_path / "place.py", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [place[:8] for place in places(tmp_path)] == [HERE, THERE]
-
-
-def test_four_hosts(tmp_path: Path) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
-    with netlab(4, None) as lab:
-        words = ("--hostfile", lab.hostfile(), "--backend", "gloo")
-        done = torchmn_run(lab, *words, "place.py", tmp_path, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    expected = [[f"n{rank}", rank, 4, 0, 1, rank, 4, 4.0] for rank in range(4)]
-    assert [place[:8] for place in places(tmp_path)] == expected
-
-
 # What goes wrong: a message, a status, in seconds, and nothing is left on any host
 
 
@@ -298,23 +280,6 @@ def test_hosts_with_different_versions(lab: Lab, tmp_path: Path) -> None:
     text = failing(lab, "--hosts", "n0:1,n1:1", "place.py", cwd=tmp_path, **env)
     assert "Hosts differ: torch is 2." in text
     assert "on n0 and 1.2.3 on n1" in text
-
-
-def test_a_rank_that_fails_ends_the_ranks_of_all_hosts(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "fail.py").write_text(
-        "import os, sys, time\n"
-        "if os.environ['RANK'] == '2': sys.exit('the third one fails')\n"
-        "time.sleep(600)\n"
-    )
-    text = failing(lab, "--hosts", "n0:2,n1:2", "fail.py", cwd=tmp_path)
-    assert "the third one fails" in text
-    assert "rank 2 on n1 failed with exit code 1" in text
-
-
-def test_no_srun(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "place.py").write_text(PLACE)
-    text = failing(lab, "--launcher", "srun", "place.py", cwd=tmp_path, PATH=str(tmp_path))
-    assert "there is no srun on the PATH" in text
 
 
 def test_dry_run_starts_nothing_and_tells_no_secret(lab: Lab, tmp_path: Path) -> None:

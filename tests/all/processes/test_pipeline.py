@@ -18,7 +18,7 @@ TRAINING = """
 import torch
 import torchmn
 from tests.unit.nn.test_chain_list import batch, line, mse
-comm = torchmn.create_communicator("flat", timeout_s=2, first_timeout_s=10)
+comm = torchmn.create_communicator("flat", timeout_s=limit(2), first_timeout_s=limit(10))
 chain = line(comm, num_microbatches=4)
 {extra}
 for step in range(100_000):

@@ -17,7 +17,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ import torch
 
 from tests.limits import limit
 
-from .ported_scripts import CONVERTED, IMAGENET, LANGUAGE_MODEL, MNIST, PORTS, VAE, Change, Port
+from .ported_scripts import IMAGENET, LANGUAGE_MODEL, MNIST, PORTS, VAE, Change, Port
 
 EXAMPLES = os.environ.get("TORCHMN_TEST_PYTORCH_EXAMPLES", "")
 DATA = os.environ.get("TORCHMN_TEST_DATA", "")
@@ -97,42 +96,6 @@ def test_the_losses_with_noise_are_close(port: Port, tmp_path: Path) -> None:
         assert found[-1][0] == pytest.approx(wanted[-1][0], rel=0.2)
         if num_ranks == 1:
             assert found == wanted
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_batch_normalization_of_each_rank_has_other_losses(tmp_path: Path) -> None:
-    """Without `convert_batch_norm`, which the same line calls."""
-    _require(IMAGENET)
-    _prepare(IMAGENET, tmp_path)
-    changes = [
-        replace(change, new=[line.replace(CONVERTED, "model") for line in change.new])
-        for change in IMAGENET.changes
-    ]
-    assert changes != IMAGENET.changes
-    found = [
-        _run(port, tmp_path, num_ranks)
-        for port, num_ranks in ((IMAGENET, 0), (replace(IMAGENET, changes=changes), 2))
-    ]
-    print(f"\nimagenet, plain script and 2 ranks that normalize by themselves: {found}")
-    assert found[0] != found[1]
-
-
-@pytest.mark.processes
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_language_model_with_an_optimizer(tmp_path: Path) -> None:
-    """Its other way: `--use-optimizer`, which steps an AdamW."""
-    _require(LANGUAGE_MODEL)
-    _prepare(LANGUAGE_MODEL, tmp_path)
-    options = ["--use-optimizer", "--lr", "0.002"]
-    wanted = _run(LANGUAGE_MODEL, tmp_path, 0, options)
-    for num_ranks in NUM_RANKS[1:]:
-        for own, expected in zip(
-            _run(LANGUAGE_MODEL, tmp_path, num_ranks, options), wanted, strict=True
-        ):
-            assert own == pytest.approx(expected, rel=2e-3, abs=1.001e-2)
 
 
 def _require(port: Port) -> None:

@@ -139,12 +139,6 @@ def test_progress_bar_shows_its_last_state_only(runner: Runner) -> None:
     assert "50 %" in runner.log(0)
 
 
-def test_last_line_without_end_is_shown(runner: Runner) -> None:
-    script = runner.script('print("no end", end="")')
-    done = runner.run("-n", "1", "--backend", "gloo", script)
-    assert done.stdout == "[0] no end\n"
-
-
 def test_reader_who_leaves_ends_the_job(runner: Runner) -> None:
     script = runner.script('[print("y") for _ in iter(int, 1)]')
     process = runner.start("-n", "2", "--backend", "gloo", script)
@@ -158,40 +152,6 @@ def test_reader_who_leaves_ends_the_job(runner: Runner) -> None:
 
 
 # ---- failure ------------------------------------------------------------------------------------
-
-
-def test_exit_code_of_the_first_rank_that_fails(runner: Runner, backend: str) -> None:
-    script = runner.script(
-        "import sys, time\n"
-        "if rank == 1: time.sleep(0.2); print('going', file=sys.stderr); sys.exit(3)\n"
-        "time.sleep(60); sys.exit(4)"
-    )
-    done = runner.run("-n", "3", "--backend", backend, script)
-    assert done.returncode == 3
-    summary = done.stderr.splitlines()[-1]
-    assert "rank 1 on " in summary
-    assert "exit code 3" in summary
-    assert str(Path("logs") / runner.logs.readlink() / "rank1.log") in summary
-    assert runner.exit_record(1)["exit_code"] == 3
-    assert runner.exit_record(0)["ended_by"] == "supervisor"
-    assert runner.exit_record(0)["signal"] == "SIGTERM"
-
-
-def test_traceback_of_the_first_failure_comes_last(runner: Runner) -> None:
-    script = runner.script(
-        "import signal, sys, time\n"
-        "def last_will(*_): print('bye', file=sys.stderr); sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, last_will)\n"
-        "print('ready', flush=True)\n"
-        "time.sleep(0.5)\n"
-        "if rank == 1: raise ValueError('the cause')\n"
-        "time.sleep(60)"
-    )
-    done = runner.run("-n", "2", "--backend", "gloo", script)
-    assert done.returncode == 1
-    lines = done.stderr.splitlines()
-    assert "[0] bye" in lines
-    assert lines[-2] == "ValueError: the cause"
 
 
 @pytest.mark.usefixtures("needs_mpi")
@@ -223,24 +183,12 @@ def test_children_of_a_finished_script_are_ended(runner: Runner, backend: str) -
     assert not runner.processes()
 
 
-def test_agents_say_nothing_of_their_own(runner: Runner) -> None:
-    process = runner.start("-n", "2", "--backend", "gloo", runner.script(""))
-    assert process.communicate(timeout=limit(50)) is not None
-    assert process.returncode == 0
-    assert (runner.logs / "launcher.log").read_text() == ""
-
-
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
-def test_signal_ends_everything(
-    runner: Runner, backend: str, signum: signal.Signals, code: int
-) -> None:
+def test_signal_ends_everything(runner: Runner, backend: str) -> None:
     process = start_with_grandchildren(runner, backend)
-    process.send_signal(signum)
+    process.send_signal(signal.SIGHUP)
     _, err = process.communicate(timeout=limit(20))
-    assert process.returncode == code
-    assert f"interrupted by {signum.name}" in err.splitlines()[-1]
+    assert process.returncode == 129
+    assert "interrupted by SIGHUP" in err.splitlines()[-1]
     runner.wait_until_nothing_is_left()
 
 
@@ -312,18 +260,10 @@ def test_killed_mpirun_leaves_no_shared_memory(runner: Runner) -> None:
     assert paths
     assert all(path.exists() for path in paths)
     next(p for p in runner.processes("--bind-to") if p.ppid() == process.pid).kill()
-    process.communicate(timeout=limit(20))
-    assert not [path for path in paths if path.exists()]
-    runner.wait_until_nothing_is_left()
-
-
-@pytest.mark.usefixtures("needs_mpi")
-def test_killed_mpirun_leaves_nothing(runner: Runner) -> None:
-    process = start_with_grandchildren(runner, "mpi")
-    next(p for p in runner.processes("--bind-to") if p.ppid() == process.pid).kill()
     _, err = process.communicate(timeout=limit(20))
     assert process.returncode == 137, err
     assert "mpirun ended with SIGKILL while its ranks were running" in err
+    assert not [path for path in paths if path.exists()]
     runner.wait_until_nothing_is_left()
 
 
@@ -380,22 +320,6 @@ def test_variables_of_torchrun(runner: Runner) -> None:
     assert len(str(ranks[0]["TORCHMN_SECRET"])) == 64
 
 
-def test_secret_differs_by_job(runner: Runner) -> None:
-    (one,), (other,) = (shown(runner, 1, "--backend", "gloo") for _ in range(2))
-    assert one["TORCHMN_SECRET"] != other["TORCHMN_SECRET"]
-
-
-@pytest.mark.usefixtures("needs_mpi")
-def test_world_of_mpi(runner: Runner) -> None:
-    script = runner.script(
-        "from mpi4py import MPI; comm = MPI.COMM_WORLD\n"
-        "assert comm.rank == rank\n"
-        "print(comm.size, comm.allreduce(rank), os.environ['TORCHMN_TRANSPORT'])"
-    )
-    done = runner.run("-n", "3", "--backend", "mpi", script)
-    assert [lines_of(done.stdout, rank) for rank in range(3)] == [["3 3 mpi"]] * 3
-
-
 def test_inside_a_job_of_one_rank(runner: Runner, backend: str) -> None:
     """A run inside mpirun -n 1 or torchrun --nproc 1 is a world of its own."""
     outer = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -407,18 +331,14 @@ def test_inside_a_job_of_one_rank(runner: Runner, backend: str) -> None:
 
 BAD_INPUT = {
     "no workers": (["-n", "0", "script.py"], "at least 1, got 0"),
-    "less than none": (["-n", "-3", "script.py"], "at least 1, got -3"),
     "not a number": (["-n", "two", "script.py"], "-n must be a whole number, got 'two'."),
-    "no seconds": (["--grace", "soon", "script.py"], "--grace must be a number, got 'soon'."),
     "no host file": (["--hostfile", "none", "script.py"], "(No such file or directory): name"),
     "no script": (["-n", "1", "missing.py"], "There is no script 'missing.py'"),
     "folder": (["-n", "1", "folder"], "'folder' is a folder"),
     "no module": (["-n", "1", "-m", "no_such_module"], "no module 'no_such_module'"),
     "backend": (["--backend", "smoke", "script.py"], "Known: auto, gloo, nccl, mpi"),
-    "no GPU": (["--backend", "nccl", "script.py"], "no CUDA GPU: use --backend gloo or mpi"),
     "no target": (["-n", "1"], "SCRIPT"),
     "unknown option": (["--frobnicate", "script.py"], "--frobnicate"),
-    "negative grace": (["--grace", "-1", "script.py"], "--grace"),
 }
 
 
@@ -436,15 +356,6 @@ def test_bad_input_is_one_message(runner: Runner, case: str) -> None:
     assert done.stderr.startswith("torchmn: ")
     assert not done.stdout
     assert not (runner.folder / "logs").exists()
-
-
-def test_run_in_every_rank_of_another_job_is_refused(runner: Runner) -> None:
-    script = runner.script("")
-    outer = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
-    done = runner.run("-n", "2", script, **outer)
-    assert done.returncode == 2
-    assert "rank 1 of 4 (OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4)" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_the_files_of_the_log_folder_stay(runner: Runner) -> None:

@@ -45,19 +45,6 @@ def received(folder: Path) -> list[str]:
     return [(folder / f"received{rank}").read_text() for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
-def test_ranks_that_save_after_a_signal_make_the_job_85(
-    runner: Runner, backend: str, name: str
-) -> None:
-    process = start(runner, "--backend", backend, "0.2")
-    process.send_signal(getattr(signal, name))
-    _, err = process.communicate(timeout=limit(30))
-    assert process.returncode == 85, err
-    assert "all ranks checkpointed and exited" in err.splitlines()[-1]
-    assert received(runner.folder) == [name, name]
-    runner.wait_until_nothing_is_left()
-
-
 def signal_agents(runner: Runner, name: str) -> None:
     """Send a signal to the parents of the scripts."""
     pids = {script.ppid() for script in runner.processes("bootstrap.py")}
@@ -76,16 +63,6 @@ def test_a_signal_to_every_agent_and_to_the_launcher_reaches_the_script_once(
     _, err = process.communicate(timeout=limit(30))
     assert process.returncode == 85, err
     assert received(runner.folder) == ["SIGUSR1", "SIGUSR1"]
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_a_signal_to_the_agents_alone(runner: Runner, backend: str, name: str) -> None:
-    process = start(runner, "--backend", backend, "0.2")
-    signal_agents(runner, name)
-    _, err = process.communicate(timeout=limit(30))
-    assert process.returncode == 85, err
-    assert received(runner.folder) == [name, name]
-    runner.wait_until_nothing_is_left()
 
 
 def test_a_save_longer_than_the_grace_is_cut_with_a_message(runner: Runner) -> None:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 
 HOST = os.uname().nodename
 WAITING = "import time\nprint('ready', flush=True)\ntime.sleep(600)\n"
-LIMIT_S = "1.5"
+LIMIT_S = str(limit(1.5))
 
 
 def begin(runner: Runner, *options: str, script: str = WAITING) -> subprocess.Popen[str]:
@@ -168,7 +168,7 @@ STOPPED_BEFORE_MPI = """
 import os, signal, time, torchmn
 if rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
-torchmn.create_communicator("naive", transport="mpi", timeout_s=60, first_timeout_s=3)
+torchmn.create_communicator("naive", transport="mpi", timeout_s=60, first_timeout_s=limit(3))
 """
 
 
@@ -178,8 +178,8 @@ def test_under_another_launcher_before_the_ranks_have_joined(runner: Runner) -> 
     _, err = process.communicate(timeout=limit(50))
     assert process.returncode != 0
     assert re.search(
-        rf"rank 1 on {HOST}: MPI_Init.* within 3 s .*: rank 0 \(process \d+\) on this host is "
-        "stopped by a signal",
+        rf"rank 1 on {HOST}: MPI_Init.* within {limit(3):g} s .*: rank 0 \(process \d+\) on this "
+        "host is stopped by a signal",
         err,
     ), err
     runner.wait_until_nothing_is_left()

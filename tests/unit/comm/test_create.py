@@ -22,8 +22,7 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-from torchmn.testing import run_ranks
-from torchmn.testing.ranks import run_threads
+from torchmn.testing import run_ranks, run_threads
 
 
 def alone() -> TorchDistributedTransport:

@@ -12,7 +12,7 @@ from tests.limits import limit
 from torchmn.cluster import Topology
 from torchmn.comm import ROUTES, Communicator
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.testing.ranks import run_threads
+from torchmn.testing import run_threads
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from torchmn.cluster import Topology
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
-from torchmn.testing.ranks import run_threads
+from torchmn.testing import run_threads
 
 LARGE = 70_001
 

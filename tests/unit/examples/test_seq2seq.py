@@ -141,27 +141,6 @@ def test_buckets_are_the_same_for_any_number_of_workers(script: ModuleType) -> N
             assert together == batches
 
 
-def greedy(model: Any, source: Tensor, max_length: int) -> list[int]:
-    written = [1]
-    while len(written) <= max_length and written[-1] != 2:
-        scores = model(source[None], torch.tensor([written]))[0, -1]
-        scores[:2] = -float("inf")
-        written.append(int(scores.argmax()))
-    return [token for token in written[1:] if token != 2]
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-@torch.no_grad()
-def test_beam_of_width_1_is_the_greedy_search(script: ModuleType, name: str) -> None:
-    """Of each segment alone: neither padding nor the other segments change it."""
-    model = network(script, name, num_tokens=6).eval()
-    for parameter in model.parameters():
-        parameter.normal_(std=0.7)  # so that some segments of the LSTM end
-    sources = [source for source, _ in random_pairs(12, num_tokens=6)]
-    found = script.beam_search(model, script.pad(sources), width=1, max_length=12)
-    assert found == [greedy(model, source, 12) for source in sources]
-
-
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("power", [0.0, 0.6, 1.0])
 @torch.no_grad()

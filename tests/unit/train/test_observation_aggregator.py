@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pytorch_pfn_extras.training import ExtensionsManager
 
 from tests.limits import limit
@@ -39,13 +38,6 @@ def observed(
     trainer.extend(lambda manager: seen.append(manager.observation.get("all")), name="look")
     trainer.run()
     return seen
-
-
-def test_the_mean_over_ranks_after_each_iteration(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> list[Any]:
-        return observed(comm, tmp_path, lambda rank, k: torch.tensor(float(10 * rank + k)))
-
-    assert run_ranks(body, 3) == [[11.0, 12.0, 13.0, 14.0]] * 3
 
 
 def test_values_are_kept_until_it_is_time(tmp_path: Path) -> None:
@@ -123,11 +115,6 @@ def test_all_ranks_stop_together(tmp_path: Path, patience: int | None, end: int)
     """Means of the epochs are 2, -1.5, -4, -5.5, -6, -5.5, -4, -1.5: the best is the fifth."""
     results = run_ranks(lambda comm: early_stop(comm, tmp_path, patience=patience), 2)
     assert [epoch for epoch, _ in results] == [end, end]
-
-
-def test_the_latest_end(tmp_path: Path) -> None:
-    results = run_ranks(lambda comm: early_stop(comm, tmp_path, max_trigger=(3, "epoch")), 2)
-    assert [epoch for epoch, _ in results] == [3, 3]
 
 
 def test_it_prints_on_rank_0_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,18 +34,8 @@ def expected() -> Tensor:
     return model.weight.detach()
 
 
-def as_dict(rows: list[Any]) -> dict[str, Tensor]:
-    inputs, targets = (torch.stack(part) for part in zip(*rows, strict=True))
-    return {"inputs": inputs, "targets": targets}
-
-
 def test_a_step() -> None:
     assert torch.equal(after_one_step(DataLoader(points(4), 4)), expected())
-
-
-def test_a_batch_that_is_a_dict() -> None:
-    loader = DataLoader(points(4), 4, collate_fn=as_dict)
-    assert torch.equal(after_one_step(loader), expected())
 
 
 def test_gradients_do_not_add_up() -> None:

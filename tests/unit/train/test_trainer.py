@@ -57,22 +57,8 @@ def fired(trainer: Trainer, trigger: Any) -> list[int]:
     return iterations
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "lengths"),
-    [(32, [79, 78, 78, 78]), (64, [40, 39, 39, 39]), (128, [20, 20, 19, 20])],
-)
-def test_epochs_of_the_source_documents(
-    tmp_path: Path, batch_size: int, lengths: list[int]
-) -> None:
-    trainer = Trainer(Counter(2500, batch_size), (4, "epoch"), tmp_path)
-    ends = fired(trainer, (1, "epoch"))
-    trainer.run()
-    assert [b - a for a, b in zip([0, *ends], ends, strict=False)] == lengths
-    assert trainer.epoch == 4
-
-
 @pytest.mark.parametrize(("num_samples", "batch_size"), [(10, 3), (100, 7), (7, 7), (3, 10)])
-@pytest.mark.parametrize("period", [1, 2, 0.5, 0.1, 0.3])
+@pytest.mark.parametrize("period", [1, 2, 0.3])
 def test_interval_triggers_fire_where_chainers_did(
     tmp_path: Path, num_samples: int, batch_size: int, period: float
 ) -> None:
@@ -98,14 +84,6 @@ def test_every_kind_of_trigger_follows(tmp_path: Path) -> None:
     assert best == [5, 10]
     log = json.loads((tmp_path / "log").read_text())
     assert [(row["epoch"], row["iteration"]) for row in log] == [(1, 3), (2, 5), (3, 8), (4, 10)]
-
-
-def test_early_stopping_ends_the_loop(tmp_path: Path) -> None:
-    stop = triggers.EarlyStoppingTrigger((1, "epoch"), "value", patience=2, mode="min")
-    trainer = Trainer(Counter(10, 4), stop, tmp_path)
-    trainer.extend(lambda manager: manager.observation.update(value=abs(manager.epoch - 2)))
-    trainer.run()
-    assert trainer.epoch == 5  # best after the second epoch; the mean of an epoch lags by one
 
 
 def test_errors_reach_the_caller_after_the_end_of_extensions(tmp_path: Path) -> None:
@@ -198,7 +176,7 @@ def test_a_rank_without_samples_participates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["serial", "loader", "sampler"])
-@pytest.mark.parametrize("stop_after", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("stop_after", [3, 4])
 def test_resuming_is_bit_equal(tmp_path: Path, kind: str, stop_after: int) -> None:
     """Epochs have 4 iterations (3.67 for the serial iterator)."""
 

@@ -10,29 +10,25 @@ batches, and hung if a rank had an empty shard.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from pytorch_pfn_extras import reporting
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
 from torch.utils.data import DataLoader
 
 from torchmn.comm.heartbeat import HeartbeatGather
+from torchmn.data.batch_size import num_samples
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.record import recording
 from torchmn.train.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.train.evaluation.evaluation_batches import evaluation_mode, named_loaders
-from torchmn.train.evaluation.sums import Sums, means_of, merge_sums
+from torchmn.train.evaluation.sums import Sums, WeightedSums, means_of, merge_sums, raise_if_no_mean
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from pytorch_pfn_extras import reporting
-
-from torchmn.data.batch_size import num_samples
-from torchmn.train.evaluation.sums import WeightedSums, raise_if_no_mean
 
 EvaluatorLike = TypeVar("EvaluatorLike", bound=Evaluator)
 Compatibility = Literal["chainermn"]

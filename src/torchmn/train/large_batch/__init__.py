@@ -22,7 +22,7 @@ from torchmn.train.large_batch.schedules import (
     Polynomial,
     SquareRootScaling,
 )
-from torchmn.train.large_batch.weight_decay import weight_decay_groups
+from torchmn.train.large_batch.trust_ratio import weight_decay_groups
 
 __all__ = [
     "LAMB",

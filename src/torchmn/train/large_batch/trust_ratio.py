@@ -1,4 +1,4 @@
-"""What LARS and LAMB share: which parameters are adapted, norms, and their ratio."""
+"""What LARS and LAMB share, and parameter groups without weight decay for any optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.comm.local_tensors import is_distributed, is_divided
@@ -159,3 +159,40 @@ def _raise_if_unsupported(parameter: Tensor) -> None:
             f"A parameter of shape {list(parameter.shape)} is complex; LARS and LAMB are for real "
             "ones."
         )
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups for an optimizer: with weight decay, and normalization and biases without. Local.
+
+    Without it are all parameters of at most one dimension: biases, and the scales and shifts of
+    normalization layers of any class (He et al. 2018, arXiv 1812.01187, section 3.1; Goyal et al.,
+    arXiv 1706.02677, section 5.1). Parameters stay in the order of the model, and frozen ones are
+    included. A group without parameters is left out.
+
+    ```python
+    optimizer = torch.optim.SGD(weight_decay_groups(model, 1e-4), lr=0.1, momentum=0.9)
+    ```
+
+    Raises UsageError: ``weight_decay`` is negative, or a parameter is not initialised yet.
+
+    Example:
+        >>> groups = torchmn.train.large_batch.weight_decay_groups(torch.nn.Linear(3, 2), 1e-4)
+        >>> [(group["weight_decay"], len(group["params"])) for group in groups]
+        [(0.0001, 1), (0.0, 1)]
+    """
+    if not weight_decay >= 0:
+        raise UsageError(f"weight_decay={weight_decay} must be 0 or more.")
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(
+                f"Parameter '{name}' is not initialised yet, so its number of dimensions is not "
+                "known. Run one forward pass first."
+            )
+        (others if parameter.dim() <= 1 else decayed).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]

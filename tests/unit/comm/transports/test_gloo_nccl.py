@@ -16,7 +16,7 @@ from tests.limits import limit
 from torchmn.comm.transports import base, gloo_nccl
 from torchmn.comm.transports.base import MAX_DIRECT_RANKS, TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.testing.ranks import run_threads
+from torchmn.testing import run_threads
 
 SCRIPT = """
 import time

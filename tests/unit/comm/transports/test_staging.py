@@ -14,7 +14,7 @@ from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.staging import Staging, await_stream
 from torchmn.errors import TimeLimitError, UnsupportedError
-from torchmn.testing.ranks import run_threads
+from torchmn.testing import run_threads
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16, torch.bool])

@@ -22,7 +22,7 @@ from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
-from torchmn.testing.ranks import run_threads
+from torchmn.testing import run_threads
 
 LARGE = 70_001  # elements
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import pickle
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,10 @@ from examples.datasets.cifar import find_cifar10, read_cifar10, read_python_batc
 from examples.datasets.files import RawImageSet
 
 from tests.unit.examples.datasets.makers import (
-    binary_bytes,
     cifar_archive,
     cifar_files,
     cifar_parts,
-    colour_batch,
     flipped,
-    python_bytes,
     write_cifar_folder,
     write_npz,
 )
@@ -86,26 +82,6 @@ def test_several_npz_are_refused(tmp_path: Path) -> None:
         find_cifar10(tmp_path)
 
 
-@pytest.mark.parametrize("protocol", range(5))
-def test_python_batches_of_any_protocol(protocol: int) -> None:
-    batch = colour_batch(1)
-    images, labels = read_python_batch(Path("batch"), python_bytes(batch, protocol))
-    np.testing.assert_array_equal(images, batch.images)
-    np.testing.assert_array_equal(labels, batch.labels)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"x_test": cifar_parts()[1].images.transpose(0, 2, 3, 1)},
-        {"y_test": cifar_parts()[1].labels[:, None]},
-        {"classes": np.array(["a", "b"])},
-    ],
-)
-def test_other_ways_to_write_an_npz(tmp_path: Path, changes: dict[str, object]) -> None:
-    assert_whole(read_cifar10(write_npz(tmp_path / "a.npz", **changes)))
-
-
 def test_the_real_subset(real_data: Path) -> None:
     path = find_cifar10(real_data)
     assert path is not None
@@ -134,50 +110,6 @@ def test_cut_off(source: Path) -> None:
         read_cifar10(source)
 
 
-def test_nothing_in_it(source: Path) -> None:
-    path = damaged(source, lambda payload: b"")
-    with pytest.raises(DataError, match=path.name):
-        read_cifar10(source)
-
-
-def test_a_page_of_html_instead(source: Path) -> None:
-    path = damaged(source, lambda payload: b"<!DOCTYPE html><html>404</html>")
-    with pytest.raises(DataError, match=path.name):
-        read_cifar10(source)
-
-
-@pytest.mark.parametrize("form", ["binary archive", "python archive", "npz"])
-def test_any_flipped_bit_of_an_archive_is_seen(form: str, tmp_path: Path) -> None:
-    """Or changes nothing that is read, such as the date in an archive's head."""
-    if form == "npz":
-        whole = write_npz(tmp_path / "whole.npz").read_bytes()
-    else:
-        whole = cifar_archive(form.split()[0])
-    path = tmp_path / "flipped"
-    num_seen = 0
-    positions = [*range(200), *np.linspace(200, len(whole) - 1, 150).astype(int)]
-    for position in positions:
-        path.write_bytes(flipped(whole, position))
-        try:
-            found = read_cifar10(path)
-        except DataError:
-            num_seen += 1
-        else:
-            assert_whole(found)
-    assert num_seen > 200
-
-
-def test_a_flipped_bit_in_a_python_batch_never_crashes() -> None:
-    whole = python_bytes(colour_batch(0))
-    head = len(whole) - 4 * 3072
-    for position in [*range(min(head, 400)), len(whole) - 3, len(whole) - 1]:
-        try:
-            images, _ = read_python_batch(Path("batch"), flipped(whole, position))
-        except DataError:
-            continue
-        assert images.shape[1:] == (3, 32, 32)
-
-
 def test_a_flipped_bit_in_an_official_python_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,14 +135,6 @@ def test_a_missing_batch(tmp_path: Path, form: str) -> None:
         read_cifar10(folder)
 
 
-def test_a_batch_that_ends_between_two_images(tmp_path: Path) -> None:
-    folder = write_cifar_folder(tmp_path, "binary")
-    path = folder / "data_batch_2.bin"
-    path.write_bytes(path.read_bytes()[:-3073])
-    with pytest.raises(DataError, match="have 4, 3, 4, 4, 4 images"):
-        read_cifar10(folder)
-
-
 def test_a_label_out_of_range(tmp_path: Path) -> None:
     folder = write_cifar_folder(tmp_path, "binary")
     path = folder / "data_batch_2.bin"
@@ -224,11 +148,8 @@ def test_a_label_out_of_range(tmp_path: Path) -> None:
     [
         ({"y_test": None}, "lacks y_test"),
         ({"x_test": np.zeros((4, 3, 32, 32), np.float32)}, "x_test is float32"),
-        ({"x_test": np.zeros((4, 3, 32), np.uint8)}, r"shape \(4, 3, 32\)"),
         ({"y_train": np.zeros(19, np.int64)}, "one integer for each of the 20 images"),
-        ({"y_train": np.full(20, 0.5)}, "y_train is float64"),
         ({"y_train": np.full(20, -1)}, "label -1"),
-        ({"x_test": np.array([None] * 4)}, "another format"),
     ],
 )
 def test_npz_of_another_form(tmp_path: Path, changes: dict[str, object], message: str) -> None:
@@ -260,28 +181,11 @@ def test_a_pickle_that_runs_something(tmp_path: Path, protocol: int) -> None:
     assert hostile.mark.exists(), "the pickle is harmless: the test shows nothing"
 
 
-@pytest.mark.parametrize("code", [pickle.BYTEARRAY8, pickle.BINBYTES8, pickle.LONG_BINPUT])
-def test_a_huge_number_in_a_pickle_takes_no_memory(code: bytes) -> None:
-    huge = (2**31 - 1).to_bytes(8 if code != pickle.LONG_BINPUT else 4, "little")
-    payload = pickle.PROTO + b"\x05" + pickle.NONE + code + huge + pickle.STOP
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError):
-            read_python_batch(Path("batch"), payload)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 2**20
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1, 2], "holds a list"),
-        ({b"labels": [1]}, "lacks an array 'data'"),
         ({b"data": np.zeros((2, 3072), np.uint8)}, "lacks an array 'data' or a list 'labels'"),
         ({b"data": np.zeros((2, 3072), np.float32), b"labels": [1, 2]}, "unsigned bytes"),
-        ({b"data": np.zeros((2, 3071), np.uint8), b"labels": [1, 2]}, "unsigned bytes"),
         ({b"data": np.zeros((2, 3072), object), b"labels": [1, 2]}, "unsigned bytes"),
         ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, "2 images and 1 labels"),
         ({b"data": np.zeros((1, 3072), np.uint8), b"labels": ["a"]}, "one integer for each"),
@@ -290,10 +194,3 @@ def test_a_huge_number_in_a_pickle_takes_no_memory(code: bytes) -> None:
 def test_a_pickle_of_something_else(content: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
         read_python_batch(Path("batch"), pickle.dumps(content, protocol=2))
-
-
-def test_binary_of_the_wrong_size_says_both_numbers(tmp_path: Path) -> None:
-    folder = write_cifar_folder(tmp_path, "binary")
-    (folder / "test_batch.bin").write_bytes(binary_bytes(colour_batch(5))[:-1])
-    with pytest.raises(DataError, match=r"has 12,291 bytes, .* multiple of the 3,073 bytes"):
-        read_cifar10(folder)

@@ -78,19 +78,6 @@ def test_failure_keeps_the_old_file(server: str, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_connection_refused(server: str, tmp_path: Path) -> None:
-    url = "http://127.0.0.1:9/file"
-    with pytest.raises(DataError, match=f"{url} could not be fetched .* refused"):
-        download(url, tmp_path / "file", md5=MD5)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_folder_is_a_file(tmp_path: Path) -> None:
-    (tmp_path / "taken").write_bytes(b"")
-    with pytest.raises(DataError, match="taken/file cannot be written"):
-        download("http://127.0.0.1:9/file", tmp_path / "taken" / "file", md5=MD5)
-
-
 @pytest.mark.parametrize("url", ["file:///etc/hostname", "ftp://host/file", "host/file"])
 def test_unsupported_scheme(url: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be downloaded. The address must begin"):

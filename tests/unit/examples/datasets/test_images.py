@@ -11,16 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from examples.datasets import IMAGE_SETS, default_data_root, load_images
+from examples.datasets import default_data_root, load_images
 from examples.datasets import images as module
 
 from tests.unit.examples.datasets.makers import (
     cifar_parts,
-    grey_part,
     write_cifar_folder,
     write_mnist_folder,
 )
-from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
+from torchmn.errors import DataError, TorchmnError, UnknownNameError
 from torchmn.testing import run_ranks
 
 # ---- digits
@@ -37,27 +36,6 @@ def test_digits() -> None:
     assert (images.min(), images.max()) == (0, 1)
     # No scan is in both parts, and all are in one.
     assert len({tuple(image.flatten().tolist()) for image in images}) == 1797
-
-
-def test_digits_are_divided_the_same_way_every_time() -> None:
-    one, other = load_images("digits"), load_images("digits")
-    assert torch.equal(one.test.tensors[0], other.test.tensors[0])
-    assert one.test.tensors[1][:8].tolist() == FIRST_TEST_DIGITS
-
-
-FIRST_TEST_DIGITS = [2, 8, 2, 6, 6, 7, 1, 9]
-
-
-def test_digits_for_a_network_of_colour_images() -> None:
-    digits = load_images("digits")
-    large = digits.resized(32, channels=3)
-    assert large.shape == (3, 32, 32)
-    assert large.train.tensors[0].shape == (1437, 3, 32, 32)
-    red, green, _ = large.train.tensors[0].unbind(dim=1)
-    assert torch.equal(red, green)
-    assert torch.equal(large.train.tensors[1], digits.train.tensors[1])
-    grey = digits.train.tensors[0]
-    assert (red.mean() - grey.mean()).abs() < 1e-3
 
 
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,33 +59,11 @@ def test_cifar10(tmp_path: Path) -> None:
     assert (loaded.path, loaded.shape, loaded.name) == (folder, (3, 32, 32), "cifar10")
 
 
-def test_mnist(tmp_path: Path) -> None:
-    write_mnist_folder(tmp_path, is_packed=True)
-    loaded = load_images("mnist", str(tmp_path))
-    assert loaded.shape == (1, 28, 28)
-    np.testing.assert_array_equal(loaded.test.tensors[1].numpy(), grey_part("t10k").labels)
-
-
 @pytest.mark.parametrize(("name", "length"), [("mnist", 60_000), ("cifar10", 10_000)])
 def test_real_files(real_data: Path, name: str, length: int) -> None:
     loaded = load_images(name, real_data)
     assert len(loaded.train) == length
     assert 0.1 < loaded.train.tensors[0].mean() < 0.6
-
-
-def test_normalised(tmp_path: Path) -> None:
-    write_cifar_folder(tmp_path, "python")
-    loaded = load_images("cifar10", tmp_path).normalised()
-    images = loaded.train.tensors[0]
-    torch.testing.assert_close(images.mean(dim=(0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
-    torch.testing.assert_close(images.std(dim=(0, 2, 3)), torch.ones(3))
-    assert loaded.test.tensors[0].mean().abs() > 1e-6  # by the training images' mean, not its own
-
-
-def test_colour_images_keep_their_channels(tmp_path: Path) -> None:
-    write_cifar_folder(tmp_path, "binary")
-    with pytest.raises(UsageError, match="cifar10 have 3 channels"):
-        load_images("cifar10", tmp_path).resized(16, channels=1)
 
 
 def test_unknown_name() -> None:
@@ -224,7 +180,3 @@ def test_a_failed_download_is_raised_by_all(tmp_path: Path) -> None:
     (first, other) = run_ranks(attempt, 2)
     assert first == other
     assert "could not be fetched" in first[1]
-
-
-def test_names() -> None:
-    assert IMAGE_SETS == ("digits", "cifar10", "mnist")

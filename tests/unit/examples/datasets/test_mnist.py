@@ -8,14 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from examples.datasets.files import RawImageSet
-from examples.datasets.mnist import OFFICIAL, find_mnist, parse_idx, read_mnist
+from examples.datasets.mnist import OFFICIAL, find_mnist, read_mnist
 
 from tests.unit.examples.datasets.makers import (
     MNIST_PARTS,
     flipped,
     grey_part,
     idx_bytes,
-    mnist_files,
     write_mnist_folder,
 )
 from torchmn.errors import DataError
@@ -33,16 +32,6 @@ def test_found_and_read(tmp_path: Path, folder: str, is_packed: bool) -> None:
     written = write_mnist_folder(tmp_path / folder, is_packed=is_packed)
     assert find_mnist(tmp_path) == written
     assert_whole(read_mnist(written))
-
-
-def test_found_by_one_of_its_files(tmp_path: Path) -> None:
-    folder = write_mnist_folder(tmp_path, is_packed=True)
-    assert find_mnist(folder / "t10k-images-idx3-ubyte.gz") == folder
-
-
-def test_nothing_to_be_found(tmp_path: Path) -> None:
-    assert find_mnist(tmp_path) is None
-    assert find_mnist(tmp_path / "missing") is None
 
 
 def test_the_real_files(real_data: Path, tmp_path: Path) -> None:
@@ -83,39 +72,11 @@ def test_cut_off(tmp_path: Path, name: str, is_packed: bool) -> None:
             read_mnist(folder)
 
 
-def test_any_flipped_bit_of_a_packed_file_is_seen(tmp_path: Path) -> None:
-    folder = write_mnist_folder(tmp_path, is_packed=True)
-    path = folder / "train-images-idx3-ubyte.gz"
-    whole = path.read_bytes()
-    num_seen = 0
-    for position in range(0, len(whole), 17):
-        path.write_bytes(flipped(whole, position))
-        try:
-            assert_whole(read_mnist(folder))
-        except DataError:
-            num_seen += 1
-    assert num_seen > len(whole) / 17 - 3  # not the date in the head of the file
-
-
 def test_images_and_labels_of_different_sets(tmp_path: Path) -> None:
     folder = write_mnist_folder(tmp_path, is_packed=False)
     (folder / "t10k-labels-idx1-ubyte").write_bytes(idx_bytes(np.zeros(3, np.uint8)))
     with pytest.raises(DataError, match="4 images and .* 3 labels"):
         read_mnist(folder)
-
-
-def test_labels_where_images_should_be() -> None:
-    payload = mnist_files()["train-labels-idx1-ubyte"]
-    with pytest.raises(DataError, match="begins with the bytes 00 00 08 01 .* 00 00 08 03"):
-        parse_idx(Path("train-images-idx3-ubyte"), payload, 3)
-
-
-def test_more_bytes_than_the_head_says() -> None:
-    payload = mnist_files()["train-images-idx3-ubyte"] + b"\0"
-    with pytest.raises(
-        DataError, match=r"has 3,153 bytes and according to its header 3,152 \(4 x 28 x 28"
-    ):
-        parse_idx(Path("images"), payload, 3)
 
 
 def test_a_label_out_of_range(tmp_path: Path) -> None:

@@ -45,15 +45,6 @@ def test_round_robin_order_at_the_root_only(lengths: tuple[int, ...], root: int)
         assert num_aggregated == (1 if rank == root else 0)
 
 
-def test_the_model_goes_back_to_training() -> None:
-    def body(comm: Communicator) -> list[bool]:
-        models = {"main": nn.Linear(1, 1), "other": nn.Linear(1, 1).eval()}
-        Numbers(comm, [(1,)], models)()
-        return [model.training for model in models.values()]
-
-    assert run_ranks(body, 1) == [[True, False]]
-
-
 def test_layers_that_do_not_train_stay_so() -> None:
     def body(comm: Communicator) -> list[bool]:
         model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1).eval())

@@ -158,14 +158,3 @@ def test_a_plain_optimizer_loads_it() -> None:
         return bool(plain.state_dict()["state"])
 
     assert run_ranks(rank_main, 2)[0]
-
-
-def test_a_prepared_state_is_what_a_framework_saves() -> None:
-    def rank_main(comm: Communicator) -> bool:
-        optimizer = make(comm)
-        optimizer.prepared_state = {"all": 1}
-        is_prepared = optimizer.state_dict() == {"all": 1}
-        optimizer.prepared_state = None
-        return is_prepared and "param_groups" in optimizer.state_dict()
-
-    assert run_ranks(rank_main, 1) == [True]

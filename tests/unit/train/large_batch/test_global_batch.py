@@ -63,18 +63,6 @@ def test_every_sample_is_in_one_pass_of_one_rank(
         assert sum(share for _, share in passes) == pytest.approx(1 if batch.share else 0)
 
 
-def test_the_values_follow_and_are_printed() -> None:
-    (batch,) = batches(1, 1000, 64)
-    assert (batch.share, batch.accumulation, batch.local_batch) == (1000, 16, 63)
-    ranks = batches(3, 10, accumulation=2)
-    assert [each.share for each in ranks] == [4, 3, 3]
-    assert repr(ranks[2]) == (
-        "GlobalBatch(10 samples per step = 3 ranks x 3 to 4, in 2 passes of up to 2)"
-    )
-    (grows,) = batches(1, 8, growth=BatchGrowth([2], 3))
-    assert "began with 8, BatchGrowth([2], factor=3" in repr(grows)
-
-
 def test_contradictions_are_refused_with_the_numbers() -> None:
     assert batches(2, 16, 4, 2)[0].accumulation == 2
     with pytest.raises(UsageError, match="2 ranks x accumulation=2 x local_batch=5 = 20 samples"):
@@ -232,10 +220,10 @@ def test_a_rank_without_samples_clips_as_the_others(size: int) -> None:
     samples = torch.randn(1, 3, generator=torch.Generator().manual_seed(0))
 
     def rank_main(comm: Communicator) -> torch.Tensor:
-        torch.manual_seed(0)
         model = nn.Linear(3, 2)
         with torch.no_grad():
-            model.weight.fill_(1.0)
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
         inner = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = create_multi_node_optimizer(inner, comm, model)
         batch = GlobalBatch(8, local_batch=2, comm=comm)
@@ -308,11 +296,3 @@ def test_fitting_names_the_rank_on_which_nothing_fits() -> None:
             GlobalBatch.fitting(8, try_pass, comm=comm)
 
     run_ranks(make, 2)
-
-
-def test_fitting_lets_other_errors_through() -> None:
-    def try_pass(num: int) -> None:
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        GlobalBatch.fitting(8, try_pass, comm=Placement(0, 1))

@@ -180,17 +180,6 @@ def test_bit_equal_on_one_and_two_ranks(make: Callable[..., Optimizer]) -> None:
         assert all(a.equal(b) for a, b in zip(one[0], ours, strict=True))
 
 
-@pytest.mark.parametrize("make", [LARS, LAMB])
-def test_wrong_options_are_refused(make: type[Optimizer]) -> None:
-    parameter = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(UsageError, match=r"lr=-1"):
-        make([parameter], lr=-1.0)
-    with pytest.raises(UsageError, match=r"weight_decay=-1"):
-        make([parameter], weight_decay=-1.0)
-    with pytest.raises(UsageError, match=r"lr=nan"):
-        make([parameter], lr=float("nan"))
-
-
 @pytest.mark.parametrize(
     ("make", "option"),
     [

@@ -61,13 +61,6 @@ def test_as_batch_normalization_of_one_part_after_another(
     assert ours.eval()(x).equal(theirs.eval()(x))
 
 
-@pytest.mark.parametrize(("rows", "parts"), [(3, 1), (5, 1), (7, 2), (9, 2), (10, 3), (11, 3)])
-def test_parts_are_as_near_to_the_size_as_can_be(rows: int, parts: int) -> None:
-    layer = GhostBatchNorm1d(2, 4)
-    layer(torch.randn(rows, 2))
-    assert layer.num_batches_tracked == parts
-
-
 @pytest.mark.parametrize("ghost", [2, 3, 4])
 @pytest.mark.parametrize("rows", range(2, 13))
 def test_no_part_has_one_sample(rows: int, ghost: int) -> None:

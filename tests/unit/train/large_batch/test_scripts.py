@@ -6,9 +6,8 @@ about what plain torch has not.
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from torchmn.comm import Communicator
 from torchmn.testing import run_ranks
 from torchmn.train.large_batch import (
     LAMB,
-    LARS,
     BatchGrowth,
     Cosine,
     GlobalBatch,
@@ -249,23 +247,6 @@ def test_linear_scaling_and_warmup_stepped_per_batch() -> None:
     assert_near(run_ranks(script, 2), values(model))
 
 
-@pytest.mark.parametrize("make", [LARS, LAMB])
-def test_layer_wise_rates(make: Callable[..., torch.optim.Optimizer]) -> None:
-    def script(comm: Communicator) -> Parameters:
-        model = net()
-        optimizer = torchmn.create_multi_node_optimizer(
-            make(model.parameters(), 0.05, weight_decay=0.01), comm, model
-        )
-        batch = GlobalBatch(BATCH, comm=comm, accumulation=2)
-        return trained(model, optimizer, batch, loader_of(batch))
-
-    model = net()
-    plain = make(model.parameters(), 0.05, weight_decay=0.01)
-    for _, x, y in whole_batches():
-        whole_step(model, plain, x, y)
-    assert_near(run_ranks(script, 2), values(model))
-
-
 def test_batch_growth_in_place_of_decay() -> None:
     """The batches of one process: 14, then 28 after the first epoch, then all 45."""
 
@@ -322,38 +303,6 @@ def test_stopped_in_the_middle_and_resumed_on_other_ranks(
     found = run_ranks(lambda comm: script(comm, "parts", 10**6), 2)
     assert [steps for steps, _ in found] == [wanted[0]] * 2
     assert_near([params for _, params in found], wanted[1])
-
-
-def test_a_resumed_run_on_the_same_ranks_is_bit_equal(tmp_path: Path) -> None:
-    def script(comm: Communicator, stop: int | None) -> tuple[Parameters, dict[str, Any]]:
-        model = net()
-        optimizer = torchmn.create_multi_node_optimizer(LARS(model.parameters(), 1.0), comm, model)
-        batch = GlobalBatch(BATCH, comm=comm, local_batch=3, growth=BatchGrowth([1.3], 2))
-        loader = loader_of(batch)
-        schedule = MultiStep(GradualWarmup(optimizer, batch, 1), batch, [2])
-        parts = {"o": optimizer, "s": loader.batch_sampler, "r": schedule, "m": model}
-        if (saved := states.get((stop, comm.rank))) is not None:
-            for name, state in saved.items():
-                parts[name].load_state_dict(copy.deepcopy(state))
-        for _ in range(3):
-            for _ in steps(model, optimizer, batch, loader):
-                schedule.step()
-                if stop is not None and saved is None and comm.num_steps == stop:
-                    states[stop, comm.rank] = {
-                        name: copy.deepcopy(part.state_dict()) for name, part in parts.items()
-                    }
-                    return values(model), {}
-                if batch.samples_seen >= NUM_EPOCHS * NUM_SAMPLES:
-                    return values(model), schedule.state_dict()
-        raise AssertionError
-
-    states: dict[tuple[int | None, int], dict[str, Any]] = {}
-    whole = run_ranks(lambda comm: script(comm, None), 2)
-    run_ranks(lambda comm: script(comm, 6), 2)
-    resumed = run_ranks(lambda comm: script(comm, 6), 2)
-    for (a, b), (c, d) in zip(whole, resumed, strict=True):
-        assert all(p.equal(q) for p, q in zip(a, c, strict=True))
-        assert b == d
 
 
 def test_ghost_batches_and_the_trainer(tmp_path: Path) -> None:
