@@ -59,8 +59,10 @@ main()
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread, and a heartbeat that is longer than the limits of collectives here."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TORCHMN_HEARTBEAT_S", str(limit(30)))
 
 
 @pytest.mark.parametrize(
