@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torchmn.observe.report.as_json import as_json
+from torchmn.observe.report.text import as_json
 
 from tests.unit.models import OfObject, batch, equal, fill, local_grads, loss_of, mlp, near, values
 from tests.unit.recorded_runs import ImitatedRun
