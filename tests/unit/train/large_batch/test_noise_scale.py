@@ -18,7 +18,6 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torchmn.observe.report.text import as_json
 
 from tests.unit.models import OfObject, batch, equal, fill, local_grads, loss_of, mlp, near, values
 from tests.unit.recorded_runs import ImitatedRun
@@ -31,7 +30,7 @@ from torchmn.nn import MultiNodeChainList
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.page import page
 from torchmn.observe.report.summary import summarize
-from torchmn.observe.report.text import show
+from torchmn.observe.report.text import as_json, show
 from torchmn.record import record
 from torchmn.testing import run_ranks
 from torchmn.train.large_batch import GlobalBatch, GradientNoiseScale
