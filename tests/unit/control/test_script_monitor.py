@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,10 @@ from torchmn.errors import (
     UsageError,
 )
 from torchmn.testing import run_ranks
+
+
+def test_the_bootstrap_is_where_stacks_leave_it_out() -> None:
+    assert Path(script_monitor._BOOTSTRAP).is_file()
 
 
 def chained(error: Exception, cause: Exception) -> Exception:
