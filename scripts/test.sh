@@ -5,6 +5,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONDONTWRITEBYTECODE=
+# Ranks are threads, each of which would keep what it frees for itself: 640 MB for a worker, not 1 GB.
+export MALLOC_ARENA_MAX=1
 tier="$1"
 shift
 exec .venv/bin/python -m pytest -n auto --dist worksteal -m "$tier" "$@"
