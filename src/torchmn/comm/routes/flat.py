@@ -1,0 +1,25 @@
+"""Routes ``flat`` and ``naive``: one group of all ranks."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
+from torchmn.comm.base import Communicator, Granularity
+
+
+class FlatCommunicator(Communicator):
+    """Blocking, one collective for everything, after backward (ChainerMN's `flat`)."""
+
+    name = "flat"
+    granularity: ClassVar[Granularity] = "everything"
+
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        algorithm.sum_(self.world, block)
+
+
+class NaiveCommunicator(FlatCommunicator):
+    """Blocking, one collective per parameter, after backward (ChainerMN's `naive`)."""
+
+    name = "naive"
+    granularity = "parameter"

@@ -1,0 +1,98 @@
+"""Routes ``hierarchical`` and ``non_cuda_aware``: within nodes, then between leaders."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock, ReduceScatterAllGather
+from torchmn.comm.base import Communicator
+from torchmn.comm.group import Group
+
+
+class BetweenNodes(Communicator):
+    """Sums inside of each node first: a codec encodes only what passes between nodes."""
+
+    plain_sum = ReduceScatterAllGather()
+    _node: Group
+
+    def _connect(self) -> None:
+        nodes = self.topology.nodes
+        self._node = self._groups.with_shared_memory(self._groups.own_part("node", nodes))
+
+    @property
+    def codec_scope(self) -> str:
+        num_nodes = len(self.topology.nodes)
+        return f"the {num_nodes} nodes" if num_nodes > 1 else ""
+
+    def all_valid(self, is_valid: bool) -> bool:
+        """The other ranks of the node have decoded other bytes, or none; elsewhere the same."""
+        return self._node.all_true(is_valid)
+
+
+class HierarchicalCommunicator(BetweenNodes):
+    """For nodes with one network adapter each (ChainerMN's `hierarchical`).
+
+    Reduce to intra_rank 0 of each node, all-reduce between these leaders in stripes (all-to-all,
+    sum at the owner, all-gather), broadcast in the node. Nodes may have different numbers of ranks.
+    A codec encodes only what passes between leaders.
+    """
+
+    name = "hierarchical"
+    _leaders: Group | None
+
+    def _connect(self) -> None:
+        super()._connect()
+        leaders = [ranks[0] for ranks in self.topology.nodes]
+        self._leaders = self._groups.part("leaders", leaders)
+
+    @property
+    def inter_node_group(self) -> Group | None:
+        return self._leaders
+
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        if self._node.size > 1:
+            self._node.reduce_(block.buffer, 0)
+        if self._leaders is not None:
+            self._sum_over_leaders_(self._leaders, block, algorithm)
+        if self._node.size > 1:
+            self._node.broadcast_(block.buffer, 0)
+
+    def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        # On all leaders or on none: announced messages use a connection of their own.
+        if self._leaders is not None and self._leaders.size == self.size:
+            algorithm.prefetch_send(self._leaders, block)
+
+    def _sum_over_leaders_(
+        self, leaders: Group, block: ReduceBlock, algorithm: AllReduceAlgorithm
+    ) -> None:
+        algorithm.sum_(leaders, block)
+
+
+class NonCudaAwareCommunicator(HierarchicalCommunicator):
+    """For GPUs whose network library cannot read GPU memory (ChainerMN's `non_cuda_aware`).
+
+    Reduce to intra_rank 0 on the GPUs, copy to pinned host memory, all-reduce between leaders on
+    the host, copy back, broadcast on the GPUs. CPU tensors are not copied.
+    """
+
+    name = "non_cuda_aware"
+    _host: Tensor | None = None
+
+    def _sum_over_leaders_(
+        self, leaders: Group, block: ReduceBlock, algorithm: AllReduceAlgorithm
+    ) -> None:
+        buffer = block.buffer
+        if not buffer.is_cuda:
+            super()._sum_over_leaders_(leaders, block, algorithm)
+            return
+        if self._host is None or self._host.numel() < buffer.nbytes:
+            self._host = torch.empty(
+                buffer.nbytes, dtype=torch.uint8, pin_memory=True, device="cpu"
+            )
+        host = self._host[: buffer.nbytes].view(buffer.dtype)
+        host.copy_(buffer, non_blocking=True)
+        leaders.await_stream(buffer.device)
+        super()._sum_over_leaders_(leaders, block.with_buffer(host), algorithm)
+        buffer.copy_(host, non_blocking=True)
+        leaders.await_stream(buffer.device)  # the pinned buffer is used again

@@ -1,0 +1,36 @@
+"""Route ``pure_nccl``: NCCL sums over all GPUs."""
+
+from __future__ import annotations
+
+from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
+from torchmn.comm.base import Communicator
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.errors import UnsupportedError
+
+
+class PureNcclCommunicator(Communicator):
+    """One NCCL all-reduce per bucket over all GPUs (ChainerMN's `pure_nccl`)."""
+
+    name = "pure_nccl"
+
+    def check_placement(self) -> None:
+        if self.device.type != "cuda":
+            raise UnsupportedError(
+                "pure_nccl needs a CUDA device on every rank, and this rank found none. "
+                "Use 'auto', 'single_node' or 'hierarchical' on CPUs."
+            )
+        transport = self.world.transport
+        if transport.name != TorchDistributedTransport.name:
+            raise UnsupportedError(
+                f"pure_nccl needs transport='torch', not {transport.name!r}: NCCL is reached "
+                "through torch.distributed."
+            )
+        if not transport.supports_nccl:
+            raise UnsupportedError(
+                f"pure_nccl needs a GPU for each of the {self.size} ranks, and some share one, "
+                "which NCCL refuses, or this build of torch has no NCCL. Use 'auto', "
+                "'single_node' or 'hierarchical', which then send through host memory."
+            )
+
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        algorithm.sum_(self.world, block)

@@ -1,0 +1,57 @@
+"""Route ``single_node``: all ranks are on one node."""
+
+from __future__ import annotations
+
+from torchmn.cluster.units import MiB
+from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
+from torchmn.comm.base import Communicator
+from torchmn.comm.group import Group
+from torchmn.errors import UnsupportedError
+
+_UNHIDDEN_BUCKET_BYTES = 64 * MiB  # nothing waits for a bucket: few of them need few waits
+
+
+class SingleNodeCommunicator(Communicator):
+    """For ranks that share a node (ChainerMN's `single_node`).
+
+    Through shared memory sums stay in full precision whatever the codec: nothing crosses between
+    nodes, and narrowing is work for the cores that train (VGG with float16 had 0.76 to 1.03 x the
+    throughput of DistributedDataParallel in five runs on a machine shared with others).
+    """
+
+    name = "single_node"
+    _node: Group
+
+    def check_placement(self) -> None:
+        if self.inter_size != 1:
+            raise UnsupportedError(
+                f"single_node supports one node only, but there are {self.topology}. "
+                "Use 'hierarchical', 'two_dimensional' or 'auto'."
+            )
+
+    def _connect(self) -> None:
+        self._node = self._groups.with_shared_memory(self.world)
+        if not self.overlaps_backward:
+            self.bucket_bytes = _UNHIDDEN_BUCKET_BYTES
+
+    @property
+    def overlaps_backward(self) -> bool:
+        """Only on GPUs. Through shared memory the sum is work for the core that backward needs.
+
+        VGG, 2 ranks on 2 cores: 1.00 x DistributedDataParallel on gloo if overlapped with backward,
+        1.01 to 1.04 x after it.
+        """
+        return self.device.type == "cuda"
+
+    @property
+    def inter_node_group(self) -> Group | None:
+        """See `Communicator.inter_node_group`: through shared memory nothing is slow."""
+        return None if self._node.transport.is_shared_memory else self._node
+
+    @property
+    def codec_scope(self) -> str:
+        return "" if self.inter_node_group is None else super().codec_scope
+
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        is_shared = self._node.transport.is_shared_memory
+        (self.plain_sum if is_shared else algorithm).sum_(self._node, block)

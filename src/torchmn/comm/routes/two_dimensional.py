@@ -1,0 +1,52 @@
+"""Route ``two_dimensional``: sums within nodes, then between equal places of all nodes."""
+
+from __future__ import annotations
+
+from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
+from torchmn.comm.group import Group
+from torchmn.comm.routes.hierarchical import BetweenNodes
+from torchmn.errors import UnsupportedError
+
+
+class TwoDimensionalCommunicator(BetweenNodes):
+    """For nodes with several network adapters (ChainerMN's `two_dimensional`).
+
+    Reduce-scatter in the node, all-reduce of each stripe with the ranks of the same intra_rank on
+    the other nodes, all-gather in the node. All nodes need the same number of ranks, which
+    ChainerMN did not check. A codec encodes only what passes between nodes.
+    """
+
+    name = "two_dimensional"
+    shards_parameters = True
+    _column: Group
+
+    def check_placement(self) -> None:
+        if not self.topology.is_balanced:
+            raise UnsupportedError(
+                f"two_dimensional needs the same number of ranks on every node, but there are "
+                f"{self.topology}. Use 'hierarchical', or start the same number "
+                "of ranks on every node."
+            )
+
+    def _connect(self) -> None:
+        super()._connect()
+        columns = list(zip(*self.topology.nodes, strict=True))
+        self._column = self._groups.own_part("column", columns)
+
+    @property
+    def inter_node_group(self) -> Group | None:
+        return self._column
+
+    def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        mine = block
+        if self._node.size > 1:
+            part = self._node.reduce_scatter_stripes_(block.buffer)
+            start = int(part.storage_offset()) - int(block.buffer.storage_offset())
+            mine = block.between(start, start + part.numel())
+        algorithm.sum_(self._column, mine)
+        if self._node.size > 1:
+            self._node.all_gather_stripes_(block.buffer)
+
+    def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        if self._node.size == 1:
+            algorithm.prefetch_send(self._column, block)
