@@ -54,7 +54,7 @@ def test_what_a_package_imports_is_in_all(package: str) -> None:
     imported = {
         name
         for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchmn.")
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"torchmn.{package}.")
         if node.module != "torchmn.errors"
         for alias in node.names
         if (alias.asname or "") != alias.name  # a submodule, for type checkers
@@ -65,7 +65,7 @@ def test_what_a_package_imports_is_in_all(package: str) -> None:
         )
     }
     names = set(import_module(f"torchmn.{package}").__all__)
-    assert {name for name in imported if not name.startswith("_")} == names
+    assert {name for name in imported if not name.startswith("_")} <= names
 
 
 @pytest.mark.parametrize("name", torchmn.__all__)

@@ -33,15 +33,11 @@ from torchmn.comm.base import Communicator
 from torchmn.comm.codecs import Codec, create_codec
 from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.comm.object_codec import Trust
-from torchmn.comm.routes import (
-    FlatCommunicator,
-    HierarchicalCommunicator,
-    NaiveCommunicator,
-    NonCudaAwareCommunicator,
-    PureNcclCommunicator,
-    SingleNodeCommunicator,
-    TwoDimensionalCommunicator,
-)
+from torchmn.comm.routes.flat import FlatCommunicator, NaiveCommunicator
+from torchmn.comm.routes.hierarchical import HierarchicalCommunicator, NonCudaAwareCommunicator
+from torchmn.comm.routes.pure_nccl import PureNcclCommunicator
+from torchmn.comm.routes.single_node import SingleNodeCommunicator
+from torchmn.comm.routes.two_dimensional import TwoDimensionalCommunicator
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.join import choose_transport, join_world

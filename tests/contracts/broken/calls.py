@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torchmn.comm.collective_checks import Call
 from torchmn.comm.point_to_point import ANY_TAG
-from torchmn.comm.routes import FlatCommunicator
+from torchmn.comm.routes.flat import FlatCommunicator
 
 
 class ComparesNothing(FlatCommunicator):

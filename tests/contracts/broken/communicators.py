@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchmn.comm.allreduce import ReduceBlock
-from torchmn.comm.routes import FlatCommunicator
+from torchmn.comm.routes.flat import FlatCommunicator
 
 
 class ForgetsTheLastRank(FlatCommunicator):

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.unit.models import equal, fill, mlp, values
 from torchmn import create_multi_node_optimizer
-from torchmn.comm.routes import FlatCommunicator
+from torchmn.comm.routes.flat import FlatCommunicator
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.sharded_parameters import ModelMesh

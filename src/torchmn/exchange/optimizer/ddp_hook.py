@@ -33,7 +33,7 @@ from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Codec, Layout
 from torchmn.comm.engine import Work
 from torchmn.comm.object_codec import Trust
-from torchmn.comm.routes import FlatCommunicator
+from torchmn.comm.routes.flat import FlatCommunicator
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.compiling import not_compiled
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
