@@ -281,7 +281,7 @@ def communicator(options: Mapping[str, object]) -> Any:
     """A communicator of all workers. *Collective.*"""
     import torchmn
     from torchmn.comm.create import ROUTES
-    from torchmn.comm.routes import FlatCommunicator
+    from torchmn.comm.routes.flat import FlatCommunicator
 
     class FlatInBuckets(FlatCommunicator):
         """One all-reduce over all workers for each bucket: what DDP does."""
