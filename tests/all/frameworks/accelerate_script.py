@@ -81,11 +81,6 @@ def every_step() -> None:
     same_on_all(comm, net)
 
 
-def as_ddp() -> None:
-    """Accelerate by itself."""
-    same_numbers(loop(attached()), loop(Accelerator(cpu=True)))
-
-
 def accumulation_and_clipping() -> None:
     """Over four batches; the last two of an epoch make a step of their own."""
     accelerator = attached(gradient_accumulation_steps=4)
@@ -114,8 +109,6 @@ def accumulation_is_local() -> None:
 def codecs_and_schedules() -> None:
     for settings in (
         {"codec": "int8"},
-        {"codec": "1bit"},
-        {"schedule": "double_buffering"},
         {"schedule": "diloco"},
     ):
         net = loop(attached(ExchangeOptions(**settings, **FLAT)), num_epochs=6)
@@ -169,22 +162,6 @@ def uneven_ends() -> None:
         nn.functional.mse_loss(reference(inputs[part]), targets[part]).backward()
         own.step()
     same_numbers(net, reference)
-
-
-def exact_evaluation() -> None:
-    """Accelerate's own ``gather_for_metrics``: 13 samples, none twice."""
-    inputs, targets = samples(13)
-    accelerator = attached()
-    net = Net()
-    data = DataLoader(TensorDataset(inputs, targets), batch_size=4)
-    model, _, data = accelerator.prepare(net, sgd(net.parameters()), data)
-    errors = []
-    with torch.no_grad():
-        for x, y in data:
-            errors.append(accelerator.gather_for_metrics(((model(x) - y) ** 2).view(-1)))
-    gathered = torch.cat(errors)
-    assert gathered.shape == (13,)
-    torch.testing.assert_close(gathered.mean(), nn.functional.mse_loss(net(inputs), targets))
 
 
 def resume() -> None:
@@ -276,17 +253,6 @@ def freed_models() -> None:
     same_numbers(net, alone())
 
 
-def running_statistics() -> None:
-    """Means over ranks from flush() on."""
-    accelerator = attached()
-    net = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
-    model, _ = accelerator.prepare(net, sgd(net.parameters()))
-    model(samples()[0][in_blocks(comm.rank, 2)[0]])
-    own = net[1].running_mean.clone()
-    accelerator.flush()
-    torch.testing.assert_close(net[1].running_mean, sum(comm.allgather(own)) / 2)
-
-
 def refusals() -> None:
     accelerator = attached()
     net = Net()
@@ -330,18 +296,15 @@ def refusals() -> None:
 
 CHECKS: list[Callable[[], None]] = [
     every_step,
-    as_ddp,
     accumulation_and_clipping,
     accumulation_is_local,
     codecs_and_schedules,
     loss_scaling,
     uneven_ends,
-    exact_evaluation,
     resume,
     optimizer_before_its_model,
     scheduler,
     freed_models,
-    running_statistics,
     refusals,
 ]
 

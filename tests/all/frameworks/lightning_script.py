@@ -157,18 +157,15 @@ def as_ddp() -> None:
     assert len({*map(tuple, comm.allgather_obj(ours.logged))}) == 1, "ranks logged other means"
 
 
-def accumulation() -> None:
-    """Over four batches; the last two of an epoch make a step of their own."""
-    module = fit(accumulate_grad_batches=4)
-    same_bits(module.net, plain(every=4))
-    same_numbers(module.net, alone(every=4))
-
-
-def clipping() -> None:
-    """Of the mean, not of each rank's gradient."""
-    module = fit(gradient_clip_val=0.3)
-    same_bits(module.net, plain(max_norm=0.3))
-    same_numbers(module.net, alone(max_norm=0.3))
+def accumulation_and_clipping() -> None:
+    """Over four batches, of which an epoch leaves two over; of the mean, not of each rank."""
+    for settings, options in (
+        ({"accumulate_grad_batches": 4}, {"every": 4}),
+        ({"gradient_clip_val": 0.3}, {"max_norm": 0.3}),
+    ):
+        module = fit(**settings)
+        same_bits(module.net, plain(**options))
+        same_numbers(module.net, alone(**options))
 
 
 def uneven_batches() -> None:
@@ -387,17 +384,6 @@ def local_updates_are_flushed() -> None:
     same_on_all(comm, module)
 
 
-def second_fit() -> None:
-    """The same Trainer trains again, and another one after it."""
-    module = Module()
-    own = trainer()
-    own.fit(module, loader(strided(comm.rank, 2)))
-    own.fit_loop.max_epochs = 2 * NUM_EPOCHS
-    own.fit(module, loader(strided(comm.rank, 2)))
-    same_on_all(comm, module)
-    assert own.global_step == 2 * NUM_EPOCHS * 6
-
-
 def refusals() -> None:
     module = Module()
     module.net = DistributedDataParallel(module.net)
@@ -506,8 +492,7 @@ def fabric_refusals() -> None:
 CHECKS: list[Callable[[], None]] = [
     every_step,
     as_ddp,
-    accumulation,
-    clipping,
+    accumulation_and_clipping,
     uneven_batches,
     manual_optimization,
     loss_scaling,
@@ -519,7 +504,6 @@ CHECKS: list[Callable[[], None]] = [
     averaged_parameters_are_final,
     resume,
     local_updates_are_flushed,
-    second_fit,
     refusals,
     fabric_as_one_process,
     fabric_collectives,

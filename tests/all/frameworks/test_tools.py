@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.all.frameworks.running import TORCHMN_RUN, TORCHRUN, need, start
+from tests.all.frameworks.running import TORCHMN_RUN, need, start
 from tests.all.frameworks.test_start import accuracy
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
@@ -20,7 +20,7 @@ NUM_TESTED, NUM_EPOCHS = 360, 3
 KEYS = ["accuracy", "number"]
 
 
-@pytest.mark.parametrize("tracker", ["print", "tensorboard", "mlflow"])
+@pytest.mark.parametrize("tracker", ["print", "mlflow"])
 def test_trackers(tmp_path: Path, tracker: str) -> None:
     """One run, that of rank 0, which holds the numbers that one process logs."""
     need("torchmetrics", *([] if tracker == "print" else [tracker]))
@@ -48,15 +48,6 @@ def printed(out: Path, text: str) -> list[dict[str, float]]:
     return [ast.literal_eval(values) for values in re.findall(r"step \d: ({.*})", text)]
 
 
-def in_tensorboard(out: Path, text: str) -> list[dict[str, float]]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    [file] = out.iterdir()
-    events = EventAccumulator(str(file)).Reload()
-    values = {key: [event.value for event in events.Scalars(key)] for key in KEYS}
-    return [dict(zip(KEYS, step, strict=True)) for step in zip(*values.values(), strict=True)]
-
-
 def in_mlflow(out: Path, text: str) -> list[dict[str, float]]:
     with closing(sqlite3.connect(out / "mlflow.db")) as database:
         statuses = database.execute("SELECT status FROM runs").fetchall()
@@ -67,7 +58,6 @@ def in_mlflow(out: Path, text: str) -> list[dict[str, float]]:
 
 LOGGED = {
     "print": printed,
-    "tensorboard": in_tensorboard,
     "mlflow": in_mlflow,
 }
 """What a run has left with each tracker: the numbers of each epoch."""
@@ -86,9 +76,7 @@ def test_compiled_and_in_one_process(tmp_path: Path) -> None:
     assert max(found) - min(found) < 2 / NUM_TESTED, found
 
 
-@pytest.mark.parametrize(
-    "by", [TORCHMN_RUN, TORCHRUN, ()], ids=["torchmn run", "torchrun", "alone"]
-)
+@pytest.mark.parametrize("by", [TORCHMN_RUN, ()], ids=["torchmn run", "alone"])
 def test_hydra(tmp_path: Path, by: tuple[str, ...]) -> None:
     need("hydra")
     text = start(EXAMPLES / "train_hydra.py", "learning_rate=0.1", by=by, cwd=tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,49 +63,9 @@ def test_a_check_that_hangs_is_killed_with_what_it_has_started(checks: Path) -> 
 
 def test_all_tests_marked_gpu_are_found() -> None:
     names, of_several = check.collect(check.TESTS), check.collect(check.TESTS, "several_gpus")
-    assert len(names) == len(set(names)) > 40
-    assert len(of_several) > 30
+    assert len(names) == len(set(names)) > 35
+    assert len(of_several) > 20
     assert not {*names} & {*of_several}
     assert all("nccl" in name for name in of_several)
     assert any("test_on_a_gpu" in name for name in names)
     assert not any("test_on_cpus" in name for name in names)
-
-
-NONE = {"torch": "2.13.0", "cuda": None, "gpus": [], "num_device_files": 0}
-
-
-@pytest.mark.parametrize(
-    ("facts", "reason"),
-    [
-        (NONE, "no GPU"),
-        ({**NONE, "num_device_files": 2}, "2 GPU(s), but torch 2.13.0 cannot use them"),
-    ],
-)
-def test_without_a_gpu_it_says_so_and_is_no_failure(
-    facts, reason: str, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(check, "find_facts", lambda: facts)
-    assert check.main(["--record", str(tmp_path / "gpu.jsonl")]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("check-gpu: not run: ")
-    assert reason in out
-    assert not (tmp_path / "gpu.jsonl").exists()
-
-
-def test_the_table_and_the_record(
-    checks: Path, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path
-) -> None:
-    facts = {**NONE, "gpus": [{"name": "A GPU"}], "driver": "1.2"}
-    monkeypatch.setattr(check, "find_facts", lambda: facts)
-    of_marks = {"several_gpus": ["a check of two GPUs"]}
-    found = [f"{checks}::test_that_fails"]
-    monkeypatch.setattr(check, "collect", lambda tests, marks="": of_marks.get(marks, found))
-    assert check.main(["--record", str(tmp_path / "gpu.jsonl")]) == 1
-    out = capsys.readouterr().out
-    assert "A GPU" in out
-    assert "0 passed, 1 failed, 1 not run" in out
-    [entry] = [json.loads(line) for line in (tmp_path / "gpu.jsonl").read_text().splitlines()]
-    assert entry["gpu"]["driver"] == "1.2"
-    assert entry["environment"]["python"] == sys.version.split()[0]
-    assert [row["outcome"] for row in entry["checks"]] == ["failed", "not run"]
-    assert "NCCL refuses two ranks on one GPU" in entry["checks"][1]["message"]

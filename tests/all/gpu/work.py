@@ -20,7 +20,7 @@ import torchmn
 from tests.limits import limit
 from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError, TimeLimitError, UnsupportedError
-from torchmn.exchange.schedules import BlockMomentum, DiLoCo, DoubleBuffering, PeriodicAverage
+from torchmn.exchange.schedules import BlockMomentum, DiLoCo, DoubleBuffering
 
 NUM_STEPS = 6
 SHARED = {"folder": Path()}
@@ -228,16 +228,13 @@ def _schedule(make: Callable[[], object]) -> Callable[[Communicator], None]:
 
 codec_int8 = _codec("int8")
 codec_int4 = _codec("int4")
-codec_int2 = _codec("int2")
 codec_1bit = _codec("1bit")
 codec_float16 = _codec("float16")
-codec_bfloat16 = _codec("bfloat16")
 codec_power_sgd = _codec("power_sgd")
 double_buffering = _schedule(DoubleBuffering)
 eager_double_buffering = _schedule(lambda: DoubleBuffering(eager=True))
 diloco = _schedule(lambda: DiLoCo(48, overlap_steps=2, num_fragments=2, eager=True))
 block_momentum = _schedule(lambda: BlockMomentum(48))
-periodic_average = _schedule(lambda: PeriodicAverage(48, overlap_steps=1))
 
 
 def grad_scaler(comm: Communicator) -> None:
@@ -262,20 +259,6 @@ def grad_scaler(comm: Communicator) -> None:
         assert torch.equal(before, weight) == (step == 2), f"step {step}"
         assert_replicas(comm, model)
     assert scaler.get_scale() == 512.0
-
-
-def bf16_autocast(comm: Communicator) -> None:
-    model = network(comm, torch.float32)
-    optimizer = torchmn.create_multi_node_optimizer(sgd(model), comm, model, codec="bfloat16")
-    weight = next(model.parameters())
-    for step in range(NUM_STEPS):
-        x, y = (each.chunk(comm.size)[comm.rank] for each in batch(step, weight))
-        optimizer.zero_grad()
-        with torch.autocast(comm.device.type, torch.bfloat16):
-            loss = (model(x).float() - y).square().mean()
-        loss.backward()
-        optimizer.step()
-    assert_replicas(comm, model)
 
 
 def compiled(comm: Communicator) -> None:

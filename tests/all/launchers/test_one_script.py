@@ -159,27 +159,3 @@ def test_the_same_losses(
     script.write_text(SCRIPT)
     output = way.start(Site(lab, num_hosts, tmp_path, script))
     raise_if_different(name, num_hosts, way.transport, output, expected)
-
-
-SAVES_LAST = """
-import pathlib, time
-import torchmn
-comm = torchmn.create_communicator("hierarchical", timeout_s=20)
-comm.barrier()
-if comm.rank == 0:
-    time.sleep(65)
-    pathlib.Path(__file__).with_name("saved").touch()
-"""
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_rank_0_saves_for_a_minute_after_the_others_have_ended(
-    lab: Lab, tmp_path: Path, name: str
-) -> None:
-    way = WAYS[name]
-    if reason := way.why_not():
-        pytest.skip(reason=reason)
-    script = tmp_path / "save.py"
-    script.write_text(SAVES_LAST)
-    way.start(Site(lab, 2, tmp_path, script))
-    assert (tmp_path / "saved").exists()

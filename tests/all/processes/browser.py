@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import shutil
 import subprocess
@@ -68,20 +67,6 @@ class Browser:
     def console(self) -> list[str]:
         """Messages since the last call."""
         return [entry["message"] for entry in self._call("POST", "/se/log", {"type": "browser"})]
-
-    def screenshot(self, file: Path) -> None:
-        """Of the whole page."""
-        height = self.run("return document.documentElement.scrollHeight")
-        width = self.run("return innerWidth")
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self._devtools("Emulation.setDeviceMetricsOverride", metrics)
-        shot = self._devtools("Page.captureScreenshot", {"captureBeyondViewport": True})
-        file.write_bytes(base64.b64decode(shot["data"]))
-
-    def print(self, file: Path) -> None:
-        """As a PDF."""
-        printed = self._devtools("Page.printToPDF", {"printBackground": True, "paperWidth": 8.27})
-        file.write_bytes(base64.b64decode(printed["data"]))
 
     def close(self) -> None:
         """End the browser."""

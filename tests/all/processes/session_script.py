@@ -46,7 +46,6 @@ def main(folder: str, learner: str, result: str, name: str, after: int) -> None:
         C.momentum_as_time_constant_schedule(10),
     )
     made: Any = {
-        "plain": lambda: C.data_parallel_distributed_learner(local),
         "1bit": lambda: C.data_parallel_distributed_learner(local, num_quantization_bits=1),
         "block": lambda: C.block_momentum_distributed_learner(local, 70),
     }[learner]()

@@ -378,28 +378,6 @@ def test_a_forked_child_ends_without_its_parents_connections(runner: Runner, bac
         assert shown == [f"[{rank}] {code}" for code in (7, 1, -9)]
 
 
-LEAVES = """
-import sys, time, torch, torchmn
-comm = torchmn.create_communicator("naive", timeout_s=60)
-comm.barrier()
-if comm.rank == 1:
-    sys.exit(0)
-comm.allreduce(torch.ones(4))
-"""
-
-
-def test_a_rank_that_leaves_too_early_is_the_first_failure(runner: Runner) -> None:
-    done = runner.run("-n", "3", "--backend", "gloo", runner.script(LEAVES), limit_s=50)
-    assert done.returncode == 1, done.stderr
-    summary = done.stderr.splitlines()[-1]
-    assert summary.startswith(f"torchmn: rank 1 on {os.uname().nodename} left with exit code 0")
-    assert "failed after it (torchmn.errors.PeerLostError" in summary
-    assert (runner.logs / "failure.txt").read_text().strip() == summary[len("torchmn: ") :]
-    errors = [line for line in done.stderr.splitlines() if line.startswith(("[0]", "[2]"))]
-    assert errors
-    assert all(line[4:].startswith("follow-up: ") for line in errors)
-
-
 TORCHRUN = """
 import os, signal, sys, torch, torchmn
 from torchmn.run import install_crash_handler
@@ -444,8 +422,9 @@ while step < 10:
 """
 
 
-@pytest.mark.parametrize("fault", ["one rank", "nan"])
-@pytest.mark.parametrize("backend", ["gloo", "mpi"], indirect=True)
+@pytest.mark.parametrize(
+    ("backend", "fault"), [("gloo", "one rank"), ("mpi", "nan")], indirect=["backend"]
+)
 def test_a_job_ends_though_its_script_catches_everything(
     runner: Runner, backend: str, fault: str
 ) -> None:

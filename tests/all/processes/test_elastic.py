@@ -148,24 +148,6 @@ def parts_of_host(run: Run, rank: int) -> list[psutil.Process]:
     return [node, *node.children(recursive=True)]
 
 
-def the_store(folder: Path) -> psutil.Process:
-    """The rendezvous of the job that runs in this folder."""
-    (found,) = [
-        process
-        for process in psutil.process_iter()
-        if "torchmn.run.elastic.rendezvous" in words_of(process)
-        and process.cwd() == str(folder.resolve())
-    ]
-    return found
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
 def left_of(run: Run) -> list[str]:
     """What still runs of a job, on whatever host."""
     found = []
@@ -268,15 +250,6 @@ class TestHosts:
         assert run.end() == 128 + signal.SIGTERM, run.text
         assert "n1 was lost: it has not answered for 8 s" in run.text
         assert run.steps_of(1)[-1] - 6 <= run.steps_of(2)[0] - 1
-        assert left_of(run) == []
-
-    def test_the_rendezvous_is_lost(self, lab: Lab, tmp_path: Path) -> None:
-        run = on_two_hosts(lab, tmp_path, "--elastic", "1:2", script=(0.05, 0))
-        run.wait_for("[0] step 3")
-        the_store(tmp_path).kill()
-        assert run.end() == 1
-        assert "The rendezvous at 10." in run.lines[-1]
-        assert "was lost (its process was ended by SIGKILL)" in run.lines[-1]
         assert left_of(run) == []
 
     def test_too_few_hosts_and_a_rendezvous_elsewhere(self, lab: Lab, tmp_path: Path) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -91,8 +88,6 @@ def test_one_worker(tmp_path: Path) -> None:
     ("options", "words"),
     [
         (["--data-root", "/no/such/folder"], "/no/such/folder, which does not exist"),
-        (["--dataset", "digits", "--batchsize", "0"], "--batchsize is 0"),
-        (["--dataset", "digits", "--communicator", "ring"], "Unknown communicator 'ring'"),
         (["--dataset", "digits", "--batchsize", "359"], "a single image"),
     ],
 )
@@ -101,18 +96,6 @@ def test_bad_options_are_one_message(tmp_path: Path, options: list[str], words: 
     _, stderr = run([script, *options, "--out", tmp_path], exit_code=1)
     assert words in stderr
     assert len(stderr.splitlines()) == 1
-
-
-@pytest.fixture
-def options(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The module that the CIFAR scripts share."""
-    monkeypatch.syspath_prepend(EXAMPLES / "cifar")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield importlib.import_module("options")
-    for name in [
-        name for name in sys.modules if name.split(".")[0] in ("options", "models", "datasets")
-    ]:
-        del sys.modules[name]
 
 
 def test_scripts_are_short() -> None:
@@ -125,14 +108,13 @@ def test_scripts_are_short() -> None:
 
 @pytest.mark.processes
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_seq2seq_on_two_ranks_equals_one_process(schedule: str) -> None:
+def test_seq2seq_on_two_ranks_equals_one_process() -> None:
     """On four ranks as two pairs as well; the loss falls."""
     script = EXAMPLES / "model_parallel" / "train_seq2seq.py"
     losses = {}
     for num_ranks in (1, 2, 4):
         command = ["-m", "torchmn", "run", "-n", str(num_ranks), "--backend", "gloo", script]
-        lines, _ = run([*command, "--steps", "20", "--schedule", schedule, "--microbatches", "3"])
+        lines, _ = run([*command, "--steps", "20", "--microbatches", "3"])
         found = [re.fullmatch(r"step (\d+): loss ([0-9.]+)", line) for line in lines]
         losses[num_ranks] = {int(m[1]): float(m[2]) for m in found if m}
     assert list(losses[1]) == [10, 20]

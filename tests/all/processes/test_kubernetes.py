@@ -15,7 +15,6 @@ import yaml
 from tests.all.processes.runner import PYTHON_PATH
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import netlab
-from torchmn.cluster import read_launcher_env
 
 PAGE = next(
     path / "docs" / "how-to" / "kubernetes.md"
@@ -83,20 +82,3 @@ class TestPods:
         for rank in range(4):
             seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
             assert seen == [[each, 4] for each in range(4)]
-
-
-def test_variables_of_the_ranks_are_read() -> None:
-    """Those that torchrun derives from the numbers of the manifest."""
-    (container,) = manifest()["Job"]["spec"]["template"]["spec"]["containers"]
-    env = {each["name"]: each["value"] for each in container["env"]}
-    num_pods, per_pod = int(env["NUM_PODS"]), int(env["RANKS_PER_POD"])
-    ranks = {
-        "RANK": str(num_pods * per_pod - 1),
-        "WORLD_SIZE": str(num_pods * per_pod),
-        "LOCAL_RANK": str(per_pod - 1),
-        "LOCAL_WORLD_SIZE": str(per_pod),
-        "GROUP_RANK": str(num_pods - 1),
-    }
-    place = read_launcher_env({**env, **ranks})
-    assert place is not None
-    assert (place.rank, place.size) == (7, 8)

@@ -55,15 +55,3 @@ def test_it_resumes_within_a_block(tmp_path: Path) -> None:
     for step in (20, 30):
         shutil.rmtree(tmp_path / "result" / "lm" / f"step-{step:08d}")
     assert losses(tmp_path, 2, *options) == {20: whole[20], 30: whole[30]}
-
-
-def test_a_text_that_is_too_short(tmp_path: Path) -> None:
-    (tmp_path / "text").write_text("too short")
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--data", str(tmp_path / "text")],
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-        capture_output=True, text=True, timeout=limit(140), check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert "has 9 bytes, too few for 32 sequences of 128" in done.stderr
-    assert "Traceback" not in done.stderr

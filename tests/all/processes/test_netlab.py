@@ -19,7 +19,6 @@ from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
 from tests.netlab import Host, Lab, missing_requirement, netlab
 from tests.netlab.cleanup import OPEN, processes_inside, running_labs, sweep
-from tests.netlab.namespaces import call, tool
 from torchmn.errors import LaunchError
 from torchmn.run.backend import find_mpirun
 
@@ -122,27 +121,6 @@ def test_hosts_reach_each_other_by_name(lab: Lab) -> None:
     assert [host.run(["hostname"]).stdout for host in lab.hosts] == ["n0\n", "n1\n"]
     for source, target in [lab.hosts, lab.hosts[::-1]]:
         assert transfer(source, target, 1000)[0] == source.address
-
-
-def test_the_network_is_its_own_and_the_files_are_the_machines(lab: Lab, tmp_path: Path) -> None:
-    host = lab.hosts[0]
-    seen = host.run(["sh", "-c", "ls /sys/class/net; echo; ls /sys/fs/cgroup"]).stdout
-    links, groups = seen.split("\n\n") if "\n\n" in seen else (seen, "")
-    assert links.split() == ["eth0", "lo"]
-    assert sorted(groups.split()) == sorted(os.listdir("/sys/fs/cgroup"))
-    host.run(["sh", "-c", "echo from n0 > file; echo secret > /dev/shm/of_n0"], cwd=tmp_path)
-    assert (tmp_path / "file").read_text() == "from n0\n"
-    assert not Path("/dev/shm/of_n0").exists()
-    assert lab.hosts[1].run(["ls", "/dev/shm"]).stdout == ""
-
-
-def test_the_machine_keeps_its_links_and_its_name(lab: Lab) -> None:
-    shown = call([tool("ip"), "address"])
-    assert "lo:" in shown
-    assert "port0" not in shown
-    assert f"{lab.hosts[0].address}/" not in shown
-    assert os.uname().nodename != "n0"
-    assert "n0" not in Path("/etc/hosts").read_text().split()
 
 
 # Links

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.all.processes.test_hosts import mpirun_of, torchmn_run
+from tests.all.processes.test_hosts import need_mpirun, torchmn_run
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import Host, Lab, netlab
 
@@ -71,7 +71,7 @@ def test_the_network_between_the_hosts_is_used_not_the_launchers(
 ) -> None:
     options = ["--launcher", launcher, "--backend", "gloo"]
     if launcher == "mpirun":
-        mpirun_of("wheel")
+        need_mpirun()
         options[-1] = "mpi"
     found = ways(lab, tmp_path, *options)
     networks = "10.90.0.0/24" if launcher == "mpirun" else ""
@@ -89,18 +89,3 @@ def test_hosts_with_ipv6_alone(lab: Lab, tmp_path: Path) -> None:
         set_names(host, tmp_path, **names)
     found = ways(lab, tmp_path, "--backend", "gloo")
     assert found == [[2.0, "eth0", "fd00::2", ""]] * 2
-
-
-@pytest.mark.parametrize("hosts", ["n0:1,n1:1", "n0:1,n1:1,n2:1", "n0:2,n1:2"])
-def test_ordinary_loops_over_mpi_and_tcp_are_those_of_one_process(
-    lab: Lab, tmp_path: Path, hosts: str
-) -> None:
-    mpirun_of("wheel")
-    script, out = Path(__file__).with_name("ordinary_loops.py"), tmp_path / "found.json"
-    options = ["--hosts", hosts, "--launcher", "mpirun", "--backend", "mpi"]
-    done = torchmn_run(lab, *options, script, out, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    assert "tcp" in found["transport"]
-    for loop, differences in found["differences"].items():
-        assert max(differences) < 1e-12, loop

@@ -136,16 +136,6 @@ def test_functions_of_cells_and_of_modules(notebook: Notebook, tmp_path: Path) -
     assert os.listdir(tmp_path / "torchmn-logs")
 
 
-def test_torch_compile(notebook: Notebook) -> None:
-    notebook.run(
-        "def compiled():\n"
-        "    torchmn.create_communicator('naive')\n"
-        "    f = torch.compile(lambda x: x.sin() + 1, backend='eager')\n"
-        "    return f(torch.zeros(3))"
-    )
-    assert "tensor([1., 1., 1.])" in notebook.run("torchmn.launch_local(compiled, 2)")
-
-
 def test_an_exception_has_the_lines_of_the_cell(notebook: Notebook) -> None:
     notebook.run(
         "def fails():\n"

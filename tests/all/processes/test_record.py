@@ -193,16 +193,6 @@ def test_it_can_be_switched_off(runner: Runner) -> None:
     assert not (runner.logs / "steps").exists()
 
 
-def test_a_folder_that_cannot_be_written_ends_no_training(runner: Runner) -> None:
-    (runner.folder / "file").write_text("")
-    result = runner.run(
-        *("-n", "2", "--backend", "gloo", SCRIPT, "two_optimizers"),
-        TORCHMN_RECORD=str(runner.folder / "file" / "record"),
-    )
-    assert result.returncode == 0
-    assert "no record of steps is kept" in result.stderr + result.stdout
-
-
 def test_a_profile_of_chosen_steps(runner: Runner) -> None:
     run = ("-n", "2", "--backend", "gloo", "--profile", "2:4,%h-%p", SCRIPT, "two_optimizers")
     result = runner.run(*run, limit_s=60)

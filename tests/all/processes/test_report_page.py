@@ -91,19 +91,3 @@ def test_a_screen_reader_finds_names_and_tables(window: Browser, page: Path) -> 
     assert len(tables) > 12
     assert all(n["name"]["value"] for n in tables)
     assert sum(n.get("role", {}).get("value") == "columnheader" for n in nodes) > len(tables)
-
-
-def test_it_is_printed_whole(window: Browser, page: Path, tmp_path: Path) -> None:
-    window.open(page, width=1280)
-    wait_until_drawn(window)
-    window.print(tmp_path / "page.pdf")
-    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
-    assert window.console() == []
-    window.run("window.dispatchEvent(new Event('beforeprint'))")
-    assert window.run("return document.querySelectorAll('details:not([open])').length") == 0
-    paper = 700  # pixels between the margins of A4
-    widths = window.run(
-        "return Array.from(document.querySelectorAll('.chart .main-svg')).map("
-        "(svg) => svg.getBoundingClientRect().width)"
-    )
-    assert max(widths) <= paper

@@ -44,7 +44,6 @@ def stop_in_a_pass(runner: Runner, num_ranks: int, num_workers: int, name: str) 
 @pytest.mark.parametrize(
     ("first", "second", "num_workers", "name", "status"),
     [
-        (2, 2, 0, "SIGTERM", 85),
         (2, 3, 0, "SIGTERM", 85),
         (3, 1, 2, "SIGTERM", 85),
         (2, 2, 2, "SIGINT", 130),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import torchmn
 from tests.all.processes import sharded_script
 from tests.all.processes.sharded_script import (
     BESIDE,
@@ -151,21 +150,6 @@ def test_training_resumes_on_other_meshes(results: Results, grid: str) -> None:
         assert differences([rank["states"][grid]], [expected]) < [2e-6]
 
 
-def test_one_process_loads_what_four_have_saved(results: Results, tmp_path: Path) -> None:
-    del results  # made the folder
-    folder = next(Path(tmp_path).parent.glob("gloo*")) / "run"
-    comm = torchmn.create_communicator()
-    side = Side()
-    model = side.model()
-    optimizer = side.optimizer(sharded_script.adam(model), model)
-    checkpointer = torchmn.create_multi_node_checkpointer(comm, folder.parent, folder.name)
-    assert checkpointer.resume({"model": model, "optimizer": optimizer}) == 2
-    comm.finalize()
-    after = [state for _, state in sharded_script.steps(side, model, optimizer, 2, first=2)]
-    expected = EQUAL["plain"](side)["states"][-1]
-    assert differences([after[-1]], [expected]) < [2e-6]
-
-
 def test_under_mpi_torchs_groups_stand_beside_it(tmp_path: Path, backend: str) -> None:
     if backend == "gloo":
         pytest.skip(reason="the other tests do it over gloo")
@@ -194,7 +178,6 @@ def losses(folder: Path, num_ranks: int, between: str) -> dict[str, float]:
 def test_the_example_learns_as_in_one_process(tmp_path: Path) -> None:
     alone = losses(tmp_path, 1, "float32")
     assert alone["step 20"] < alone["step 10"]
-    for between, tolerance in (("1bit", 0.1), ("diloco", 0.3)):
-        found = losses(tmp_path, 4, between)
-        assert found.keys() == alone.keys()
-        assert found["step 20"] == pytest.approx(alone["step 20"], rel=tolerance)
+    found = losses(tmp_path, 4, "1bit")
+    assert found.keys() == alone.keys()
+    assert found["step 20"] == pytest.approx(alone["step 20"], rel=0.1)

@@ -39,7 +39,6 @@ class Cluster(ABC):
     tools: Sequence[str]
     path: str = ""
     """Folders, besides those of the machine, that hold the tools."""
-    submit_command: str
     shortest_limit: str
     """As ``--walltime``; Slurm counts minutes."""
     words_of_limit: str
@@ -155,10 +154,10 @@ class Cluster(ABC):
         assert done.returncode == 0, (command, done.stdout, done.stderr)
         return done.stdout
 
-    def submission(self, *words: object, venv: object = sys.prefix) -> list[object]:
-        """The words of a `torchmn submit`, for jobs with this virtual environment."""
+    def submission(self, *words: object) -> list[object]:
+        """The words of a `torchmn submit`, for jobs with our virtual environment."""
         command = [sys.executable, "-m", "torchmn", "submit", "--scheduler", self.name]
-        command += ["--activate", str(venv), "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
+        command += ["--activate", sys.prefix, "-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS"]
         command += ["--site", str(self.site_file)]
         command += [word for name in self.variables for word in ("-x", name)]
         return [*command, *words]
@@ -181,12 +180,6 @@ class Cluster(ABC):
                 stdout=log,
                 stderr=log,
             )
-
-    def kill_daemon(self, name: str) -> None:
-        """Kill a daemon at once."""
-        daemon = self._daemons.pop(name)
-        daemon.kill()
-        daemon.wait()
 
     def stop(self) -> None:
         """End all daemons; the lab ends what they started."""

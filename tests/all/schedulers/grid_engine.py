@@ -42,7 +42,6 @@ class GridEngine(Cluster):
     """One queue, and parallel environments for two slots on each host."""
 
     name = "grid_engine"
-    submit_command = "qsub"
     shortest_limit = "00:00:20"
     words_of_limit = "h_rt"
     unknown_queue = 'unknown queue "nowhere"'

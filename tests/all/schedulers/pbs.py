@@ -48,7 +48,6 @@ class PBS(Cluster):
 
     name = "pbs"
     path = f"{PREFIX}/bin:{PREFIX}/sbin"
-    submit_command = "qsub"
     shortest_limit = "00:00:20"
     words_of_limit = "exceeded its walltime"
     unknown_queue = "Unknown queue"

@@ -55,7 +55,6 @@ class Slurm(Cluster):
 
     name = "slurm"
     tools = ("slurmctld", "slurmd", "srun", "sbatch", "munged")
-    submit_command = "sbatch"
     shortest_limit = "00:01:00"
     words_of_limit = "TIMEOUT"
     unknown_queue = "invalid partition specified: nowhere"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -157,40 +156,11 @@ def test_all_ranks_are_placed_and_their_exit_status_is_that_of_wait(
     assert place.are_two_on_each(tmp_path), place.places(tmp_path)
 
 
-def test_an_environment_whose_path_has_a_blank(cluster: Cluster, tmp_path: Path) -> None:
-    """Open MPI does not quote it for other hosts: another launcher is chosen, with the reason."""
-    venv = tmp_path / "my venv"
-    (venv / "bin").mkdir(parents=True)
-    for path in (*Path(sys.prefix).glob("[!b]*"), *Path(sys.prefix).glob("bin/[!t]*")):
-        (venv / path.relative_to(sys.prefix)).symlink_to(path)
-    (venv / "bin" / "activate").unlink()
-    (venv / "bin" / "activate").write_text(f'PATH="{venv}/bin:$PATH"\n')
-    (venv / "bin" / "torchmn").write_text(f'#!/bin/sh\nexec "{venv}/bin/python" -m torchmn "$@"\n')
-    (venv / "bin" / "torchmn").chmod(0o755)
-    command = cluster.submission("--nodes", 2, "--per-node", 2, "--wait", venv=venv)
-    done = cluster.run([*command, place.__file__, tmp_path], tmp_path)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert place.are_two_on_each(tmp_path), place.places(tmp_path)
-    assert ("Open MPI does not quote" in done.stderr) == (cluster.name != "slurm")
-
-
 def test_a_queue_that_is_not_there(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run(cluster.submission("--queue", "nowhere", place.__file__, "."), tmp_path)
     assert done.returncode == exit_status.NO_QUEUE.status(cluster.name)
     assert cluster.unknown_queue in done.stderr
     assert (tmp_path / f"place.{cluster.name}.sh").exists()
-
-
-def test_a_script_that_was_only_written_runs_when_it_is_submitted_by_hand(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    command = cluster.submission("--dry-run", "--output", "job.sh", place.__file__, tmp_path, 0)
-    written = cluster.run(command, tmp_path)
-    assert written.returncode == 0, written.stderr
-    assert oct((tmp_path / "job.sh").stat().st_mode & 0o777) == "0o700"
-    done = cluster.run([cluster.submit_command, "job.sh"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    cluster.wait_for((tmp_path / "0.json").exists, f"result in {os.listdir(tmp_path)}")
 
 
 def test_a_job_that_is_cancelled_stays_so(cluster: Cluster, training: Training) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,24 +12,10 @@ import pytest
 from tests.all.schedulers import place
 from tests.all.schedulers.cluster import MARKS, Cluster, running
 from tests.all.schedulers.slurm import Slurm
-from tests.limits import limit
 
 pytestmark = MARKS
 
 TWO_ON_EACH = ("-N", 2, "--ntasks-per-node", 2)
-
-CRASH = """
-import os, signal, sys, torch, torchmn
-from torchmn.run import install_crash_handler
-comm = torchmn.create_communicator("naive", timeout_s=300)
-install_crash_handler(comm)
-comm.barrier()
-if comm.rank == 2 and sys.argv[1] == "raise":
-    raise ValueError("the cause")
-if comm.rank == 2:
-    os.kill(os.getpid(), signal.SIGKILL)
-comm.recv(2)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -80,18 +65,3 @@ def test_worlds_of_one_are_refused_on_every_rank(cluster: Cluster, tmp_path: Pat
     assert done.stderr.count("but MPI.COMM_WORLD says rank 0 of 1") == 2
     assert "srun --mpi=pmix" in done.stderr
     assert place.places(tmp_path) == []
-
-
-def test_all_end_with_the_rank_that_failed_though_srun_lets_them_wait(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    (tmp_path / "crash.py").write_text(CRASH)
-    for fault, words in (("raise", "ValueError: the cause"), ("kill", "SIGKILL")):
-        command = ["srun", "-K0", *TWO_ON_EACH, sys.executable, "crash.py", fault]
-        began = time.monotonic()
-        done = cluster.run(command, tmp_path, TORCHMN_TRANSPORT="torch", timeout_s=100)
-        assert time.monotonic() - began < limit(60)  # alone the others would wait for their limit
-        assert done.returncode != 0
-        notes = [line for line in done.stderr.splitlines() if line.startswith("torchmn:")]
-        assert "rank 2 on n2" in notes[-1]
-        assert words in notes[-1]
