@@ -74,13 +74,6 @@ def alone(**settings: Any) -> nn.Module:
     return train(in_blocks(0, 1), **settings)
 
 
-def every_step() -> None:
-    net = loop(attached())
-    same_bits(net, plain())
-    same_numbers(net, alone())
-    same_on_all(comm, net)
-
-
 def accumulation_and_clipping() -> None:
     """Over four batches; the last two of an epoch make a step of their own."""
     accelerator = attached(gradient_accumulation_steps=4)
@@ -295,7 +288,6 @@ def refusals() -> None:
 
 
 CHECKS: list[Callable[[], None]] = [
-    every_step,
     accumulation_and_clipping,
     accumulation_is_local,
     codecs_and_schedules,

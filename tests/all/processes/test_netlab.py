@@ -116,13 +116,6 @@ def is_gone(pid: int) -> bool:
 # What a host is
 
 
-def test_hosts_reach_each_other_by_name(lab: Lab) -> None:
-    assert [host.name for host in lab.hosts] == ["n0", "n1"]
-    assert [host.run(["hostname"]).stdout for host in lab.hosts] == ["n0\n", "n1\n"]
-    for source, target in [lab.hosts, lab.hosts[::-1]]:
-        assert transfer(source, target, 1000)[0] == source.address
-
-
 # Links
 
 
@@ -148,24 +141,6 @@ def test_rate_and_counters(lab: Lab) -> None:
     # Each end of the switch drops what does not fit, so the second may count a little less.
     assert target_received == pytest.approx(source_sent, rel=0.02)
     assert target_sent == source_received < 0.05 * num_bytes
-
-
-def test_a_link_is_cut_and_mended(lab: Lab) -> None:
-    source, target = lab.hosts
-    receiver = target.popen(python(RECEIVE), stdout=subprocess.PIPE)
-    assert receiver.stdout is not None
-    with receiver.stdout as output:
-        assert output.readline() == "ready\n"
-    sender = source.popen(python(SEND, target.name, 10**10))
-    wait_until(lambda: lab.bytes_received(target) > 500_000)
-    lab.cut_link(target)
-    time.sleep(0.1)
-    before = lab.bytes_received(target)
-    time.sleep(0.5)
-    assert lab.bytes_received(target) == before
-    assert sender.poll() is None
-    lab.restore_link(target)
-    wait_until(lambda: lab.bytes_received(target) > before + 500_000)
 
 
 # Cleaning up
@@ -257,13 +232,10 @@ def netlab_command(*words: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=with_sources(),
-        # who runs the tests in the background ignores Ctrl-C, and so would it
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
-@pytest.mark.parametrize("end", ["SIGTERM", "down"])
-def test_up_runs_until_it_is_ended(end: str, lab: Lab) -> None:
+def test_up_runs_until_it_is_ended(lab: Lab) -> None:
     with netlab_command("up", "3", "--rate", "none", "--cores", "0") as up:
         assert up.stdout is not None
         first = [up.stdout.readline() for _ in range(5)]
@@ -276,33 +248,13 @@ def test_up_runs_until_it_is_ended(end: str, lab: Lab) -> None:
         assert agent == str(running.folder / "enter")
         entered = subprocess.run([agent, "n2", "hostname"], capture_output=True, text=True)
         assert entered.stdout == "n2\n"
-        if end == "down":
-            with netlab_command("down") as down:
-                output, _ = down.communicate(timeout=limit(PATIENCE_S))
-            assert output == "Ended 1 labs, removed 0 of dead owners.\n"
-        else:
-            up.send_signal(signal.Signals[end])
+        with netlab_command("down") as down:
+            output, _ = down.communicate(timeout=limit(PATIENCE_S))
+        assert output == "Ended 1 labs, removed 0 of dead owners.\n"
         _, errors = up.communicate(timeout=limit(PATIENCE_S))
     assert (up.returncode, errors) == (0, "")
     assert not running.folder.exists()
     assert lab.folder.exists()
-
-
-# What it is for
-
-
-def test_the_agent_is_like_ssh(lab: Lab) -> None:
-    def ask(*words: str) -> subprocess.CompletedProcess[str]:
-        env = {**os.environ, "SECRET": "1"}
-        return lab.hosts[0].run([lab.rsh_agent, *words], env=env, check=False)
-
-    assert ask("n1", "hostname;", "echo", "a  b").stdout == "n1\na b\n"
-    assert ask("-x", "-p", "22", "-o", "BatchMode=yes", "root@n1", "hostname").stdout == "n1\n"
-    assert ask(lab.hosts[1].address, "hostname; exit 7").returncode == 7
-    assert "SECRET" not in ask("n1", "env").stdout
-    unknown = ask("n9", "hostname")
-    assert unknown.returncode == 255
-    assert "no host 'n9' in this lab" in unknown.stderr
 
 
 def mpirun_of_the_wheel() -> str:
