@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import AS_ROOT, PYTHON_PATH
 from torchmn.run.backend import find_mpirun
 
 SCRIPT = """
@@ -37,8 +37,7 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_btl="^ofi", PYTHONPATH=PYTHON_PATH)
-    if os.geteuid() == 0:
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env |= AS_ROOT
     command = [mpirun, "-n", "2", "--map-by", ":OVERSUBSCRIBE", sys.executable, str(script)]
     return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
 

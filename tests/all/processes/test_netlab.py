@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH, wait_until
 from tests.limits import limit
 from tests.netlab import Host, Lab, missing_requirement, netlab
 from tests.netlab.cleanup import OPEN, processes_inside, running_labs, sweep
@@ -23,8 +22,6 @@ from torchmn.errors import LaunchError
 from torchmn.run.backend import find_mpirun
 
 pytestmark = [pytest.mark.processes, pytest.mark.root]
-
-PATIENCE_S = 10.0
 
 RECEIVE = """
 import socket, sys, time
@@ -99,24 +96,11 @@ def transfer(source: Host, target: Host, num_bytes: int) -> tuple[str, float]:
     return peer, num_bytes / float(seconds)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + limit(PATIENCE_S)
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
 def is_gone(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-# What a host is
-
-
-# Links
 
 
 def test_rate_and_counters(lab: Lab) -> None:
@@ -249,9 +233,9 @@ def test_up_runs_until_it_is_ended(lab: Lab) -> None:
         entered = subprocess.run([agent, "n2", "hostname"], capture_output=True, text=True)
         assert entered.stdout == "n2\n"
         with netlab_command("down") as down:
-            output, _ = down.communicate(timeout=limit(PATIENCE_S))
+            output, _ = down.communicate(timeout=limit(10))
         assert output == "Ended 1 labs, removed 0 of dead owners.\n"
-        _, errors = up.communicate(timeout=limit(PATIENCE_S))
+        _, errors = up.communicate(timeout=limit(10))
     assert (up.returncode, errors) == (0, "")
     assert not running.folder.exists()
     assert lab.folder.exists()

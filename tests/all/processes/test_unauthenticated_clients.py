@@ -12,14 +12,13 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH, wait_until
 from tests.limits import limit
 from tests.netlab import Lab, missing_requirement, netlab
 from torchmn.run.backend import this_machine
@@ -123,16 +122,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.process.communicate(timeout=limit(30))
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + limit(60)
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_training_is_not_disrupted(start: Callable[..., Job]) -> None:
     undisturbed, job = [start(TRAIN, "-n", "2", "--backend", "gloo") for _ in range(2)]
-    until(lambda: undisturbed.is_ready() and job.is_ready())
+    wait_until(lambda: undisturbed.is_ready() and job.is_ready())
     expected = undisturbed.finish()
     listeners = [address for _, address in job.listeners()]
     assert len(listeners) > 3  # the supervisor, torch's store, gloo
