@@ -61,8 +61,7 @@ def loop(
                     accelerator.clip_grad_norm_(model.parameters(), max_norm)
                 optimizer.step()
                 optimizer.zero_grad()
-    if hasattr(accelerator, "flush"):
-        accelerator.flush()
+    accelerator.flush()
     return accelerator.unwrap_model(model)
 
 

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -64,15 +64,9 @@ class Runner:
         path.write_text(RANK + text)
         return name
 
-    def start(
-        self,
-        *args: str,
-        preexec_fn: Callable[[], None] | None = None,
-        stdin: int | IO[bytes] | None = None,
-        **env: str,
-    ) -> subprocess.Popen[str]:
-        run = ("-m", "torchmn", "run", "--log-dir", "logs")
-        return self.start_python(*run, *args, preexec_fn=preexec_fn, stdin=stdin, **env)
+    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+        """`torchmn run`, with the options of `start_python`."""
+        return self.start_python("-m", "torchmn", "run", "--log-dir", "logs", *args, **options)
 
     def start_python(
         self,

