@@ -66,7 +66,6 @@ class MpiPool:
         name: str = "flat",
         topology: Topology | None = None,
         timeout_s: float = 20,
-        allreduce_grad_dtype: str | None = None,
     ) -> list[Any]:
         """Call ``function(comm, *args)`` on ranks 0..world_size-1; results in rank order.
 
@@ -80,7 +79,6 @@ class MpiPool:
             "name": name,
             "topology": topology or Topology(("localhost",) * world_size),
             "timeout_s": timeout_s,
-            "allreduce_grad_dtype": allreduce_grad_dtype,
         }
         reference = (function.__module__, function.__qualname__)
         self._connection.send((reference, world_size, args, options))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.all.processes.runner import AS_ROOT
 from torchmn.run.backend import find_mpirun
 
 SCRIPT = """
@@ -53,8 +54,7 @@ def test_same_script(tmp_path: Path, name: str, asked: str, size: int, carries: 
     script = tmp_path / "a script.py"
     script.write_text(SCRIPT)
     env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_btl="^ofi")
-    if os.geteuid() == 0:
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env |= AS_ROOT
     done = subprocess.run(
         [*launcher(name), str(script), str(tmp_path), asked],
         env=env,

@@ -5,14 +5,12 @@ from __future__ import annotations
 import ast
 import difflib
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.limits import limit
+from tests.all.processes.test_examples import run
 
 ROOT = Path(__file__).parents[2]
 PLAIN = ROOT / "examples" / "plain" / "train.py"
@@ -49,86 +47,18 @@ def test_seven_lines_differ_and_the_readme_shows_them() -> None:
         assert any(name in line for line in added), name
 
 
-def run(command: list[str | Path], *, cwd: Path) -> list[str]:
-    """The lines it prints, without the launcher's prefix."""
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=limit(170),
-        check=False,
-        cwd=cwd,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
-
-
 @pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_the_losses_and_parameters_of_one_process(tmp_path: Path) -> None:
     options = ["--epochs", "3", "--batch-size", "60", "--save"]
-    wanted = run([PLAIN, *options, "plain.pt"], cwd=tmp_path)
+    wanted, _ = run([PLAIN, *options, "plain.pt"], cwd=tmp_path)
     assert len(wanted) == 3
     parameters = torch.load(tmp_path / "plain.pt")
     launcher = ["-m", "torchmn", "run", "-n", "3"]  # the last batch of 20 samples: 7, 7 and 6
-    lines = run([*launcher, PORTED, *options, "ported.pt"], cwd=tmp_path)
+    lines, _ = run([*launcher, PORTED, *options, "ported.pt"], cwd=tmp_path)
     assert len(lines) == 3, "only rank 0 prints"
     for line, plain in zip(lines, wanted, strict=True):
-        assert line.startswith("[0] ")
-        found, expected = ([float(x) for x in NUMBER.findall(text)] for text in (line[4:], plain))
+        found, expected = ([float(x) for x in NUMBER.findall(text)] for text in (line, plain))
         assert found == pytest.approx(expected, abs=2e-5)
     for name, value in torch.load(tmp_path / "ported.pt").items():
         torch.testing.assert_close(value, parameters[name], rtol=1e-3, atol=1e-4)
-
-
-WHOLE_MODEL = """
-import sys
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.LSTM(3, 4, 2, dropout=0.2)
-        self.out = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.out(self.rnn(x)[0])
-
-
-if __name__ == "__main__" and len(sys.argv) == 2:
-    import torchmn
-    comm = torchmn.create_communicator("auto", quiet=True)
-    torchmn.seed_ranks(0, comm)
-    model = Net()
-    optimizer = torchmn.create_multi_node_optimizer(
-        torch.optim.Adam(model.parameters()), comm, model, weight="samples"
-    )
-    for _ in range(3):
-        optimizer.zero_grad()
-        model(torch.randn(5, 2, 3)).square().mean().backward()
-        optimizer.step()
-    if comm.rank == 0:
-        torch.save(model, sys.argv[1])
-        torch.save(model.state_dict(), sys.argv[1] + ".state")
-elif __name__ == "__main__":
-    sys.modules["torchmn"] = None  # not installed here
-    with torch.serialization.safe_globals([Net, nn.LSTM, nn.Linear]):
-        model = torch.load(sys.argv[2])
-    model.eval()
-    twin = Net().eval()
-    twin.load_state_dict(torch.load(sys.argv[2] + ".state"))
-    x = torch.ones(5, 2, 3)
-    assert torch.equal(model(x), twin(x))
-    print("loaded")
-"""
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(120)
-def test_a_whole_model_that_rank_0_has_saved_loads_without_torchmn(tmp_path: Path) -> None:
-    script = tmp_path / "whole.py"
-    script.write_text(WHOLE_MODEL)
-    run(["-m", "torchmn", "run", "-n", "2", script, "model.pt"], cwd=tmp_path)
-    assert run([script, "load", "model.pt"], cwd=tmp_path) == ["loaded"]

@@ -138,13 +138,6 @@ def alone(**settings: Any) -> nn.Module:
     return train(strided(0, 1), **settings)
 
 
-def every_step() -> None:
-    module = fit()
-    same_bits(module.net, plain())
-    same_numbers(module.net, alone())
-    same_on_all(comm, module)
-
-
 def as_ddp() -> None:
     """Lightning's own strategy: the same numbers, and what is logged."""
     from lightning.pytorch.strategies import DDPStrategy
@@ -265,16 +258,6 @@ def exact_evaluation_with_own_batch_sampler() -> None:
     )
     dividing = trainer(use_distributed_sampler=True)
     raises(UsageError, "once more", lambda: dividing.fit(Module(), part))
-
-
-def evaluation_with_few_batches() -> None:
-    """Without repeated samples rank 1 would have no batch, and would not evaluate."""
-    for number, batch, is_last_left_out, limit in ((13, 7, True, 1.0), (17, 8, False, 0.5)):
-        rows = TensorDataset(*samples(number))
-        data = DataLoader(rows, batch_size=batch, drop_last=is_last_left_out)
-        own = trainer(use_distributed_sampler=True, limit_val_batches=limit)
-        (result,) = own.validate(Module(), data, verbose=False)
-        assert len(set(comm.allgather_obj(result["val"]))) == 1
 
 
 class LogsSteps(Module):
@@ -490,7 +473,6 @@ def fabric_refusals() -> None:
 
 
 CHECKS: list[Callable[[], None]] = [
-    every_step,
     as_ddp,
     accumulation_and_clipping,
     uneven_batches,
@@ -498,7 +480,6 @@ CHECKS: list[Callable[[], None]] = [
     loss_scaling,
     exact_evaluation,
     exact_evaluation_with_own_batch_sampler,
-    evaluation_with_few_batches,
     evaluation_that_communicates,
     running_statistics,
     averaged_parameters_are_final,

@@ -37,7 +37,6 @@ from torchmn.control.authenticated_listener import (
     MAX_IDENTITY_BYTES,
     AuthenticatedListener,
 )
-from torchmn.control.connection import Channel
 from torchmn.control.messages import decode, encode
 from torchmn.errors import CommunicationError, DataError, TopologyError, UsageError
 from torchmn.submit.site import read_site
@@ -179,20 +178,6 @@ JSON = st.recursive(
 def test_messages(line: bytes) -> None:
     with suppress(ValueError):
         assert encode(decode(line))
-
-
-@fuzzed
-@given(st.lists(st.binary(max_size=300), max_size=4))
-def test_channels_end_after_bytes_that_are_no_messages(chunks: list[bytes]) -> None:
-    one, other = socket.socketpair()
-    channel = Channel(one)
-    with other:
-        for chunk in chunks:
-            other.sendall(chunk)
-            channel.collect()
-    while channel.is_open:
-        channel.collect()
-    channel.close()
 
 
 MANIFEST = {

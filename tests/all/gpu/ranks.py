@@ -6,7 +6,6 @@ As a script it is one rank: ``python -m tests.all.gpu.ranks FUNCTION FOLDER ROUT
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.all.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import AS_ROOT, PYTHON_PATH, free_port
 from tests.limits import limit
 
 Over = Literal["gloo", "mpi", "nccl"]
@@ -71,12 +70,12 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
     if over == "mpi":
         from torchmn.run.backend import find_mpirun
 
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+        env |= AS_ROOT
         env["OMPI_MCA_btl"] = "^ofi"
         mpirun = find_mpirun(os.environ) or "mpirun"
         jobs = [([mpirun, "-n", str(size), "--map-by", ":OVERSUBSCRIBE", *words], env)]
     else:
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         jobs = [
             (
                 words,
@@ -116,12 +115,6 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
 
 def _tails(outputs: list[Path]) -> str:
     return "\n".join(f"[{path.name}] {path.read_text()[-_TAIL:]}" for path in outputs)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _rank(function: str, folder: str, route: str, timeout_s: str) -> None:

@@ -184,17 +184,6 @@ def every_step(comm: Communicator) -> None:
     assert_close(model, expected)
 
 
-def as_bucket_view(comm: Communicator) -> None:
-    model = network(comm)
-    expected = copy.deepcopy(model)
-    optimizer = torchmn.create_multi_node_optimizer(
-        sgd(model), comm, model, gradient_as_bucket_view=True
-    )
-    train(comm, model, optimizer)
-    train(None, expected, sgd(expected))
-    assert_close(model, expected)
-
-
 def _codec(name: str) -> Callable[[Communicator], None]:
     def work(comm: Communicator) -> None:
         model = network(comm, torch.float32)
@@ -314,22 +303,6 @@ def batch_norm(comm: Communicator) -> None:
     expected = theirs.grad.chunk(comm.size)[comm.rank]
     assert torch.allclose(ours.grad, expected, rtol=0, atol=1e-10)
     assert torch.allclose(layer.running_var, whole.running_var, rtol=0, atol=1e-12)
-
-
-def functions(comm: Communicator) -> None:
-    """Differentiable communication: gradients return to where their values came from."""
-    x = torch.full((3,), comm.rank + 1.0, device=comm.device, requires_grad=True)
-    parts = torchmn.functions.allgather(comm, x)
-    sum(part.sum() * (rank + 1) for rank, part in enumerate(parts)).backward()
-    assert x.grad.tolist() == [float(comm.size * (comm.rank + 1))] * 3
-    if comm.size == 2:
-        y = torch.full((3,), 2.0, device=comm.device, requires_grad=True)
-        if comm.rank == 0:
-            torchmn.functions.send(y * 3, comm, 1).backward()
-            assert y.grad.tolist() == [15.0] * 3
-        else:
-            # a scalar that requires a gradient makes the received tensor part of the graph
-            (torchmn.functions.recv(comm, 0) * 5).sum().backward()
 
 
 def ddp_hook(comm: Communicator) -> None:

@@ -229,25 +229,6 @@ def unused_parameters(world: World) -> None:
     world.require_replicas(model)
 
 
-def accumulation(world: World) -> None:
-    """no_sync() gathers on each rank; the pass after it sends the sum."""
-    model, plain = Net(), Net()
-    wrapped, hook = world.ddp(model, "float16", gradient_as_bucket_view=True)
-    for step in range(2):
-        wrapped.zero_grad()
-        with wrapped.no_sync():
-            loss_of(wrapped, batch(world.rank, 10 + step)).backward()
-        assert hook._num_passes == step
-        loss_of(wrapped, batch(world.rank, step)).backward()
-        parts = [
-            local_gradients(plain, rank, at)
-            for rank in range(world.size)
-            for at in (step, 10 + step)
-        ]
-        for parameter, column in zip(model.parameters(), zip(*parts, strict=True), strict=True):
-            assert torch.allclose(parameter.grad, sum(column) / world.size, atol=1e-3, rtol=1e-2)
-
-
 def ranks_that_end_early(world: World) -> None:
     model = Net()
     wrapped, _ = world.ddp(model, "int8")
@@ -392,7 +373,6 @@ def checks() -> dict[str, tuple[int, Callable[[World], None]]]:
     for codec in ("1bit", "power_sgd"):
         found[f"nan_leaves_no_trace-{codec}"] = 2, bound(nan_leaves_no_trace, codec)
     found["unused_parameters"] = 2, unused_parameters
-    found["accumulation"] = 2, accumulation
     found["ranks_that_end_early"] = 3, ranks_that_end_early
     for codec in ("int8", "power_sgd"):
         found[f"resume-{codec}"] = 2, bound(resume, codec)

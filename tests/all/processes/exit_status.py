@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import psutil
 import pytest
 
-from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
+from tests.all.processes.runner import AS_ROOT, MARK, PYTHON_PATH, Runner
 from tests.all.schedulers.cluster import running
 from tests.all.schedulers.slurm import Slurm
 from tests.limits import limit
@@ -216,7 +216,6 @@ class Site:
         )
 
 
-AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import psutil
 
@@ -26,10 +27,27 @@ PYTHON_PATH = os.pathsep.join(
     ]
 )
 """For the Python of every rank: a start without torch's compiler, torchmn, and the tests."""
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""For an mpirun that root starts."""
 RANK = (
     "import os; from tests.limits import limit; "
     'rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])\n'
 )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(
+    condition: Callable[[], bool], what: object = "waited in vain", limit_s: float = 30
+) -> None:
+    deadline = time.monotonic() + limit(limit_s)
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
 
 
 class Runner:
@@ -46,15 +64,9 @@ class Runner:
         path.write_text(RANK + text)
         return name
 
-    def start(
-        self,
-        *args: str,
-        preexec_fn: Callable[[], None] | None = None,
-        stdin: int | IO[bytes] | None = None,
-        **env: str,
-    ) -> subprocess.Popen[str]:
-        run = ("-m", "torchmn", "run", "--log-dir", "logs")
-        return self.start_python(*run, *args, preexec_fn=preexec_fn, stdin=stdin, **env)
+    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
+        """`torchmn run`, with the options of `start_python`."""
+        return self.start_python("-m", "torchmn", "run", "--log-dir", "logs", *args, **options)
 
     def start_python(
         self,
@@ -118,10 +130,7 @@ class Runner:
         return found
 
     def wait_until(self, condition: Callable[[], bool], what: str, limit_s: float = 15) -> None:
-        deadline = time.monotonic() + limit(limit_s)
-        while not condition():
-            assert time.monotonic() < deadline, what
-            time.sleep(0.02)
+        wait_until(condition, what, limit_s)
 
     def wait_until_nothing_is_left(self) -> None:
         deadline = time.monotonic() + limit(15)

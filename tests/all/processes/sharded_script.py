@@ -221,9 +221,8 @@ def clipped(side: Side) -> Result:
             loss_of(side, model, step).backward()
             if not ours or type(side) is Side:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                states.append({"norm": full(norm)} if not ours else {"norm": torch.zeros(())})
-            else:
-                states.append({"norm": torch.zeros(())})
+                if not ours:
+                    states.append({"norm": full(norm)})
             optimizer.step()
             states.append(side.whole(model))
         optimizer.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
+from tests.all.processes.runner import AS_ROOT, MARK, PYTHON_PATH, Runner, free_port
 from tests.limits import limit
 from torchmn.run.backend import find_mpirun, this_machine
 
@@ -201,8 +201,7 @@ def run_without_torchmn(runner: Runner, *command: str) -> subprocess.CompletedPr
         **os.environ,
         "PYTHONPATH": PYTHON_PATH,
         MARK: runner.mark,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **AS_ROOT,
     }
     return subprocess.run(
         command,
@@ -326,12 +325,6 @@ def test_the_same_handler_follows_the_communicator(runner: Runner) -> None:
     assert 0 not in codes
     assert "rank 1 did not reach it" in errors[0].splitlines()[-1]
     runner.wait_until_nothing_is_left()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 SHELL_SCRIPT = """#!/bin/sh

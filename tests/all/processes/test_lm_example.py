@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH
-from tests.limits import limit
+from tests.all.processes.test_examples import EXAMPLES, run
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
-SCRIPT = Path(__file__).parents[3] / "examples" / "lm" / "train_lm.py"
 SMALL = ["--steps", "30", "--eval", "10", "--length", "16", "--layers", "1", "--width", "16",
          "--batchsize", "6"]  # fmt: skip
 
 
 def losses(folder: Path, num_ranks: int, *options: str) -> dict[int, float]:
     """The validation losses that a run prints, by step."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torchmn", "run", "-n", str(num_ranks), "--backend", "gloo",
-         "--log-dir", str(folder / "logs"), str(SCRIPT), *SMALL, "--out", str(folder / "result"),
-         *options],
-        env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-        capture_output=True, text=True, timeout=limit(140), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"step (\d+): validation loss ([0-9.]+)", done.stdout)
+    launcher = ["-m", "torchmn", "run", "-n", str(num_ranks), "--backend", "gloo"]
+    script = [EXAMPLES / "lm/train_lm.py", *SMALL, "--out", folder / "result", *options]
+    lines, _ = run([*launcher, "--log-dir", folder / "logs", *script])
+    found = re.findall(r"step (\d+): validation loss ([0-9.]+)", "\n".join(lines))
     return {int(step): float(loss) for step, loss in found}
 
 

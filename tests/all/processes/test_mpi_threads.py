@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import AS_ROOT, PYTHON_PATH
 from torchmn.run.backend import find_mpirun
 
 SCRIPT = """
@@ -36,30 +36,22 @@ def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         pytest.skip(reason="no mpirun: install it with 'make setup'")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    env = dict(os.environ, OMP_NUM_THREADS="1", OMPI_MCA_btl="^ofi", PYTHONPATH=PYTHON_PATH)
-    if os.geteuid() == 0:
-        env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "OMPI_MCA_btl": "^ofi", **AS_ROOT}
+    env["PYTHONPATH"] = PYTHON_PATH
     command = [mpirun, "-n", "2", "--map-by", ":OVERSUBSCRIBE", sys.executable, str(script)]
     return subprocess.run([*command, *arguments], env=env, capture_output=True, text=True)
 
 
 @pytest.mark.mpi
 @pytest.mark.processes
-@pytest.mark.parametrize("level", ["single", "funneled"])
-def test_lower_levels_fall_back_with_a_message(tmp_path: Path, level: str) -> None:
+@pytest.mark.parametrize(("level", "is_threaded"), [("funneled", False), ("serialized", True)])
+def test_lower_levels_fall_back_with_a_message(
+    tmp_path: Path, level: str, is_threaded: bool
+) -> None:
     done = run(tmp_path, level)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["threaded", "False"] * 2
-    assert done.stderr.count("no second thread may call it") == 1
-
-
-@pytest.mark.mpi
-@pytest.mark.processes
-def test_serialized_is_enough(tmp_path: Path) -> None:
-    done = run(tmp_path, "serialized")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["threaded", "True"] * 2
-    assert "second thread" not in done.stderr
+    assert done.stdout.split() == ["threaded", str(is_threaded)] * 2
+    assert done.stderr.count("no second thread may call it") == (not is_threaded)
 
 
 @pytest.mark.mpi

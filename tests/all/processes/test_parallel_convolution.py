@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,33 +9,24 @@ import torch
 from torch import nn
 
 from tests.all.processes.runner import Runner
-from tests.limits import limit
+from tests.all.processes.test_examples import EXAMPLES, run
 
-ROOT = Path(__file__).parents[3]
-SCRIPT = ROOT / "examples" / "model_parallel" / "train_mnist_parallel_convolution.py"
+SCRIPT = EXAMPLES / "model_parallel" / "train_mnist_parallel_convolution.py"
 OPTIONS = ["--dataset", "digits", "--batchsize", "128", "--steps", "8", "--epoch", "1"]
 
 pytestmark = pytest.mark.processes
 
 
-def run(num_workers: int, out: Path) -> list[tuple[str, float]]:
+def losses(num_workers: int, out: Path) -> list[tuple[str, float]]:
     """What it prints: losses and the accuracy."""
-    command = [sys.executable, "-m", "torchmn", "run", "-n", str(num_workers), str(SCRIPT)]
-    done = subprocess.run(
-        [*command, *OPTIONS, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=limit(120),
-        check=False,
-        cwd=out.parent,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = [line.removeprefix("[0] ").rsplit(" ", 1) for line in done.stdout.splitlines()]
-    return [(name, float(value)) for name, value in lines if name.startswith(("step", "epoch"))]
+    command = ["-m", "torchmn", "run", "-n", str(num_workers), "--log-dir", out.parent / "logs"]
+    lines, _ = run([*command, SCRIPT, *OPTIONS, "--out", out])
+    pairs = [line.rsplit(" ", 1) for line in lines]
+    return [(name, float(value)) for name, value in pairs if name.startswith(("step", "epoch"))]
 
 
 def test_two_workers_train_as_one_does(tmp_path: Path) -> None:
-    alone, together = run(1, tmp_path / "alone.pt"), run(2, tmp_path / "together.pt")
+    alone, together = losses(1, tmp_path / "alone.pt"), losses(2, tmp_path / "together.pt")
     assert [name for name, _ in together] == [name for name, _ in alone]
     assert len(together) == 9
     assert together[-2][1] < together[0][1]

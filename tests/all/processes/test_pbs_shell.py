@@ -10,12 +10,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.all.processes.runner import wait_until
 from tests.limits import limit
 from torchmn.control.processes import is_running, python_module
 from torchmn.run.starters.remote import PBS_SHELL
@@ -53,13 +53,6 @@ def shell(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
         )
 
     return start
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + limit(30)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_streams_exit_status_and_a_line_for_a_shell(

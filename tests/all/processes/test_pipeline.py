@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
-import psutil
 import pytest
 
 from tests.all.processes.runner import Runner
+from tests.all.processes.test_stopped import HOST, scripts
 from tests.limits import limit
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
-HOST = os.uname().nodename
 TRAINING = """
 import torch
 import torchmn
@@ -27,20 +24,12 @@ for step in range(100_000):
 """
 
 
-def script_of(runner: Runner, rank: int) -> psutil.Process:
-    for process in runner.processes("bootstrap.py"):
-        env = process.environ()
-        if int(env.get("RANK") or env["OMPI_COMM_WORLD_RANK"]) == rank:
-            return process
-    raise AssertionError(f"rank {rank} does not run")
-
-
 def test_a_rank_that_is_stopped(runner: Runner, backend: str) -> None:
     process = runner.start("-n", "3", "--grace", "1", "--backend", backend, runner.script(TRAINING))
     assert process.stdout is not None
     seen = {process.stdout.readline() for _ in range(3)}
     assert seen == {f"[{rank}] ready\n" for rank in range(3)}
-    script_of(runner, 1).suspend()
+    scripts(runner)[1].suspend()
     _, err = process.communicate(timeout=limit(50))
     assert process.returncode, err
     summary = err.splitlines()[-1]

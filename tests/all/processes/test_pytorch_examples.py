@@ -25,7 +25,7 @@ import torch
 
 from tests.limits import limit
 
-from .ported_scripts import IMAGENET, LANGUAGE_MODEL, MNIST, PORTS, VAE, Change, Port
+from .ported_scripts import IMAGENET, LANGUAGE_MODEL, MNIST, PORTS, VAE, Port
 
 EXAMPLES = os.environ.get("TORCHMN_TEST_PYTORCH_EXAMPLES", "")
 DATA = os.environ.get("TORCHMN_TEST_DATA", "")
@@ -50,14 +50,6 @@ def test_the_page_shows_these_lines(port: Port) -> None:
     for change in port.changes:
         for line in change.new:
             assert _without_layout(line) in shown, line
-
-
-def test_a_change_needs_its_line_once() -> None:
-    change = Change("b", ["x"], "before")
-    assert change.apply(["a", "  b"]) == ["a", "  x", "  b"]
-    for lines in (["a"], ["b", "b"]):
-        with pytest.raises(LookupError, match="not once"):
-            change.apply(lines)
 
 
 @pytest.mark.processes

@@ -7,7 +7,6 @@ import os
 import pty
 import resource
 import signal
-import socket
 import stat
 import subprocess
 import time
@@ -186,22 +185,6 @@ def test_killed_agent_leaves_nothing(runner: Runner, backend: str) -> None:
     assert process.returncode == 137, err
     assert "was lost: its agent died" in err
     runner.wait_until_nothing_is_left()
-
-
-@pytest.mark.usefixtures("needs_mpi")
-def test_mpirun_starts_beside_the_files_of_one_that_was_killed(runner: Runner) -> None:
-    """They are named by a process id, and those of another mpirun with the same id end it."""
-    temporary = runner.folder / "tmp"
-    num_ids = int(Path("/proc/sys/kernel/pid_max").read_text())
-    for ahead in range(3000):  # that of the mpirun is among them
-        pid = (os.getpid() + ahead) % num_ids
-        folder = temporary / f"ompi.{pid}"
-        folder.mkdir(parents=True)
-        (folder / f"pmix.{socket.gethostname()}.tool.{pid}").touch()
-    script = runner.script("print('ran', rank)")
-    done = runner.run("-n", "2", "--backend", "mpi", script, TMPDIR=str(temporary))
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name[:5] for path in temporary.iterdir()) == ["ompi."] * 3000
 
 
 @pytest.mark.usefixtures("needs_mpi")

@@ -25,6 +25,8 @@ from tests.all.processes.sharded_script import (
     State,
     loss_of,
 )
+from tests.all.processes.test_examples import EXAMPLES
+from tests.all.processes.test_examples import run as run_example
 from tests.limits import limit
 from torchmn.testing import run_ranks
 
@@ -158,20 +160,15 @@ def test_under_mpi_torchs_groups_stand_beside_it(tmp_path: Path, backend: str) -
         assert max(differences(rank["states"], expected)) < 2e-6
 
 
-EXAMPLE = Path(__file__).parents[3] / "examples/model_parallel/train_sharded_transformer.py"
-
-
 def losses(folder: Path, num_ranks: int, between: str) -> dict[str, float]:
     """What the example prints on rank 0."""
-    done = subprocess.run(
-        [sys.executable, "-m", "torchmn", "run", "-n", str(num_ranks), "--backend", "gloo",
-         "--log-dir", str(folder / "logs"), str(EXAMPLE), "--communicator", "flat",
-         "--between", between, "--steps", "20",
-         "--layers", "1", "--out", str(folder / between)],
-        capture_output=True, text=True, timeout=limit(100), check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"(step \d+): loss ([0-9.]+)", done.stdout)
+    launcher = ["-m", "torchmn", "run", "-n", str(num_ranks), "--backend", "gloo"]
+    script = EXAMPLES / "model_parallel/train_sharded_transformer.py"
+    options = ["--communicator", "flat", "--between", between, "--steps", "20", "--layers", "1"]
+    lines, _ = run_example(
+        [*launcher, "--log-dir", folder / "logs", script, *options, "--out", folder / between]
+    )
+    found = re.findall(r"(step \d+): loss ([0-9.]+)", "\n".join(lines))
     return {step: float(loss) for step, loss in found}
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.all.processes.conftest import skip_without_mpi
-from tests.all.processes.runner import Runner
+from tests.all.processes.runner import AS_ROOT, Runner
 from tests.limits import limit
 from torchmn.run.backend import find_mpirun
 
@@ -128,8 +128,7 @@ def start_under_mpirun(runner: Runner, script: str, **env: str) -> subprocess.Po
     words = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, runner.script(script)]
     return runner.start_python(
         *("-c", f"import os\nos.execv({mpirun!r}, {words!r})"),
-        OMPI_ALLOW_RUN_AS_ROOT="1",
-        OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1",
+        **AS_ROOT,
         **env,
     )
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH
-from tests.limits import limit
+from tests.all.processes.test_examples import EXAMPLES, run
 
-SCRIPT = Path(__file__).parents[3] / "examples/seq2seq/train_seq2seq.py"
+SCRIPT = EXAMPLES / "seq2seq/train_seq2seq.py"
 
 
 @pytest.mark.processes
@@ -29,20 +25,9 @@ def test_two_workers_train_and_one_scores_what_they_saved(tmp_path: Path) -> Non
     options = ["--data", ".", "--vocabulary", "280", "--width", "16", "--batchsize", "8"]
     options += ["--epoch", "2", "--checkpoint", "saved"]
 
-    def run(*launcher: str) -> list[str]:
-        done = subprocess.run(
-            [sys.executable, *launcher, SCRIPT, *options],
-            capture_output=True,
-            text=True,
-            timeout=limit(170),
-            check=False,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": PYTHON_PATH},
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return [re.sub(r"^\[\d\] ?", "", line) for line in done.stdout.splitlines()]
-
-    first, second = run(*launcher), run()
+    (first, _), (second, _) = (
+        run([*before, SCRIPT, *options], cwd=tmp_path) for before in (launcher, [])
+    )
     assert first[0] == "2 worker(s), 20 pairs, 280 tokens"
     assert [line.split(":")[0] for line in first[2:]] == [
         "epoch 1.00, step 3",

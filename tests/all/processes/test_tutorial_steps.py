@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.all.processes.conftest import skip_without_mpi
-from tests.all.processes.runner import MARK, PYTHON_PATH, Runner
+from tests.all.processes.runner import AS_ROOT, MARK, PYTHON_PATH, Runner
 from tests.limits import limit
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -105,8 +105,7 @@ def run(runner: Runner, commands: str) -> str:
             "PATH": path,
             "PYTHONPATH": PYTHON_PATH,
             MARK: runner.mark,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            **AS_ROOT,
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -12,17 +12,16 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.all.processes.runner import PYTHON_PATH
+from tests.all.processes.runner import PYTHON_PATH, wait_until
+from tests.all.processes.test_hosts import need_mpirun, torchmn_run
 from tests.limits import limit
 from tests.netlab import Lab, missing_requirement, netlab
-from torchmn.run.backend import this_machine
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 
@@ -123,16 +122,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.process.communicate(timeout=limit(30))
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + limit(60)
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_training_is_not_disrupted(start: Callable[..., Job]) -> None:
     undisturbed, job = [start(TRAIN, "-n", "2", "--backend", "gloo") for _ in range(2)]
-    until(lambda: undisturbed.is_ready() and job.is_ready())
+    wait_until(lambda: undisturbed.is_ready() and job.is_ready())
     expected = undisturbed.finish()
     listeners = [address for _, address in job.listeners()]
     assert len(listeners) > 3  # the supervisor, torch's store, gloo
@@ -185,25 +177,14 @@ def test_between_hosts_ranks_listen_on_the_interface_that_connects_them(
     lab: Lab, tmp_path: Path, launcher: str
 ) -> None:
     """And the secret is in no command line of any host: they share one process table."""
-    if launcher == "mpirun" and (missing := this_machine(os.environ).missing_for_mpi):
-        pytest.skip(reason=f"MPI lacks {missing}: install it with 'make setup'")
-    if launcher == "mpirun" and " " in sys.prefix:
-        pytest.skip(reason="Open MPI does not quote --prefix for its remote shell")
+    if launcher == "mpirun":
+        need_mpirun()
     (tmp_path / "script.py").write_text(LOOK)
-    words = ["run", "--log-dir", "logs", "--hosts", "n0:1,n1:1", "--launcher", launcher]
-    words += ["--backend", "gloo", "script.py", str(tmp_path)]
-    env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "TORCHMN_RSH": str(lab.rsh_agent)}
-    process = lab.hosts[0].popen(
-        [sys.executable, "-m", "torchmn", *words],
-        env=env,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    out, err = process.communicate(timeout=limit(100))
-    assert process.returncode == 0, err
+    words = ("--hosts", "n0:1,n1:1", "--launcher", launcher, "--backend", "gloo", "script.py")
+    done = torchmn_run(lab, *words, tmp_path, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     for host, (secret, found, listening) in zip(lab.hosts, looked(tmp_path), strict=True):
         assert len(secret) == 64
         assert found == []
         assert set(listening) == {host.address}
-        raise_if_disclosed(secret, tmp_path, str(out), str(err))
+        raise_if_disclosed(secret, tmp_path, done.stdout, done.stderr)
