@@ -214,17 +214,3 @@ def test_gradients_are_means_even_if_the_optimizer_is_not_kept() -> None:
         assert len(comm.flight_recorder.entries()) == num_before
 
     run_ranks(rank_main, 2)
-
-
-def test_an_optimizer_that_was_closed_is_freed_before_its_model() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        optimizer.close()
-        optimizer.close()
-        return model, weakref.ref(optimizer)
-
-    living = run_ranks(rank_main, 2)
-    gc.collect()
-    assert [reference() for _, reference in living] == [None, None]

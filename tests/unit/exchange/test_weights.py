@@ -31,40 +31,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
-def train_alone(sizes: list[list[int]]) -> list[torch.Tensor]:
-    """One process on all samples of a step at once."""
-    model = mlp()
-    inner = sgd(model)
-    for step, row in enumerate(sizes):
-        inner.zero_grad()
-        together = torch.cat([batch(rank, step, size) for rank, size in enumerate(row)])
-        loss_of(model, together).backward()
-        inner.step()
-    return values(model)
-
-
-@pytest.mark.parametrize("name", ["flat", "hierarchical"])
-@pytest.mark.parametrize("sizes", [[[4, 4], [1, 7]], [[3, 1, 2], [5, 0, 1], [0, 0, 2]]], ids=str)
-def test_samples_of_uneven_and_empty_batches(sizes: list[list[int]], name: str) -> None:
-    """A batch without samples has a loss of NaN, and weighs nothing."""
-
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
-        for step, row in enumerate(sizes):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(comm.rank, step, row[comm.rank]))
-            assert bool(loss.isnan()) is (row[comm.rank] == 0)
-            loss.backward()
-            optimizer.step()
-        return values(model)
-
-    results = run_ranks(rank_main, len(sizes[0]), name=name)
-    for result in results:
-        assert equal(result, results[0])
-    assert near(results[0], train_alone(sizes))
-
-
 @pytest.mark.parametrize("codec", ["float16", "bfloat16"])
 def test_samples_do_not_push_gradients_out_of_range(codec: str) -> None:
     """Gradients of 30000 times 64 samples do not fit in float16, but their mean does."""
