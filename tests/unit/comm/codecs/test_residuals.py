@@ -135,20 +135,6 @@ def entry(side: str, name: str, offset: int, values: list[float]) -> dict:
     return {"side": side, "name": name, "offset": offset, "values": torch.tensor(values)}
 
 
-def test_reshard_by_hand() -> None:
-    """In units of the gradient: mean of the old workers' residuals plus the owners'."""
-    states = [
-        {"residuals": [entry("worker", "a", 1, [4.0]), entry("owner", "a", 0, [1.0])], "codec": {}},
-        {"residuals": [entry("worker", "a", 0, [2.0]), entry("owner", "a", 1, [3.0])], "codec": {}},
-    ]
-    state = reshard(states, 4)
-    assert state["codec"] == {}
-    (only,) = state["residuals"]
-    assert (only["side"], only["name"], only["offset"]) == ("worker", "a", 0)
-    # residuals of a share of the mean: W r; W r' = mean(W r_i) + s = (2, 4) + (1, 3), W' = 4
-    assert only["values"].tolist() == [3.0 / 4, 7.0 / 4]
-
-
 def test_a_piece_of_another_scale_is_converted_when_it_is_taken() -> None:
     residuals, layout = Residuals(), stripe(("a", 0, 4))
     residuals.scale = 0.5
