@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.unit.models import (
-    OfObject,
     batch,
     equal,
     fill,
@@ -89,16 +86,6 @@ def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
         assert equal(result, results[0])
 
 
-def test_inputs_without_a_batch_dimension_raise() -> None:
-    def rank_main(comm):
-        model = OfObject()
-        create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
-        with pytest.raises(UsageError, match="must see a tensor with a batch dimension"):
-            model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
-
-    run_ranks(rank_main, 2)
-
-
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
 def test_weights_that_are_none_are_refused(weight: float) -> None:
     def rank_main(comm):
@@ -108,23 +95,6 @@ def test_weights_that_are_none_are_refused(weight: float) -> None:
             optimizer.set_weight(weight)
 
     run_ranks(rank_main, 1)
-
-
-def test_a_forward_pass_for_evaluation_is_not_counted() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
-        with torch.no_grad():
-            model(batch(comm.rank, 0, 50))
-        model.eval()
-        model(batch(comm.rank, 0, 50))
-        model.train()
-        loss_of(model, batch(comm.rank, 1, 1 + 2 * comm.rank)).backward()
-        assert optimizer.reducer.contribution.num_samples == 0.0
-        together = torch.cat([batch(0, 1, 1), batch(1, 1, 3)])
-        assert near(grads(model), local_grads(model, together))
-
-    run_ranks(rank_main, 2)
 
 
 class Quadratic(torch.optim.SGD):
