@@ -15,15 +15,6 @@ from .registry import script
 from .worker import Worker
 
 
-@script("`torch.compile(model)` before wrapping", is_slow=True)
-def compiled_before_wrapping(worker: Worker) -> nn.Module:
-    model = mlp()
-    compiled = torch.compile(model, backend="aot_eager")
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), compiled)
-    train(compiled, optimizer, worker.batches())
-    return model
-
-
 @script("`torch.compile(model)` after wrapping", is_slow=True)
 def compiled_after_wrapping(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
@@ -75,24 +66,6 @@ def compiled_steps_with_all_that(worker: Worker) -> list[nn.Module]:
         step(x, y)
         average.update_parameters(model)
     return [model, average]
-
-
-@script("Two optimizers in a compiled step", is_slow=True)
-def compiled_steps_of_two_optimizers(worker: Worker) -> list[nn.Module]:
-    models = mlp(), mlp(seed=9)
-    optimizers = [worker.optimizer(torch.optim.SGD(m.parameters(), 0.1), m) for m in models]
-
-    @torch.compile(backend="aot_eager")
-    def step(x: Tensor, y: Tensor) -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        (mse_loss(models[0](x), y) + mse_loss(models[1](x), y)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    for x, y in worker.batches():
-        step(x, y)
-    return [*models]
 
 
 class Network(nn.Module):

@@ -113,16 +113,6 @@ def training_and_evaluation(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Evaluation under `torch.inference_mode()` without `eval()`")
-def inference_mode(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        take_step(model, optimizer, x, y)
-        with torch.inference_mode():
-            worker.log("loss", worker.mean(mse_loss(model(x), y).clone()))
-    return model
-
-
 @script("Convolutions")
 def convolutional(worker: Worker) -> nn.Module:
     model = convolutions()

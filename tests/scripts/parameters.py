@@ -15,21 +15,6 @@ from .registry import script
 from .worker import Worker
 
 
-@script("An exponential moving average of the parameters, by hand")
-def moving_average(worker: Worker) -> list[nn.Module]:
-    model = mlp()
-    average = copy.deepcopy(model)
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for p, q in zip(model.parameters(), average.parameters(), strict=True):
-        q.data.copy_(p.data)
-    for x, y in worker.batches():
-        take_step(model, optimizer, x, y)
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), average.parameters(), strict=True):
-                q.lerp_(p, 0.2)
-    return [model, average]
-
-
 @script("`AveragedModel` with `SWALR`")
 def stochastic_weight_averaging(worker: Worker) -> list[nn.Module]:
     model, optimizer = mlp_and_sgd(worker)
@@ -54,17 +39,6 @@ def averaged_model_evaluated(worker: Worker) -> list[nn.Module]:
         with torch.no_grad():
             worker.log("loss of the average", worker.mean(mse_loss(average(x), y)))
     return [model, average]
-
-
-@script("Parameters clamped by `p.clamp_()` under `no_grad` after each step")
-def clamp_parameters(worker: Worker) -> nn.Module:
-    model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        take_step(model, optimizer, x, y)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.clamp_(-0.2, 0.2)
-    return model
 
 
 @script("Lookahead: every third step goes back halfway, by `p.data.copy_()`")
@@ -106,17 +80,6 @@ def frozen_then_unfrozen(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Layers frozen in the middle of training")
-def frozen_in_the_middle(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for step, (x, y) in enumerate(worker.batches(10)):
-        if step == 5:
-            model[0].requires_grad_(False)
-        take_step(model, optimizer, x, y)
-    return model
-
-
 class _TwoHeads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -125,17 +88,6 @@ class _TwoHeads(nn.Module):
 
     def forward(self, x: Tensor, head: int) -> Tensor:
         return self.heads[head](self.body(x).tanh())
-
-
-@script("Parameters that are unused in every other step, `zero_fill=True` (SGD: no difference)")
-def unused_parameters(worker: Worker) -> nn.Module:
-    model = built(_TwoHeads)
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, zero_fill=True)
-    for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
-        mse_loss(model(x, step % 2), y).backward()
-        optimizer.step()
-    return model
 
 
 @script("Parameters that are unused in every other step: `Adam` leaves them and their state alone")
