@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 
@@ -100,18 +99,6 @@ def test_bytes_must_be_within_the_tolerance(load) -> None:
     }
 
 
-def test_all_runs_are_kept_in_order(load, tmp_path: Path) -> None:
-    runs = load("exchange.runs")
-    path = tmp_path / "records" / "exchange.jsonl"
-    assert runs.load(path) == {}
-    for seconds in (3.0, 1.0, 2.0, 4.0, 1.0):
-        runs.append(path, "2h-1gbit-float32", run_of({"ddp": 1.0, "every step": seconds}))
-    runs.append(path, "1x2-step", run_of({"ddp": 1.0}))
-    kept = runs.load(path)
-    assert [run["turns"][1]["seconds"] for run in kept["2h-1gbit-float32"]] == [3, 1, 2, 4, 1]
-    assert len(kept["1x2-step"]) == 1
-
-
 @pytest.mark.parametrize(
     ("seconds", "holds"),
     [
@@ -130,14 +117,6 @@ def test_a_limit_uses_all_turns_of_the_newest_runs(load, seconds, holds) -> None
     (bar,) = limits_of(made, "every step / ddp")
     assert bar.holds is holds
     assert len(bar.samples) == 5 * min(3, len(seconds))
-
-
-def test_runs_without_both_sides_of_a_limit_are_skipped(load) -> None:
-    bars = load("exchange.bars")
-    runs = [run_of({"ddp": 1.0, "every step": 0.5})] + 3 * [run_of({"ddp": 1.0, "auto": 1.0})]
-    (bar,) = limits_of(bars.bars_of({"2h-1gbit-float32": runs}, all_count), "every step / ddp")
-    assert bar.holds is True
-    assert bar.bar.endswith("1 run")
 
 
 def test_a_side_that_fails_the_accuracy_table_satisfies_no_limit(load) -> None:
@@ -159,12 +138,6 @@ def test_a_side_that_fails_the_accuracy_table_satisfies_no_limit(load) -> None:
     assert math.isnan(bar.value)
     assert bar.holds is None
     assert "every step int8 not counted: no accuracy (cifar: not measured)" in bar.bar
-
-
-def test_a_side_without_measured_accuracy_does_not_count(load) -> None:
-    counted = load("exchange.exclusions")
-    assert "not measured" in counted.exclusions_from({})("every step int8", run_of({}))
-    assert counted.exclusions_from({})("ddp", run_of({})) == ""
 
 
 def test_auto_counts_by_its_plan(load) -> None:

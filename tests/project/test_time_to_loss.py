@@ -59,22 +59,6 @@ def test_compared_texts_and_seeds_choose_nothing(load: Load) -> None:
     assert not {*compared.seeds} & {*tuned.seeds}
 
 
-def test_every_family_has_the_same_rates_and_diloco_of_both_libraries_the_same_blocks(
-    load: Load,
-) -> None:
-    settings = load("time_to_loss.settings")
-    sides = (*settings.DDP, *settings.CANDIDATES)
-    families = {side.family for side in sides}
-    for family in families:
-        assert {side.learning_rate for side in sides if side.family == family} == {*settings.RATES}
-    blocks = {
-        family: {side.options["block"] for side in sides if side.family == family}
-        for family in ("torchft DiLoCo", "torchmn DiLoCo")
-    }
-    assert blocks["torchft DiLoCo"] == blocks["torchmn DiLoCo"] == {*settings.BLOCKS}
-    assert len({side.name for side in sides}) == len(sides)
-
-
 def test_goals_and_sides_are_those_of_the_rule(
     load: Load, choice_runs: list[dict[str, Any]]
 ) -> None:
@@ -164,17 +148,3 @@ def test_runs_of_different_days_make_no_pair(
         "torchmn DiLoCo: times faster than ddp": True,
         "torchmn DiLoCo: times faster than torchft DiLoCo: missing": False,
     }
-
-
-def test_the_newest_run_of_a_candidate_counts(
-    load: Load, run_of: MakeRun, choice_runs: list[dict[str, Any]]
-) -> None:
-    settings, choice = load("time_to_loss.settings"), load("time_to_loss.choice")
-    side = settings.CANDIDATES[-1]
-    again = run_of(side, settings.TUNED, rate=settings.RATE, goal=2.101, seconds=1000.0)
-    assert choice.seconds_of([*choice_runs, again], side) == 1000.0
-
-
-def test_without_a_choice_nothing_holds(load: Load) -> None:
-    bars = load("time_to_loss.bars").bars_of([], [])
-    assert [bar.holds for bar in bars if bar.limit] == [False]

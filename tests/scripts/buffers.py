@@ -85,30 +85,3 @@ def codebook_of_two_optimizers(worker: Worker) -> nn.Module:
         elif step == 19:
             model.load_state_dict(state)
     return model
-
-
-@script("The same in batches of different sizes, with a `GradScaler`")
-def codebook_scaled(worker: Worker) -> nn.Module:
-    model = _quantizing(worker)
-    sgd = torch.optim.SGD(model.parameters(), 0.1)
-    optimizer = worker.optimizer(sgd, model, weight="samples")
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=5)
-    for x, y in worker.uneven_batches(NUM_STEPS):
-        optimizer.zero_grad()
-        scaler.scale(mse_loss(model(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return model
-
-
-@script("The same, compiled around the codebook", is_slow=True)
-def codebook_compiled(worker: Worker) -> nn.Module:
-    model = _quantizing(worker)
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    encode = torch.compile(model[:2], backend="aot_eager")
-    decode = torch.compile(model[3:], backend="aot_eager")
-    for x, y in worker.batches(NUM_STEPS):
-        optimizer.zero_grad()
-        mse_loss(decode(model[2](encode(x))), y).backward()
-        optimizer.step()
-    return model

@@ -7,15 +7,14 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from .models import mlp
+from .models import mlp, mlp_and_sgd, take_step
 from .registry import script
 from .worker import Worker
 
 
 @script("A plain loop: `zero_grad()`, `backward()`, `step()`; the mean loss is logged")
 def plain_loop(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in worker.batches():
         optimizer.zero_grad()
         loss = mse_loss(model(x), y)
@@ -27,8 +26,7 @@ def plain_loop(worker: Worker) -> nn.Module:
 
 @script("`clip_grad_norm_(model.parameters())`, its norm logged")
 def clip_by_norm(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in worker.batches():
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
@@ -37,22 +35,9 @@ def clip_by_norm(worker: Worker) -> nn.Module:
     return model
 
 
-@script("`clip_grad_norm_` by the maximum norm, without foreach")
-def clip_by_maximum_norm(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.AdamW(model.parameters(), 0.01), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        clip_grad_norm_(model.parameters(), 0.1, norm_type=float("inf"), foreach=False)
-        optimizer.step()
-    return model
-
-
 @script("`clip_grad_value_(model.parameters())`")
 def clip_by_value(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
@@ -61,27 +46,11 @@ def clip_by_value(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Norms of all gradients are logged, nothing is clipped")
-def log_gradient_norms(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        for name, parameter in model.named_parameters():
-            worker.log(name, parameter.grad.norm())
-        optimizer.step()
-    return model
-
-
 @script("Norms of gradients and parameters are logged after `step()`")
 def log_norms_after_step(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         for name, parameter in model.named_parameters():
             worker.log(f"gradient of {name}", parameter.grad.norm())
             worker.log(name, parameter.norm())

@@ -10,62 +10,21 @@ from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from .models import mlp
+from .models import mlp, mlp_and_sgd, take_step, train
 from .registry import script
 from .worker import Worker
 
 
-@script("`torch.compile(model)` before wrapping", is_slow=True)
-def compiled_before_wrapping(worker: Worker) -> nn.Module:
-    model = mlp()
-    compiled = torch.compile(model, backend="aot_eager")
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), compiled)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(compiled(x), y).backward()
-        optimizer.step()
-    return model
-
-
 @script("`torch.compile(model)` after wrapping", is_slow=True)
 def compiled_after_wrapping(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     compiled = torch.compile(model, backend="aot_eager")
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(compiled(x), y).backward()
-        optimizer.step()
-    return model
-
-
-@script('`torch.compile(model)` after wrapping, `weight="samples"`', is_slow=True)
-def compiled_weighted_by_samples(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight="samples")
-    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
-        mse_loss(compiled(x), y).backward()
-        optimizer.step()
-    return model
-
-
-@script("`model.compile()` in place", is_slow=True)
-def compiled_in_place(worker: Worker) -> nn.Module:
-    model = mlp()
-    model.compile(backend="aot_eager")
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(compiled, optimizer, worker.batches())
     return model
 
 
 def _whole_step(worker: Worker, weight: str, batches: Iterable[tuple[Tensor, Tensor]]) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight=weight)
+    model, optimizer = mlp_and_sgd(worker, weight=weight)
 
     @torch.compile(backend="aot_eager", dynamic=True)
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -109,24 +68,6 @@ def compiled_steps_with_all_that(worker: Worker) -> list[nn.Module]:
     return [model, average]
 
 
-@script("Two optimizers in a compiled step", is_slow=True)
-def compiled_steps_of_two_optimizers(worker: Worker) -> list[nn.Module]:
-    models = mlp(), mlp(seed=9)
-    optimizers = [worker.optimizer(torch.optim.SGD(m.parameters(), 0.1), m) for m in models]
-
-    @torch.compile(backend="aot_eager")
-    def step(x: Tensor, y: Tensor) -> None:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        (mse_loss(models[0](x), y) + mse_loss(models[1](x), y)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-    for x, y in worker.batches():
-        step(x, y)
-    return [*models]
-
-
 class Network(nn.Module):
     """A class of the user's, whose hooks torch.compile leaves outside of what it compiles."""
 
@@ -149,10 +90,7 @@ def _train(worker: Worker, model: nn.Module, forward: Call) -> nn.Module:
     """With weights that must be counted: the parts of ranks differ, in each step otherwise."""
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = worker.optimizer(inner, model, weight="samples")
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
-        mse_loss(forward(x), y).backward()
-        optimizer.step()
+    train(forward, optimizer, worker.uneven_batches())
     worker.close(optimizer)
     return model
 
@@ -243,9 +181,7 @@ def compiled_with_copies(worker: Worker) -> list[nn.Module]:
     averages.append(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)))
     of_average = compiled_of(averages[1].module)
     for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
-        mse_loss(compiled(x), y).backward()
-        optimizer.step()
+        take_step(compiled, optimizer, x, y)
         for average in averages:
             average.update_parameters(model)
         with torch.no_grad():  # in training mode, and of the average

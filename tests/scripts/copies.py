@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
 
-from .models import mlp
+from .models import mlp_and_sgd, take_step
 from .registry import script
 from .worker import Worker
 
@@ -23,13 +23,10 @@ _parsing = threading.Lock()
 
 def _best_of(worker: Worker, copied: object, weight: str = "rank") -> list[nn.Module]:
     """Keeps a copy of the model of every third step, and trains on."""
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight=weight)
+    model, optimizer = mlp_and_sgd(worker, weight=weight)
     copies = []
     for step, (x, y) in enumerate(worker.batches(10)):
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         if step % 3 == 2:
             copies.append(copied(model))
     return [model, *copies]
@@ -54,11 +51,6 @@ def _saved(model: nn.Module) -> nn.Module:
 @script("`copy.deepcopy(model)` of the best model so far")
 def deepcopy_of_the_model(worker: Worker) -> list[nn.Module]:
     return _best_of(worker, copy.deepcopy)
-
-
-@script('`copy.deepcopy(model)` with `weight="samples"`')
-def deepcopy_weighted_by_samples(worker: Worker) -> list[nn.Module]:
-    return _best_of(worker, copy.deepcopy, "samples")
 
 
 @script("`pickle.dumps(model)`: it holds nothing of torchmn")
@@ -86,8 +78,7 @@ def scripted(worker: Worker) -> list[nn.Module]:
 
 
 def _train_and_trace(worker: Worker, *, on_one_rank: bool = False) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight="samples")
+    model, optimizer = mlp_and_sgd(worker, weight="samples")
     for step, (x, y) in enumerate(worker.batches()):
         optimizer.zero_grad()
         if step % 3 == 1 and (worker.rank == 0 or not on_one_rank):
@@ -107,19 +98,6 @@ def traced_on_rank_0(worker: Worker) -> nn.Module:
     return _train_and_trace(worker, on_one_rank=True)
 
 
-@script("`torch.save(model.state_dict())`, loaded into another model")
-def file_of_the_state(worker: Worker) -> list[nn.Module]:
-    def saved(model: nn.Module) -> nn.Module:
-        file = io.BytesIO()
-        torch.save(model.state_dict(), file)
-        file.seek(0)
-        other = mlp(seed=9)
-        other.load_state_dict(torch.load(file))
-        return other
-
-    return _best_of(worker, saved)
-
-
 @script("A copy of the model is trained further without torchmn")
 def copy_trained_alone(worker: Worker) -> list[nn.Module]:
     model, *copies = _best_of(worker, copy.deepcopy)
@@ -127,16 +105,13 @@ def copy_trained_alone(worker: Worker) -> list[nn.Module]:
     optimizer = torch.optim.SGD(alone.parameters(), 0.1)
     x, y = torch.ones(2, 5), torch.zeros(2, 3)
     for _ in range(3):
-        optimizer.zero_grad()
-        mse_loss(alone(x), y).backward()
-        optimizer.step()
+        take_step(alone, optimizer, x, y)
     return [model, alone]
 
 
 @script("`torch.save(p.grad)` writes the gradient, not more")
 def file_of_a_gradient(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
@@ -153,8 +128,7 @@ def file_of_a_gradient(worker: Worker) -> nn.Module:
 
 @script("A gradient's `.numpy()` is kept over the next step")
 def numpy_of_a_gradient(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     kept = []
     for x, y in worker.batches():
         optimizer.zero_grad()

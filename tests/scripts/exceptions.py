@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from .models import mlp
+from .models import mlp_and_sgd
 from .registry import script
 from .worker import Worker
 
@@ -25,8 +25,7 @@ class _OutOfMemory(torch.autograd.Function):
 
 @script("Out of memory in `backward()` on all ranks, caught, and a smaller batch tried")
 def out_of_memory_in_backward(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for step, (x, y) in enumerate(worker.batches(10)):
         optimizer.zero_grad()
         try:
@@ -41,27 +40,9 @@ def out_of_memory_in_backward(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Out of memory in `forward()` on all ranks, caught, and a smaller batch tried")
-def out_of_memory_in_forward(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for step, (x, y) in enumerate(worker.batches(10)):
-        optimizer.zero_grad()
-        try:
-            model[:2](x)
-            if step in (2, 6):
-                raise torch.OutOfMemoryError("out of memory, raised by the script")
-            mse_loss(model(x), y).backward()
-        except torch.OutOfMemoryError:
-            mse_loss(model(x[::2]), y[::2]).backward()
-        optimizer.step()
-    return model
-
-
 @script("Ctrl-C between `backward()` and `step()`, caught, and the loop run again")
 def interrupted_before_step(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for interrupted_at in (5, None):
         try:
             for step, (x, y) in enumerate(worker.batches()):
@@ -75,28 +56,9 @@ def interrupted_before_step(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Ctrl-C in the forward pass, caught, and the loop run again")
-def interrupted_in_forward(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    for interrupted_at in (5, None):
-        try:
-            for step, (x, y) in enumerate(worker.batches()):
-                optimizer.zero_grad()
-                hidden = model[:2](x)
-                if step == interrupted_at:
-                    raise KeyboardInterrupt
-                mse_loss(model[2:](hidden), y).backward()
-                optimizer.step()
-        except KeyboardInterrupt:
-            worker.log("interrupted at", interrupted_at)
-    return model
-
-
 @script("A loss that is not finite is found by the script, and the batch is left out")
 def batch_left_out(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for step, (x, y) in enumerate(worker.batches(10)):
         loss = mse_loss(model(x), y) * (float("nan") if step == 4 else 1.0)
         if not torch.isfinite(torch.tensor(worker.mean(loss))):
@@ -109,8 +71,7 @@ def batch_left_out(worker: Worker) -> nn.Module:
 
 @script("A gradient that is not finite, found by its norm: the step is left out")
 def step_left_out_by_norm(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for step, (x, y) in enumerate(worker.batches(10)):
         optimizer.zero_grad()
         (mse_loss(model(x), y) * (float("inf") if step == 4 else 1.0)).backward()

@@ -5,31 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
-from torch.nn.functional import cosine_similarity, mse_loss
+from torch.nn.functional import mse_loss
 
-from .models import mlp
+from .models import mlp, mlp_and_sgd, train
 from .registry import Refused, everywhere, script
 from .worker import Worker
 
 
-@script("Noise of one seed is added to every `p.grad`")
-def gradient_noise(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    noise = torch.Generator().manual_seed(7)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        for parameter in model.parameters():
-            parameter.grad.add_(torch.randn(parameter.shape, generator=noise), alpha=0.1)
-        optimizer.step()
-    return model
-
-
 @script("`p.grad.data` is edited in place: decay of weights by hand, gradients centralised")
 def edit_through_data(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
@@ -56,8 +41,7 @@ def replace_gradients(worker: Worker) -> nn.Module:
 
 @script("`p.grad.data = ...`: the memory of a gradient is exchanged for other memory")
 def replace_data_of_gradients(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
@@ -82,8 +66,7 @@ def drop_some_gradients(worker: Worker) -> nn.Module:
 
 @script("`zero_grad(set_to_none=False)`")
 def zero_in_place(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in worker.batches():
         optimizer.zero_grad(set_to_none=False)
         mse_loss(model(x), y).backward()
@@ -93,8 +76,7 @@ def zero_in_place(worker: Worker) -> nn.Module:
 
 @script("`model.zero_grad()` in place of the optimizer's")
 def zero_by_the_model(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for step, (x, y) in enumerate(worker.batches()):
         model.zero_grad(set_to_none=step % 2 == 0)
         mse_loss(model(x), y).backward()
@@ -102,26 +84,9 @@ def zero_by_the_model(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Gradients kept over `zero_grad()`: the cosine of successive ones")
-def similarity_of_gradients(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    before: list[Tensor] = []
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        for old, new in zip(before, gradients, strict=False):
-            worker.log("cosine", cosine_similarity(old.flatten(), new.flatten(), dim=0))
-        before = gradients
-        optimizer.step()
-    return model
-
-
 @script("PCGrad: the gradients of two tasks, projected onto each other")
 def pcgrad(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     parameters = list(model.parameters())
     for x, y in worker.batches():
         of_tasks = []
@@ -139,14 +104,10 @@ def pcgrad(worker: Worker) -> nn.Module:
 
 @script("A tensor hook on a parameter scales its gradient")
 def tensor_hook(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     model[0].weight.register_hook(lambda gradient: gradient * 0.3)
     model[4].bias.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1) * 0 + gradient / 2)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -160,23 +121,16 @@ def hook_before_wrapping(worker: Worker) -> nn.Module:
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_halve)
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
 @script("A post-accumulate hook, registered after wrapping, scales `p.grad` in place")
 def hook_after_wrapping(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_halve)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -188,10 +142,7 @@ def step_hook(worker: Worker) -> nn.Module:
     sgd.register_step_pre_hook(
         lambda *args: [worker.log("norm", p.grad.norm()) for p in model.parameters()] and None
     )
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -199,8 +150,7 @@ def step_hook(worker: Worker) -> nn.Module:
     "Gradients by `torch.autograd.grad`, assigned to `p.grad`",
 )
 def gradients_by_hand(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     parameters = list(model.parameters())
     for x, y in worker.batches():
         gradients = torch.autograd.grad(mse_loss(model(x), y), parameters)
@@ -237,25 +187,9 @@ def update_by_hand(worker: Worker) -> nn.Module:
     return model
 
 
-@script("An extra gradient by `torch.autograd.grad` is added to `p.grad` after `backward()`")
-def extra_gradient(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        decay = sum(parameter.pow(4).sum() for parameter in model.parameters())
-        extra = torch.autograd.grad(decay, list(model.parameters()))
-        mse_loss(model(x), y).backward()
-        for parameter, gradient in zip(model.parameters(), extra, strict=True):
-            parameter.grad += 0.1 * gradient
-        optimizer.step()
-    return model
-
-
 @script("`backward(inputs=...)`: gradients of the last layer alone")
 def backward_for_some_inputs(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for step, (x, y) in enumerate(worker.batches()):
         optimizer.zero_grad()
         inputs = None if step % 2 else list(model[4].parameters())
@@ -274,8 +208,7 @@ def backward_for_some_inputs(worker: Worker) -> nn.Module:
     ),
 )
 def curvature(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     parameters = list(model.parameters())
     for x, y in worker.batches():
         optimizer.zero_grad()
@@ -309,8 +242,7 @@ def step_inside_backward(worker: Worker) -> nn.Module:
 
 @script("Gradients of single samples by `torch.func`, clipped, their mean assigned to `p.grad`")
 def gradients_of_samples(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
 
     def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         return mse_loss(functional_call(model, parameters, (x,)), y)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from .models import built, convolutions, mlp
+from .models import built, convolutions, mlp, mlp_and_sgd, take_step, train
 from .registry import Refused, everywhere, script
 from .worker import Worker
 
@@ -19,10 +19,7 @@ def weight_normalised(worker: Worker) -> nn.Module:
     weight_norm(model[0])
     weight_norm(model[4])
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -31,28 +28,13 @@ def spectrally_normalised(worker: Worker) -> nn.Module:
     model = mlp()
     built(lambda: spectral_norm(model[2]))
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-    return model
-
-
-@script("`orthogonal`, the parametrization")
-def orthogonal_weights(worker: Worker) -> nn.Module:
-    model = built(lambda: nn.Sequential(orthogonal(nn.Linear(5, 5)), nn.Tanh(), nn.Linear(5, 3)))
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
 @script("Dropout by a mask that the script makes for the whole batch")
 def dropout_by_mask(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     random = torch.Generator().manual_seed(3)
     for x, y in worker.batches():
         optimizer.zero_grad()
@@ -79,10 +61,7 @@ def normalisation_in_evaluation(worker: Worker) -> nn.Module:
         model[1].running_var.fill_(0.7)
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
     model.eval()
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -122,31 +101,15 @@ def normalisation_in_training(worker: Worker) -> list[Tensor]:
 
 @script("`train()` and `eval()` in turns, the loss of evaluation logged")
 def training_and_evaluation(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     held_out = list(worker.batches(10))[8:]
     for x, y in worker.batches():
         model.train()
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         model.eval()
         with torch.no_grad():
             losses = [mse_loss(model(a), b) for a, b in held_out]
         worker.log("loss of evaluation", worker.mean(torch.stack(losses).mean()))
-    return model
-
-
-@script("Evaluation under `torch.inference_mode()` without `eval()`")
-def inference_mode(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-        with torch.inference_mode():
-            worker.log("loss", worker.mean(mse_loss(model(x), y).clone()))
     return model
 
 
@@ -215,9 +178,7 @@ def pruned(worker: Worker) -> nn.Module:
     for step, (x, y) in enumerate(worker.batches(10)):
         if step == 5:
             prune.ln_structured(model[2], "weight", amount=0.3, n=2, dim=0)
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
     return model
 
 
@@ -226,10 +187,7 @@ def lazy_layers(worker: Worker) -> nn.Module:
     model = built(lambda: nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3)))
     built(lambda: model(torch.zeros(1, 5)))
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 

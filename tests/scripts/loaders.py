@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from .models import mlp
+from .models import mlp_and_sgd
 from .registry import script
 from .worker import Worker
 
@@ -15,8 +15,7 @@ from .worker import Worker
 def _train(
     worker: Worker, loader: DataLoader[tuple[Tensor, ...]], num_epochs: int = 2
 ) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for _ in range(num_epochs):
         for x, y in loader:
             optimizer.zero_grad()
@@ -36,20 +35,6 @@ def _samples(worker: Worker) -> Dataset[tuple[Tensor, ...]]:
 @script("`DataLoader` in the process itself")
 def loader(worker: Worker) -> nn.Module:
     return _train(worker, DataLoader(_samples(worker), batch_size=8 // worker.size))
-
-
-@script("`DataLoader` with two workers, forked")
-def loader_with_forked_workers(worker: Worker) -> nn.Module:
-    samples = _samples(worker)
-    return _train(
-        worker,
-        DataLoader(
-            samples,
-            batch_size=8 // worker.size,
-            num_workers=2,
-            multiprocessing_context="fork",
-        ),
-    )
 
 
 @script("`DataLoader` with a spawned worker", is_slow=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from .models import convolutions, mlp
+from .models import convolutions, mlp, mlp_and_sgd, take_step, train
 from .registry import script
 from .worker import Worker
 
@@ -41,11 +41,6 @@ def channels_last_before(worker: Worker) -> nn.Module:
     return _train_convolutions(worker, change_at=None)
 
 
-@script("`model.to(memory_format=torch.channels_last)` after wrapping, before the first step")
-def channels_last_after(worker: Worker) -> nn.Module:
-    return _train_convolutions(worker, change_at=0)
-
-
 @script("`model.to(memory_format=torch.channels_last)` in the middle of training")
 def channels_last_in_the_middle(worker: Worker) -> nn.Module:
     return _train_convolutions(worker, change_at=5)
@@ -54,8 +49,7 @@ def channels_last_in_the_middle(worker: Worker) -> nn.Module:
 def _train_and_change(
     worker: Worker, change: Callable[[nn.Module], None], at: int = 5
 ) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for step, (x, y) in enumerate(worker.batches(10)):
         if step == at:
             change(model)
@@ -68,11 +62,6 @@ def _train_and_change(
 @script("`model.half(); model.double()` in the middle: the values are rounded, the memory is new")
 def half_and_back(worker: Worker) -> nn.Module:
     return _train_and_change(worker, lambda model: model.half().double())
-
-
-@script("`model.half(); model.double()` after wrapping, before the first step")
-def half_and_back_at_once(worker: Worker) -> nn.Module:
-    return _train_and_change(worker, lambda model: model.half().double(), at=0)
 
 
 @script(
@@ -89,10 +78,7 @@ def double_after_wrapping(worker: Worker) -> nn.Module:
     model = mlp().float()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     model.double()
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -121,15 +107,12 @@ def parameters_swapped(worker: Worker) -> nn.Module:
 
 @script("A layer is replaced in the middle, and its parameters are given to a new optimizer")
 def layer_replaced(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for step, (x, y) in enumerate(worker.batches(12)):
         if step == 6:
             model[4] = copy.deepcopy(mlp(seed=5)[4])
             optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
     return model
 
 

@@ -1,15 +1,19 @@
-"""Small models. Ranks are threads that share one random generator, so they are built in turn."""
+"""Small models and the plain loop over batches.
+
+Ranks are threads that share one random generator, so models are built in turn.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
-from .worker import NUM_INPUTS, NUM_OUTPUTS
+from .worker import NUM_INPUTS, NUM_OUTPUTS, Worker
 
 Built = TypeVar("Built")
 _BUILDING = threading.Lock()
@@ -49,3 +53,27 @@ def convolutions(seed: int = 0) -> nn.Sequential:
         ),
         seed,
     )
+
+
+def mlp_and_sgd(
+    worker: Worker, *, momentum: float = 0.0, **options: Any
+) -> tuple[nn.Sequential, Any]:
+    """A model and its optimizer, which exchanges gradients on ranks."""
+    model = mlp()
+    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
+    return model, worker.optimizer(inner, model, **options)
+
+
+def take_step(model: Callable[[Tensor], Tensor], optimizer: Any, x: Tensor, y: Tensor) -> None:
+    """The step that most scripts take."""
+    optimizer.zero_grad()
+    mse_loss(model(x), y).backward()
+    optimizer.step()
+
+
+def train(
+    model: Callable[[Tensor], Tensor], optimizer: Any, batches: Iterable[tuple[Tensor, Tensor]]
+) -> None:
+    """One step for each batch."""
+    for x, y in batches:
+        take_step(model, optimizer, x, y)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 
 from .memory import _images
-from .models import built
+from .models import built, take_step, train
 from .registry import script
 from .worker import Worker
 
@@ -46,20 +43,11 @@ def _convolutions() -> nn.Sequential:
     )
 
 
-def _train(
-    model: nn.Module, optimizer: Optimizer, batches: Iterable[tuple[Tensor, Tensor]]
-) -> None:
-    for x, y in batches:
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-
-
 @script("Batch normalization over ranks, statistics included")
 def normalized_over_ranks(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized())
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    _train(model, optimizer, worker.batches())
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -68,7 +56,7 @@ def normalized_uneven_batches(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized(), loss_weight="samples")
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = worker.optimizer(sgd, model, weight="samples")
-    _train(model, optimizer, worker.uneven_batches())
+    train(model, optimizer, worker.uneven_batches())
     return model
 
 
@@ -99,25 +87,13 @@ def normalized_accumulation(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Activation checkpointing of it, which runs it twice")
-def normalized_recomputed(worker: Worker) -> nn.Module:
-    model = worker.across_ranks(_normalized())
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        hidden = checkpoint(model[:3], x, use_reentrant=False)
-        mse_loss(checkpoint(model[3:], hidden, use_reentrant=False), y).backward()
-        optimizer.step()
-    return model
-
-
 @script("Compiled, uneven batches", is_slow=True)
 def normalized_compiled(worker: Worker) -> nn.Module:
     model = worker.across_ranks(_normalized(), loss_weight="samples")
     sgd = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = worker.optimizer(sgd, model, weight="samples")
     compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-    _train(compiled, optimizer, worker.uneven_batches())
+    train(compiled, optimizer, worker.uneven_batches())
     return model
 
 
@@ -127,24 +103,10 @@ def normalized_average(worker: Worker) -> list[nn.Module]:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         worker.flush(optimizer)
         average.update_parameters(model)
     return [model, average.module]
-
-
-@script("`momentum=None` and clipping by norm")
-def normalized_plain_average(worker: Worker) -> nn.Module:
-    model = worker.across_ranks(_normalized(momentum=None))
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.2))
-        optimizer.step()
-    return model
 
 
 @script("Its evaluation in turns with training, and a reset of its statistics")
@@ -154,9 +116,7 @@ def normalized_evaluation(worker: Worker) -> nn.Module:
     held_out, targets = list(worker.batches(9))[8]
     for step, (x, y) in enumerate(worker.batches()):
         model.train()
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         if step == 4:
             model[1].reset_running_stats()
         model.eval()
@@ -171,7 +131,7 @@ def normalized_frozen(worker: Worker) -> nn.Module:
     model[1].eval().requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = worker.optimizer(torch.optim.SGD(trained, 0.1), model)
-    _train(model, optimizer, worker.batches())
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -188,29 +148,8 @@ def normalized_state(worker: Worker) -> nn.Module:
             model.load_state_dict(saved)
             worker.across_ranks(model)
             optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
     return model
-
-
-@script("Two models with it, trained against each other")
-def normalized_adversaries(worker: Worker) -> list[nn.Module]:
-    first, second = (worker.across_ranks(_normalized()) for _ in range(2))
-    of_first = worker.optimizer(torch.optim.SGD(first.parameters(), 0.1), first)
-    of_second = worker.optimizer(torch.optim.SGD(second.parameters(), 0.1), second)
-
-    def distance(x: Tensor, y: Tensor) -> Tensor:
-        return mse_loss(first(x) + second(x), y)
-
-    for x, y in worker.batches():
-        of_first.zero_grad()
-        distance(x, y).backward(inputs=list(first.parameters()))
-        of_first.step()
-        of_second.zero_grad()
-        distance(x, -y).backward(inputs=list(second.parameters()))
-        of_second.step()
-    return [first, second]
 
 
 def _weighted(outputs: Tensor, y: Tensor) -> tuple[Tensor, float]:
@@ -268,54 +207,5 @@ def normalized_weighted_accumulation(worker: Worker) -> nn.Module:
             loss, weight = _weighted(model(x), y)
             worker.set_weight(optimizer, weight)
             (loss / 2).backward()
-        optimizer.step()
-    return model
-
-
-@script("The same with activation checkpointing")
-def normalized_weighted_recomputed(worker: Worker) -> nn.Module:
-    model = worker.across_ranks(_normalized())
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
-        hidden = checkpoint(model[:3], x, use_reentrant=False)
-        loss, weight = _weighted(checkpoint(model[3:], hidden, use_reentrant=False), y)
-        worker.set_weight(optimizer, weight)
-        loss.backward()
-        optimizer.step()
-    return model
-
-
-@script("The same with two optimizers for two parts of the model, its state loaded again")
-def normalized_weighted_parts(worker: Worker) -> nn.Module:
-    model = worker.across_ranks(_normalized())
-    parts = [model[:3], model[3:]]
-    optimizers = [worker.optimizer(torch.optim.SGD(p.parameters(), 0.1), p) for p in parts]
-    for step, (x, y) in enumerate(worker.uneven_batches()):
-        if step == 3:
-            saved = copy.deepcopy(model.state_dict())
-        elif step == 6:
-            model.load_state_dict(saved)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        loss, weight = _weighted(model(x), y)
-        for optimizer in optimizers:
-            worker.set_weight(optimizer, weight)
-        loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return model
-
-
-@script("The same, compiled", is_slow=True)
-def normalized_weighted_compiled(worker: Worker) -> nn.Module:
-    model = worker.across_ranks(_normalized())
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    compiled = torch.compile(model, backend="aot_eager", dynamic=True)
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
-        loss, weight = _weighted(compiled(x), y)
-        worker.set_weight(optimizer, weight)
-        loss.backward()
         optimizer.step()
     return model

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer
 
-from .models import mlp
+from .models import mlp, mlp_and_sgd, take_step, train
 from .registry import Refused, everywhere, script
 from .worker import Worker, whole_batch
 
@@ -20,10 +20,7 @@ from .worker import Worker, whole_batch
 def _train(worker: Worker, make: Callable[[Iterable[Tensor]], Optimizer]) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(make(model.parameters()), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -40,11 +37,6 @@ def sgd(worker: Worker) -> nn.Module:
 @script("`Adam` with AMSGrad")
 def adam(worker: Worker) -> nn.Module:
     return _train(worker, lambda p: torch.optim.Adam(p, 0.01, amsgrad=True))
-
-
-@script("`AdamW`, foreach")
-def adamw(worker: Worker) -> nn.Module:
-    return _train(worker, lambda p: torch.optim.AdamW(p, 0.01, foreach=True))
 
 
 @script("`AdamW`, fused")
@@ -74,25 +66,6 @@ def rarer_optimizers(worker: Worker) -> list[nn.Module]:
     ]
 
 
-class _LayerwiseRates(Optimizer):
-    """As LARS: looks at norms of one parameter at a time."""
-
-    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
-        super().__init__(parameters, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.add_(p.grad, alpha=-group["lr"] * (p.norm() / p.grad.norm()).item())
-
-
-@script("An optimizer of the user's own: layer-wise rates as in LARS")
-def own_optimizer(worker: Worker) -> nn.Module:
-    return _train(worker, lambda p: _LayerwiseRates(p, 0.02))
-
-
 class _GlobalNorm(Optimizer):
     """Divides every gradient by the norm of all of them."""
 
@@ -120,9 +93,7 @@ def parameter_groups(worker: Worker) -> nn.Module:
     groups = [{"params": weights, "weight_decay": 0.01}, {"params": biases, "lr": 0.2}]
     optimizer = worker.optimizer(torch.optim.SGD(groups, 0.1), model)
     for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         for group in optimizer.param_groups:
             group["lr"] *= 0.9
             group["weight_decay"] += 0.001
@@ -138,25 +109,7 @@ def group_added_later(worker: Worker) -> nn.Module:
             optimizer.add_param_group({"params": model[2].parameters(), "lr": 0.05})
         if step == 8:
             optimizer.add_param_group({"params": model[0].parameters()})
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-    return model
-
-
-@script("The optimizer is made again over the same parameters: warm-up, then fine-tuning")
-def optimizer_created_again(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches(6):
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for x, y in worker.batches(6):
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
     return model
 
 
@@ -165,29 +118,19 @@ def cell_run_twice(worker: Worker) -> nn.Module:
     model = mlp()
     for _ in range(2):
         optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
 @script("The first optimizer is deleted and collected, then a second one is made")
 def optimizer_deleted(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches(5):
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = mlp_and_sgd(worker)
+    train(model, optimizer, worker.batches(5))
     worker.flush(optimizer)
     del optimizer
     gc.collect()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.05), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -243,23 +186,8 @@ def two_optimizers_that_share(worker: Worker) -> list[nn.Module]:
     ]
     for step, (x, y) in enumerate(worker.batches(10)):
         optimizer, chain = optimizers[step % 2], chains[step % 2]
-        optimizer.zero_grad()
-        mse_loss(chain(x), y).backward()
-        optimizer.step()
+        take_step(chain, optimizer, x, y)
     return chains
-
-
-@script("The optimizer is closed, and another one made")
-def optimizer_closed(worker: Worker) -> nn.Module:
-    model = mlp()
-    for lr in (0.1, 0.05):
-        optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), lr), model)
-        for x, y in worker.batches(6):
-            optimizer.zero_grad()
-            mse_loss(model(x), y).backward()
-            optimizer.step()
-        worker.close(optimizer)
-    return model
 
 
 @script("The optimizer's state is saved and loaded in the middle of training")
@@ -269,16 +197,13 @@ def state_saved_and_loaded(worker: Worker) -> nn.Module:
     for step, (x, y) in enumerate(worker.batches(10)):
         if step == 5:
             optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
     return model
 
 
 @script("The step is left out in every third iteration")
 def step_left_out(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for step, (x, y) in enumerate(worker.batches(10)):
         optimizer.zero_grad()
         mse_loss(model(x), y).backward()
@@ -292,9 +217,7 @@ def two_steps_of_one_gradient(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), model)
     for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         optimizer.step()
     return model
 
@@ -309,10 +232,7 @@ def wrapped_after_some_steps(worker: Worker) -> nn.Module:
         mse_loss(model(x), y).backward()
         adam.step()
     optimizer = worker.optimizer(adam, model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
@@ -320,10 +240,7 @@ def wrapped_after_some_steps(worker: Worker) -> nn.Module:
 def state_in_a_plain_optimizer(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for x, y in worker.batches(6):
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches(6))
     plain = torch.optim.Adam(model.parameters(), 0.5)
     plain.load_state_dict(optimizer.state_dict())
     worker.close(optimizer)
@@ -342,11 +259,8 @@ def state_in_a_plain_optimizer(worker: Worker) -> nn.Module:
     ),
 )
 def optimizer_copied(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         copy.deepcopy(optimizer)
     return model

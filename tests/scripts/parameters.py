@@ -10,38 +10,18 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from .models import built, mlp
+from .models import built, mlp, mlp_and_sgd, take_step, train
 from .registry import script
 from .worker import Worker
 
 
-@script("An exponential moving average of the parameters, by hand")
-def moving_average(worker: Worker) -> list[nn.Module]:
-    model = mlp()
-    average = copy.deepcopy(model)
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for p, q in zip(model.parameters(), average.parameters(), strict=True):
-        q.data.copy_(p.data)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-        with torch.no_grad():
-            for p, q in zip(model.parameters(), average.parameters(), strict=True):
-                q.lerp_(p, 0.2)
-    return [model, average]
-
-
 @script("`AveragedModel` with `SWALR`")
 def stochastic_weight_averaging(worker: Worker) -> list[nn.Module]:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     average = AveragedModel(model)
     schedule = SWALR(optimizer, swa_lr=0.02, anneal_epochs=3)
     for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         schedule.step()
         if step >= 2:
             average.update_parameters(model)
@@ -54,52 +34,19 @@ def averaged_model_evaluated(worker: Worker) -> list[nn.Module]:
     optimizer = worker.optimizer(torch.optim.AdamW(model.parameters(), 0.01), model)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8), use_buffers=True)
     for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         average.update_parameters(model)
         with torch.no_grad():
             worker.log("loss of the average", worker.mean(mse_loss(average(x), y)))
     return [model, average]
 
 
-@script("An average by `torch._foreach_lerp_` over lists made once")
-def average_by_foreach(worker: Worker) -> list[object]:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    parameters = [p.detach() for p in model.parameters()]
-    average = [p.clone() for p in parameters]
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-        torch._foreach_lerp_(average, parameters, 0.2)
-    return [model, *average]
-
-
-@script("Parameters clamped by `p.clamp_()` under `no_grad` after each step")
-def clamp_parameters(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.clamp_(-0.2, 0.2)
-    return model
-
-
 @script("Lookahead: every third step goes back halfway, by `p.data.copy_()`")
 def lookahead(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     slow = [p.detach().clone() for p in model.parameters()]
     for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         if step % 3 == 2:
             for p, q in zip(model.parameters(), slow, strict=True):
                 q.add_(p.data - q, alpha=0.5)
@@ -129,22 +76,7 @@ def frozen_then_unfrozen(worker: Worker) -> nn.Module:
             model[2].requires_grad_(True)
         if step == 6:
             model[0].requires_grad_(True)
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
-    return model
-
-
-@script("Layers frozen in the middle of training")
-def frozen_in_the_middle(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for step, (x, y) in enumerate(worker.batches(10)):
-        if step == 5:
-            model[0].requires_grad_(False)
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
     return model
 
 
@@ -156,17 +88,6 @@ class _TwoHeads(nn.Module):
 
     def forward(self, x: Tensor, head: int) -> Tensor:
         return self.heads[head](self.body(x).tanh())
-
-
-@script("Parameters that are unused in every other step, `zero_fill=True` (SGD: no difference)")
-def unused_parameters(worker: Worker) -> nn.Module:
-    model = built(_TwoHeads)
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, zero_fill=True)
-    for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
-        mse_loss(model(x, step % 2), y).backward()
-        optimizer.step()
-    return model
 
 
 @script("Parameters that are unused in every other step: `Adam` leaves them and their state alone")
@@ -225,8 +146,7 @@ def each_rank_another_head(worker: Worker) -> nn.Module:
 
 @script("`torch.func.functional_call` with the model's own parameters")
 def functional_calls(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
         optimizer.zero_grad()
         mse_loss(functional_call(model, dict(model.named_parameters()), (x,)), y).backward()
@@ -256,36 +176,27 @@ def inner_steps_of_tasks(worker: Worker) -> nn.Module:
 def initialised_apart(worker: Worker) -> nn.Module:
     model = mlp(seed=worker.rank)
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model
 
 
 @script("Loaded again in the middle: `model.load_state_dict()` of an earlier state, by all ranks")
 def loaded_in_the_middle(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for step, (x, y) in enumerate(worker.batches(10)):
         if step == 2:
             kept = copy.deepcopy(model.state_dict())
         if step == 6:
             model.load_state_dict(kept)
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
     return model
 
 
 @script("`vector_to_parameters()` in each step: parameters become views of one vector")
 def parameters_from_a_vector(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         vector = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters(vector.detach() * 0.99, model.parameters())
     return model
@@ -320,8 +231,5 @@ class _Transposed(nn.Module):
 def strided_parameters(worker: Worker) -> nn.Module:
     model = built(_Transposed)
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.05), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model

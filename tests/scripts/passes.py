@@ -6,18 +6,17 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from .models import built, mlp
+from .models import built, mlp, mlp_and_sgd, train
 from .registry import Refused, everywhere, script
 from .worker import Worker
 
 
 @script("Accumulation over two passes under `no_sync()`")
 def accumulate_without_exchange(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in worker.batches():
         optimizer.zero_grad()
         (xs, ys) = x.chunk(2), y.chunk(2)
@@ -30,8 +29,7 @@ def accumulate_without_exchange(worker: Worker) -> nn.Module:
 
 @script("Accumulation over three passes, each of which exchanges")
 def accumulate_with_exchange(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for step, (x, y) in enumerate(worker.batches(12)):
         (mse_loss(model(x), y) / 3).backward()
         if step % 3 == 2:
@@ -54,8 +52,7 @@ def two_losses(worker: Worker) -> nn.Module:
 
 @script("Two losses of one graph: `backward(retain_graph=True)`, then `backward()`")
 def two_losses_of_one_graph(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
         optimizer.zero_grad()
         outputs = model(x)
@@ -81,8 +78,7 @@ def gradient_penalty(worker: Worker) -> nn.Module:
 
 @script("SAM: a step up, a second pass there, a step from where it began")
 def sharpness_aware(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     parameters = list(model.parameters())
     for x, y in worker.batches():
         optimizer.zero_grad()
@@ -120,22 +116,6 @@ def lbfgs(worker: Worker) -> nn.Module:
     return model
 
 
-@script("SGD with a closure")
-def sgd_with_closure(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    for x, y in worker.batches():
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = mse_loss(model(x), y)
-            loss.backward()
-            return loss
-
-        worker.log("loss", optimizer.step(closure))
-    return model
-
-
 @script("Wasserstein GAN: critic and generator, weights clamped by `p.data.clamp_()`")
 def wasserstein_gan(worker: Worker) -> list[nn.Module]:
     generator = mlp(seed=1)
@@ -155,29 +135,9 @@ def wasserstein_gan(worker: Worker) -> list[nn.Module]:
     return [generator, critic]
 
 
-@script("GAN: the discriminator sees real and generated samples in two passes")
-def gan(worker: Worker) -> list[nn.Module]:
-    generator = mlp(seed=1)
-    critic = built(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), seed=2)
-    of_generator = worker.optimizer(torch.optim.Adam(generator.parameters(), 0.01), generator)
-    of_critic = worker.optimizer(torch.optim.Adam(critic.parameters(), 0.01), critic)
-    for x, y in worker.batches():
-        ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
-        critic.zero_grad()
-        binary_cross_entropy_with_logits(critic(y), ones).backward()
-        fake = generator(x)
-        binary_cross_entropy_with_logits(critic(fake.detach()), zeros).backward()
-        of_critic.step()
-        generator.zero_grad()
-        binary_cross_entropy_with_logits(critic(fake), ones).backward()
-        of_generator.step()
-    return [generator, critic]
-
-
 @script("Activation checkpointing with `use_reentrant=False`")
 def checkpointing(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
         optimizer.zero_grad()
         hidden = checkpoint(model[:2], x, use_reentrant=False)
@@ -188,8 +148,7 @@ def checkpointing(worker: Worker) -> nn.Module:
 
 @script('Activation checkpointing of the model for large batches only, `weight="samples"`')
 def checkpointing_weighted_by_samples(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight="samples")
+    model, optimizer = mlp_and_sgd(worker, weight="samples")
     for x, y in worker.uneven_batches():
         optimizer.zero_grad()
         outputs = checkpoint(model, x, use_reentrant=False) if len(x) > 3 else model(x)
@@ -205,8 +164,7 @@ def checkpointing_weighted_by_samples(worker: Worker) -> nn.Module:
     ),
 )
 def reentrant_checkpointing(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
         optimizer.zero_grad()
         hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)
@@ -229,14 +187,8 @@ def reentrant_checkpointing_of_a_shared_layer(worker: Worker) -> nn.Module:
 
 @script('Batches of different sizes on the ranks, `weight="samples"`')
 def uneven_batches(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(
-        torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model, weight="samples"
-    )
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9, weight="samples")
+    train(model, optimizer, worker.uneven_batches())
     return model
 
 
@@ -290,23 +242,9 @@ class _Cut(nn.Module):
         return hidden, cut, self.layers[2:](cut)
 
 
-@script('Two losses of one graph, batches of different sizes, `weight="samples"`')
-def two_losses_weighted_by_samples(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model, weight="samples")
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
-        outputs = model(x)
-        mse_loss(outputs, y).backward(retain_graph=True)
-        (0.1 * outputs.abs().mean()).backward()
-        optimizer.step()
-    return model
-
-
 @script("Weighted by the number of tokens: `set_weight()`")
 def weighted_by_tokens(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     for x, y in worker.batches():
         optimizer.zero_grad()
         tokens = x > -0.5
@@ -325,31 +263,6 @@ def sum_of_losses(worker: Worker) -> nn.Module:
         optimizer.zero_grad()
         mse_loss(model(x), y, reduction="sum").backward()
         worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 5.0))
-        optimizer.step()
-    return model
-
-
-class _Variational(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(5, 4), nn.Linear(2, 5)
-
-    def forward(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mean, log_variance = self.encoder(x).chunk(2, dim=1)
-        return self.decoder(mean + noise * (log_variance / 2).exp()), mean, log_variance
-
-
-@script('Variational autoencoder: sums over the batch, `reduction="sum"`')
-def variational_autoencoder(worker: Worker) -> nn.Module:
-    model = built(_Variational)
-    optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, reduction="sum")
-    random = torch.Generator().manual_seed(5)
-    for x, _ in worker.batches():
-        optimizer.zero_grad()
-        noise = worker.part(torch.randn(8, 2, generator=random))
-        outputs, mean, log_variance = model(x, noise)
-        divergence = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum()
-        (mse_loss(outputs, x, reduction="sum") + divergence).backward()
         optimizer.step()
     return model
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from .models import built, mlp
+from .models import built, mlp, mlp_and_sgd, train
 from .registry import script
 from .worker import Worker
 
@@ -16,8 +16,7 @@ IN_BF16 = "sums in bfloat16 are rounded in another order"
 
 @script("`GradScaler`, gradients unscaled and clipped, a step left out at an overflow")
 def grad_scaler(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     for step, (x, y) in enumerate(worker.batches(10)):
         optimizer.zero_grad()
@@ -27,20 +26,6 @@ def grad_scaler(worker: Worker) -> nn.Module:
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        scaler.step(optimizer)
-        scaler.update()
-        worker.log("scale", scaler.get_scale())
-    return model
-
-
-@script("`GradScaler` without `unscale_`")
-def grad_scaler_alone(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.AdamW(model.parameters(), 0.01), model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4)
-    for x, y in worker.batches(10):
-        optimizer.zero_grad()
-        scaler.scale(mse_loss(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
         worker.log("scale", scaler.get_scale())
@@ -84,21 +69,6 @@ def bfloat16_parameters(worker: Worker) -> nn.Module:
 
 
 @script(
-    "float32 parameters",
-    tolerance=32 * torch.finfo(torch.float32).eps,
-    why_tolerance="sums in float32 are rounded in another order",
-)
-def float32_parameters(worker: Worker) -> nn.Module:
-    model = mlp().float()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x.float()), y.float()).backward()
-        optimizer.step()
-    return model
-
-
-@script(
     "Parameters of several types in one model: float64, float32, bfloat16",
     tolerance=BF16,
     why_tolerance=IN_BF16,
@@ -134,8 +104,5 @@ class _Spectrum(nn.Module):
 def complex_and_empty(worker: Worker) -> nn.Module:
     model = built(_Spectrum)
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.05), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+    train(model, optimizer, worker.batches())
     return model

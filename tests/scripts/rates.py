@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import Optimizer, lr_scheduler
 
-from .models import mlp
+from .models import mlp, mlp_and_sgd, take_step
 from .registry import Refused, everywhere, script
 from .worker import NUM_STEPS, Worker
 
@@ -17,8 +17,7 @@ from .worker import NUM_STEPS, Worker
 def _train(
     worker: Worker, make: Callable[[Optimizer], object], *, by_loss: bool = False
 ) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     scheduler = make(optimizer)
     for x, y in worker.batches():
         optimizer.zero_grad()
@@ -109,9 +108,7 @@ def scheduler_made_before_wrapping(worker: Worker) -> nn.Module:
     scheduler = lr_scheduler.ExponentialLR(sgd, 0.8)
     optimizer = worker.optimizer(sgd, model)
     for x, y in worker.batches():
-        optimizer.zero_grad()
-        mse_loss(model(x), y).backward()
-        optimizer.step()
+        take_step(model, optimizer, x, y)
         scheduler.step()
     return model
 
@@ -123,8 +120,7 @@ def scheduler_made_before_wrapping(worker: Worker) -> nn.Module:
     ),
 )
 def plateau_of_own_loss(worker: Worker) -> nn.Module:
-    model = mlp()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    model, optimizer = mlp_and_sgd(worker)
     rates = lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
     for x, y in worker.batches(16):
         optimizer.zero_grad()

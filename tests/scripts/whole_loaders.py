@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
-from .models import built, mlp
-from .precision import BF16, IN_BF16
+from .models import mlp, mlp_and_sgd, take_step
 from .registry import Refused, everywhere, script
 from .worker import Worker, whole_batch
 
@@ -41,24 +39,12 @@ def _loader(worker: Worker, batch_size: int = 8, **options: Any) -> DataLoader[A
     return worker.scatter_loader(DataLoader(_data(), generator=_generator(), **options))
 
 
-def _model_and_optimizer(worker: Worker, **options: Any) -> tuple[nn.Module, Any]:
-    model = mlp()
-    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return model, worker.optimizer(inner, model, **options)
-
-
 def _train(worker: Worker, batches: Any, num_epochs: int = 2) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for _ in range(num_epochs):
         for x, y in batches:
-            _step(model, optimizer, x, y)
+            take_step(model, optimizer, x, y)
     return model
-
-
-def _step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    mse_loss(model(x), y).backward()
-    optimizer.step()
 
 
 @script("`shuffle=True`, a short last batch")
@@ -69,11 +55,6 @@ def shuffled(worker: Worker) -> nn.Module:
 @script("A last batch with fewer samples than there are ranks")
 def tiny_last_batch(worker: Worker) -> nn.Module:
     return _train(worker, _loader(worker, 9))
-
-
-@script("`drop_last=True`, in order")
-def dropped_last_batch(worker: Worker) -> nn.Module:
-    return _train(worker, _loader(worker, shuffle=False, drop_last=True))
 
 
 @script("`WeightedRandomSampler`")
@@ -133,19 +114,19 @@ def two_workers(worker: Worker) -> nn.Module:
 
 @script("`break` in each epoch")
 def early_break(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     loader = _loader(worker)
     for _ in range(3):
         for number, (x, y) in enumerate(loader):
             if number == 2:
                 break
-            _step(model, optimizer, x, y)
+            take_step(model, optimizer, x, y)
     return model
 
 
 @script("Two loaders zipped, with batches of different sizes and two losses")
 def zipped(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     other = worker.scatter_loader(DataLoader(_data(5), 4, shuffle=True, generator=_generator(3)))
     for (x, y), (more, _) in zip(_loader(worker, drop_last=True), other, strict=False):
         optimizer.zero_grad()
@@ -161,7 +142,7 @@ def endless(worker: Worker) -> nn.Module:
 
 @script("Gradient accumulation: two batches in a step")
 def accumulation(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     batches = iter(_loader(worker, drop_last=True))
     for (x, y), (more_x, more_y) in zip(batches, batches, strict=True):
         optimizer.zero_grad()
@@ -174,7 +155,7 @@ def accumulation(worker: Worker) -> nn.Module:
 
 @script("Clipping, an average of the parameters and `OneCycleLR` with `len(loader)`")
 def usual_extras(worker: Worker) -> list[nn.Module]:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     loader = _loader(worker)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=2 * len(loader))
@@ -190,25 +171,13 @@ def usual_extras(worker: Worker) -> list[nn.Module]:
     return [model, average]
 
 
-@script("A `GradScaler`")
-def scaler(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
-    scale = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
-    for x, y in _loader(worker):
-        optimizer.zero_grad()
-        scale.scale(mse_loss(model(x), y)).backward()
-        scale.step(optimizer)
-        scale.update()
-    return model
-
-
 @script("An evaluation after each epoch: sums over ranks, a last batch of one sample")
 def evaluated(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     train, test = _loader(worker), _loader(worker, 9, shuffle=False)
     for _ in range(2):
         for x, y in train:
-            _step(model, optimizer, x, y)
+            take_step(model, optimizer, x, y)
         worker.flush(optimizer)
         loss_sum, num_right, num = 0.0, 0, 0
         with torch.no_grad():
@@ -225,13 +194,11 @@ def evaluated(worker: Worker) -> nn.Module:
 
 @script("`torch.compile(model)`, batches of different sizes", is_slow=True)
 def compiled_with_loader(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     compiled = torch.compile(model, backend="aot_eager", dynamic=True)
     for _ in range(2):
         for x, y in _loader(worker, 9):
-            optimizer.zero_grad()
-            mse_loss(compiled(x), y).backward()
-            optimizer.step()
+            take_step(compiled, optimizer, x, y)
     return model
 
 
@@ -252,7 +219,7 @@ def checkpointed_with_loader(worker: Worker) -> nn.Module:
     model = _Recomputed()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
     for x, y in _loader(worker, 9):
-        _step(model, optimizer, x, y)
+        take_step(model, optimizer, x, y)
     return model
 
 
@@ -266,7 +233,7 @@ def checkpointed_with_loader(worker: Worker) -> nn.Module:
     ),
 )
 def parts_called(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in _loader(worker, 9):
         optimizer.zero_grad()
         mse_loss(model[2:](model[:2](x)), y).backward()
@@ -274,25 +241,9 @@ def parts_called(worker: Worker) -> nn.Module:
     return model
 
 
-@script("GAN: two models, two optimizers, noise of the whole batch")
-def gan_with_loader(worker: Worker) -> list[nn.Module]:
-    generator = mlp(seed=1)  # (batch, 5) -> (batch, 3)
-    critic = built(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)), seed=2)
-    of_generator = worker.optimizer(torch.optim.Adam(generator.parameters(), 0.01), generator)
-    of_critic = worker.optimizer(torch.optim.Adam(critic.parameters(), 0.01), critic)
-    for noise, real in _loader(worker):
-        of_critic.zero_grad()
-        (critic(generator(noise).detach()).mean() - critic(real).mean()).backward()
-        of_critic.step()
-        of_generator.zero_grad()
-        (-critic(generator(noise)).mean()).backward()
-        of_generator.step()
-    return [generator, critic]
-
-
 @script("`ReduceLROnPlateau` and the best parameters, by the loss of all samples")
 def best_of_epochs(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     loader = _loader(worker)
     rates = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.05)
     best, kept = float("inf"), {}
@@ -315,44 +266,9 @@ def best_of_epochs(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Saved after an epoch with `state_dict()`, loaded into a new model and optimizer")
-def saved_and_loaded(worker: Worker) -> nn.Module:
-    loader = _loader(worker)
-    model, optimizer = _model_and_optimizer(worker)
-    for x, y in loader:
-        _step(model, optimizer, x, y)
-    worker.flush(optimizer)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    worker.close(optimizer)
-    state = torch.load(io.BytesIO(file.getvalue()))
-    model, optimizer = _model_and_optimizer(worker)
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    for x, y in loader:
-        _step(model, optimizer, x, y)
-    return model
-
-
-@script("Parameter groups with rates and weight decay of their own, a warm-up by hand")
-def groups_with_loader(worker: Worker) -> nn.Module:
-    model = mlp()
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    groups = [
-        {"params": decayed, "weight_decay": 0.01},
-        {"params": others, "weight_decay": 0.0, "lr": 0.02},
-    ]
-    optimizer = worker.optimizer(torch.optim.AdamW(groups, 0.01), model)
-    for number, (x, y) in enumerate(_loader(worker)):
-        optimizer.param_groups[0]["lr"] = 0.01 * min(1, (number + 1) / 3)
-        _step(model, optimizer, x, y)
-    return model
-
-
 @script("A loss that divides by the number of samples itself, `reduction='sum'`")
 def own_mean(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in _loader(worker):
         optimizer.zero_grad()
         (mse_loss(model(x), y, reduction="sum") / len(x)).backward()
@@ -362,18 +278,18 @@ def own_mean(worker: Worker) -> nn.Module:
 
 @script("An evaluation with gradients enabled, in `train()`, before each step")
 def evaluated_with_gradients(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     test = worker.scatter_loader(DataLoader(_data(3), 16))
     for x, y in _loader(worker, 9):
         loss_sum = sum(mse_loss(model(a), b, reduction="sum").item() for a, b in test)
         worker.log("test loss", worker.sum_over_ranks(loss_sum, 1)[0])
-        _step(model, optimizer, x, y)
+        take_step(model, optimizer, x, y)
     return model
 
 
 @script("Gradient accumulation without `no_sync`, batches and groups of different sizes")
 def uneven_accumulation(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     loader = _loader(worker, 9)
     for number, (x, y) in enumerate(loader):
         if number % 3 == 0:
@@ -386,7 +302,7 @@ def uneven_accumulation(worker: Worker) -> nn.Module:
 
 @script("Class weights: `set_weight()` by the sum of the weights that the mean divides by")
 def class_weights(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     weights = torch.tensor([1.0, 3.0, 0.2])
     for x, y in _loader(worker, 9):
         labels = y.argmax(1)
@@ -394,37 +310,6 @@ def class_weights(worker: Worker) -> nn.Module:
         worker.set_weight(optimizer, weights[labels].sum().item())
         loss = cross_entropy(model(x), labels, weight=weights, reduction="sum")
         (loss / max(weights[labels].sum(), 1e-12)).backward()
-        optimizer.step()
-    return model
-
-
-class _OfImages(nn.Module):
-    """A model of torchvision's form for detection: lists in, the mean loss out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, images: tuple[Tensor, ...], targets: tuple[dict[str, Tensor], ...]) -> Tensor:
-        losses = [
-            mse_loss(self.inner(image), target["y"])
-            for image, target in zip(images, targets, strict=True)
-        ]
-        return torch.stack(losses).mean() if losses else self.inner(torch.zeros(0, 5)).sum()
-
-
-def _to_lists(samples: list[tuple[Tensor, Tensor]]) -> tuple[tuple[Any, ...], ...]:
-    return tuple(zip(*[(x, {"y": y}) for x, y in samples], strict=True))
-
-
-@script("Lists of images and targets, as for detection, with `set_weight(len(images))`")
-def lists_of_samples(worker: Worker) -> nn.Module:
-    model = _OfImages()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for images, targets in _loader(worker, 9, collate_fn=_to_lists):
-        optimizer.zero_grad()
-        worker.set_weight(optimizer, len(images))
-        model(images, targets).backward()
         optimizer.step()
     return model
 
@@ -474,7 +359,7 @@ def time_first_uncounted(worker: Worker) -> nn.Module:
 
 @script("The model sees ten more samples, the same on all ranks, in each step", **_MISCOUNTED)
 def more_samples(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     kept, _ = whole_batch(9, 10)
     for x, y in _loader(worker, 9):
         optimizer.zero_grad()
@@ -514,31 +399,6 @@ def constants_first(worker: Worker) -> nn.Module:
     return model
 
 
-class _Packed(nn.Module):
-    """Takes the rows of all samples, and to which sample each belongs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, rows: Tensor, sample: Tensor, num_samples: int) -> Tensor:
-        out = self.inner(rows)
-        sums = out.new_zeros(num_samples, out.shape[1]).index_add(0, sample, out)
-        return sums / sample.bincount(minlength=num_samples)[:, None].clamp(min=1)
-
-
-@script("Graphs whose nodes come first, two in a batch", **_OUT_OF_PROPORTION)
-def nodes_first(worker: Worker) -> nn.Module:
-    model = _Packed()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in _loader(worker, 2):
-        sample = torch.arange(len(x)).repeat_interleave(1 + (10 * x[:, 0]).abs().long())
-        optimizer.zero_grad()
-        mse_loss(model(x[sample], sample, len(x)), y).backward()
-        optimizer.step()
-    return model
-
-
 def _zipped_unevenly(worker: Worker) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Batches of 9 and of 6, of which two ranks have 5 and 3 samples, and 4 and 3."""
     other = worker.scatter_loader(DataLoader(_data(5), 6, shuffle=True, generator=_generator(3)))
@@ -556,7 +416,7 @@ def _zipped_unevenly(worker: Worker) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     ),
 )
 def zipped_out_of_proportion(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y, more in _zipped_unevenly(worker):
         optimizer.zero_grad()
         (mse_loss(model(x), y) + 0.1 * model(more).square().mean()).backward()
@@ -566,7 +426,7 @@ def zipped_out_of_proportion(worker: Worker) -> nn.Module:
 
 @script("Two loaders zipped, whose batches the model takes as one")
 def zipped_into_one(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, _, more in _zipped_unevenly(worker):
         optimizer.zero_grad()
         model(torch.cat([x, more])).square().mean().backward()
@@ -576,15 +436,15 @@ def zipped_into_one(worker: Worker) -> nn.Module:
 
 @script("All batches of an epoch are kept in a list")
 def kept_batches(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in [*_loader(worker), *_loader(worker)]:
-        _step(model, optimizer, x, y)
+        take_step(model, optimizer, x, y)
     return model
 
 
 @script("The next batch is requested before the model is called, as to copy it to a device")
 def requested_in_advance(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     loader = _loader(worker)
     for _ in range(2):
         batches = iter(loader)
@@ -592,17 +452,17 @@ def requested_in_advance(worker: Worker) -> nn.Module:
         while following is not None:
             x, y = following
             following = next(batches, None)
-            _step(model, optimizer, x, y)
+            take_step(model, optimizer, x, y)
     return model
 
 
 @script("Batches are left out of gradient accumulation, the same ones on all ranks")
 def left_out(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for number, (x, y) in enumerate(_loader(worker)):
         if number % 3 == 1:
             continue
-        _step(model, optimizer, x, y)
+        take_step(model, optimizer, x, y)
     return model
 
 
@@ -611,76 +471,20 @@ def left_out(worker: Worker) -> nn.Module:
     **everywhere(Refused("in train() mode", cure="`optimizer.set_weight(len(x))`")),
 )
 def trained_in_eval(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     model.eval()
     for x, y in _loader(worker, 9):
-        _step(model, optimizer, x, y)
+        take_step(model, optimizer, x, y)
     return model
 
 
 @script("`backward()` left out for a batch of 0 rows, then `clip_grad_norm_`")
 def clipped_without_backward(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in _loader(worker, 9):
         optimizer.zero_grad()
         if len(x):
             mse_loss(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        optimizer.step()
-    return model
-
-
-def _backward_if_any(loss_of: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> None:
-    """As users write it who do not want the NaN of a mean over 0 rows."""
-    if len(x):
-        loss_of(x, y).backward()
-
-
-@script("`backward()` left out for a batch of 0 rows, recomputed, averaged, saved midway")
-def checkpointed_without_backward(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for epoch in range(2):
-        for x, y in _loader(worker, 9):
-            optimizer.zero_grad()
-            _backward_if_any(
-                lambda x, y: mse_loss(checkpoint(model, x, use_reentrant=False), y), x, y
-            )
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            optimizer.step()
-            average.update_parameters(model)
-        if epoch == 0:
-            worker.flush(optimizer)
-            state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-            model.load_state_dict(state[0])
-            optimizer.load_state_dict(state[1])
-    return average
-
-
-@script(
-    "`backward()` left out for a batch of 0 rows, under `torch.autocast` to bfloat16",
-    tolerance=BF16,
-    why_tolerance=IN_BF16,
-)
-def autocast_without_backward(worker: Worker) -> nn.Module:
-    model = mlp().float()
-    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 1.0), model)
-    for x, y in _loader(worker, 9):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            _backward_if_any(lambda x, y: mse_loss(model(x).float(), y), x.float(), y.float())
-        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        optimizer.step()
-    return model
-
-
-@script("`backward()` left out for a batch of 0 rows, with `torch.compile`", is_slow=True)
-def compiled_without_backward(worker: Worker) -> nn.Module:
-    model, optimizer = _model_and_optimizer(worker)
-    compiled = torch.compile(model, backend="aot_eager")
-    for x, y in _loader(worker, 9):
-        optimizer.zero_grad()
-        _backward_if_any(lambda x, y: mse_loss(compiled(x), y), x, y)
         nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         optimizer.step()
     return model

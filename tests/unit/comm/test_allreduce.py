@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.contracts.pairs import in_pairs
 from torchmn.comm.allreduce import (
-    NativeAllReduce,
     ReduceBlock,
-    ReduceScatterAllGather,
     create_allreduce,
 )
 from torchmn.comm.codecs import CODECS, Float16, Layout, create_codec
 from torchmn.testing import run_ranks
-
-
-@pytest.mark.parametrize(
-    ("numel", "codec", "num_exact"),
-    in_pairs((0, 1, 2, 3, 4, 5, 9), (None, "float16", "bfloat16"), (0, 1, 2)),
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_short_buffers(codec: str | None, numel: int, num_exact: int, dtype: torch.dtype) -> None:
-    num_exact = min(num_exact, numel)
-
-    def rank_main(comm):
-        buffer = torch.full((numel,), comm.rank + 1.0, dtype=dtype)
-        if num_exact:
-            buffer[-num_exact:] = comm.rank + 1 + 2.0**-20  # lost in 16 bits
-        algorithm = create_allreduce(create_codec(codec))
-        algorithm = (
-            ReduceScatterAllGather() if isinstance(algorithm, NativeAllReduce) else algorithm
-        )
-        comm.sum_(ReduceBlock(buffer, num_exact=num_exact), algorithm)
-        return buffer
-
-    for result in run_ranks(rank_main, 4):
-        assert result[: numel - num_exact].tolist() == [10.0] * (numel - num_exact)
-        assert result[numel - num_exact :].tolist() == [10 + 4 * 2.0**-20] * num_exact
 
 
 def test_owners_add_in_more_than_16_bits() -> None:

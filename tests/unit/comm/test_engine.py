@@ -11,14 +11,9 @@ import torch
 
 from tests.contracts.suites.communicator_contracts import (
     CONTRACTS,
-    network,
-    sgd,
-    step,
-    training_data,
 )
 from tests.limits import limit
-from torchmn import create_multi_node_optimizer
-from torchmn.comm.engine import Engine, _tensors_in
+from torchmn.comm.engine import Engine
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 from torchmn.testing import run_ranks
@@ -183,35 +178,6 @@ def test_may_spin_only_while_no_thread_computes() -> None:
     engine.close()
 
 
-def test_the_blocking_fallback_gives_the_same_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for an MPI that allows no calls from a second thread."""
-    inputs, targets = training_data(num_steps=4)
-
-    def rank_main(comm):
-        comm.bucket_bytes = 100
-        model = network(0)
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule="double_buffering"
-        )
-        for x, y in zip(inputs, targets, strict=True):
-            step(model, optimizer, x[comm.rank :: comm.size], y[comm.rank :: comm.size])
-        optimizer.flush()
-        return comm.engine.is_threaded, comm.engine._thread, model.state_dict()
-
-    threaded = run_ranks(rank_main, 3, name="hierarchical")
-    monkeypatch.setattr(TorchDistributedTransport, "is_threaded", False, raising=False)
-    blocking = run_ranks(rank_main, 3, name="hierarchical")
-    for (is_threaded, thread, expected), (is_still, no_thread, got) in zip(
-        threaded, blocking, strict=True
-    ):
-        assert is_threaded
-        assert thread is not None
-        assert not is_still
-        assert no_thread is None
-        for key, tensor in expected.items():
-            assert torch.equal(got[key], tensor)
-
-
 def test_the_blocking_fallback_keeps_the_contracts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchDistributedTransport, "is_threaded", False, raising=False)
 
@@ -220,10 +186,3 @@ def test_the_blocking_fallback_keeps_the_contracts(monkeypatch: pytest.MonkeyPat
             contract(comm)
 
     run_ranks(rank_main, 3, name="hierarchical")
-
-
-def test_tensors_of_a_result_are_found_wherever_they_are() -> None:
-    a, b, c = torch.zeros(3, 1)
-    assert list(_tensors_in({"x": [a, (b, "text", None)], "y": 3})) == [a, b]
-    assert list(_tensors_in(c)) == [c]
-    assert list(_tensors_in("text")) == []

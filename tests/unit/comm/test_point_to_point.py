@@ -31,18 +31,6 @@ def test_an_object_that_cannot_be_sent_raises_on_both_ranks() -> None:
     run_ranks(rank_main, 2, is_trusted=False)
 
 
-def test_messages_of_one_sender_and_tag_keep_their_order() -> None:
-    def rank_main(comm):
-        if comm.rank == 1:
-            for number in range(6):
-                comm.send_obj(number, 0, tag=number % 2)
-            return None
-        odd = [comm.recv_obj(1, tag=1) for _ in range(3)]
-        return odd + [comm.recv_obj(ANY_SOURCE, tag=0) for _ in range(3)]
-
-    assert run_ranks(rank_main, 2)[0] == [1, 3, 5, 0, 2, 4]
-
-
 def test_collectives_and_queued_messages_do_not_mix() -> None:
     def rank_main(comm):
         if comm.rank == 0:

@@ -85,16 +85,3 @@ def test_links_have_the_same_speed_on_all_ranks() -> None:
     assert speeds == speeds[:1] * 3
     assert speeds[0].seconds(speeds[0].bandwidth_bytes_per_s) > 1
     assert run_ranks(rank_main, 1) == [None]
-
-
-@pytest.mark.parametrize(("nodes", "name"), [([2], "single_node"), ([2, 1], "hierarchical")])
-def test_the_reason_names_the_choice(nodes: list[int], name: str) -> None:
-    topology = Topology.blocks(nodes)
-
-    def rank_main(comm):
-        assert comm.reason
-        return comm.name
-
-    assert run_ranks(rank_main, topology.size, name="auto", topology=topology) == [name] * sum(
-        nodes
-    )

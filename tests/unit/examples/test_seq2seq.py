@@ -209,19 +209,6 @@ def test_tokens_round_trip(script: ModuleType, tmp_path: Path) -> None:
     assert len(tokenizer.encode(" Hund").ids) == 1
 
 
-def test_real_segments_round_trip(script: ModuleType, real_data: Path) -> None:
-    folder = real_data / "multi30k"
-    if not folder.is_dir():
-        pytest.skip(reason=f"{folder} is not there")
-    pairs = script.read_pairs(folder, "val", ["en", "de"])
-    assert len(pairs) == 1014
-    assert len(script.read_pairs(folder, "test_2016_flickr", ["en", "fr"])) == 1000
-    texts = [text for pair in pairs for text in pair]
-    (tokenizer,) = run_ranks(lambda comm: script.make_tokenizer(texts, 1000, comm), 1)
-    encoded = script.encode(tokenizer, texts)
-    assert [tokenizer.decode(tokens[1:-1].tolist()) for tokens in encoded] == texts
-
-
 def test_files_that_do_not_fit(script: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "val.en").write_text("one\ntwo\n")
     with pytest.raises(DataError, match=r"val\.de cannot be read \(No such file .*\)\. Pass"):

@@ -46,10 +46,6 @@ def test_one_bucket_per_dtype() -> None:
     assert [b.buffer.dtype for b in buckets] == [torch.float32, torch.float64]
 
 
-def test_nothing_to_lay_out() -> None:
-    assert plan([]) == []
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_footer_is_exact_with_16_bit_values(dtype: torch.dtype) -> None:
     buckets = plan(parameters((3,), dtype=dtype))
@@ -134,20 +130,3 @@ def test_gradients_of_other_strides_are_packed_by_index() -> None:
     packed = bucket_set([("w", parameter)], 1.0)
     packed.pack(packed.slots[0])
     assert torch.equal(packed.slots[0].tensor, seeded(0, 4, 3, dtype=torch.float32))
-
-
-def test_slots_behave_as_gradients() -> None:
-    """What optimizers and users do with ``p.grad`` in place."""
-    for dtype in (torch.float32, torch.complex64):
-        parameter = nn.Parameter(torch.ones(3, dtype=dtype))
-        optimizer = torch.optim.SGD([parameter], 0.1)
-        slot = plan([("w", parameter)], "everything")[0].slots[0].tensor
-        parameter.grad = slot
-        optimizer.zero_grad(set_to_none=False)
-        parameter.grad.detach_()
-        parameter.grad.mul_(2)
-        torch.nn.utils.clip_grad_norm_([parameter], 1.0)
-        (parameter * parameter).real.sum().backward()
-        assert parameter.grad is slot
-        optimizer.step()
-        assert parameter.detach().real.tolist() == pytest.approx([0.8] * 3)

@@ -70,28 +70,6 @@ class TestReuse:
         assert held.tolist() == [1.0, 1.0]
 
 
-@pytest.mark.parametrize("name", ["flat", "hierarchical", "naive"])
-@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
-def test_gradients_of_earlier_passes_keep_their_values(name: str, schedule: str) -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model, schedule=schedule
-        )
-        held, copies = [], []
-        for step in range(6):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            if model[0].weight.grad is not None:
-                held.append([p.grad for p in model.parameters()])
-                copies.append(grads(model))
-            optimizer.step()
-        assert len(held) >= 5
-        assert all(equal(a, b) for a, b in zip(held, copies, strict=True))
-
-    run_ranks(rank_main, 2, name=name)
-
-
 def test_views_of_the_bucket_are_overwritten_by_the_next_pass() -> None:
     def rank_main(comm, *, is_view):
         model = mlp()
@@ -164,51 +142,6 @@ def test_gradients_that_were_not_cleared_survive_a_move() -> None:
         return grads(model)
 
     assert near(run_ranks(rank_main, 2)[0], run_ranks(rank_main, 1)[0])
-
-
-@pytest.mark.parametrize("is_view", [False, True])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda m: m.to(memory_format=torch.channels_last),
-        lambda m: m.half().double(),
-        lambda m: [setattr(p.grad, "data", p.grad.data.clone()) for p in m.parameters()],
-        lambda m: [setattr(p, "data", p.data.clone()) for p in m.parameters()],
-        lambda m: m.float(),
-    ],
-    ids=["channels_last", "half and back", "grad.data", "data", "float32"],
-)
-def test_parameters_with_other_memory_stay_in_the_exchange(change, is_view) -> None:
-    images = torch.randn(6, 4, 3, 5, 5, generator=torch.Generator().manual_seed(1)).double()
-
-    def network() -> nn.Module:
-        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(36, 2))
-        with torch.no_grad():
-            for i, p in enumerate(model.parameters()):
-                generator = torch.Generator().manual_seed(i)
-                p.copy_(torch.randn(p.shape, generator=generator) / 5)
-        return model.double()
-
-    def train(comm):
-        model = network()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        if comm is not None:
-            optimizer = create_multi_node_optimizer(
-                optimizer, comm, model, gradient_as_bucket_view=is_view
-            )
-        for step, x in enumerate(images):
-            if step == 2:
-                change(model)
-            part = x if comm is None else x.chunk(comm.size)[comm.rank]
-            optimizer.zero_grad()
-            model(part.to(model[0].weight.dtype)).pow(2).mean().backward()
-            optimizer.step()
-        return [p.detach().clone() for p in model.parameters()]
-
-    expected = train(None)
-    tolerance = 1e-12 if expected[0].dtype == torch.float64 else 1e-6
-    for got in run_ranks(train, 2):
-        assert near(got, expected, tolerance)
 
 
 @pytest.mark.parametrize("route", ["flat", "single_node"])

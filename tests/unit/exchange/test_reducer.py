@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import pickle
 import threading
-import warnings
 import weakref
 
 import pytest
@@ -50,30 +47,6 @@ def test_accumulation_with_no_sync_is_exact_and_sends_once(world_size: int, name
     results = run_ranks(rank_main, world_size, name=name)
     for result in results:
         assert equal(result, results[0])
-
-
-@pytest.mark.parametrize("name", ROUTES)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_without_no_sync_it_stays_right_and_warns_once(world_size: int, name: str) -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        for _ in range(2):
-            optimizer.zero_grad()
-            for step in range(3):
-                loss_of(model, batch(comm.rank, step)).backward()
-            steps = [mean_over_ranks(model, comm.size, step) for step in range(3)]
-            assert near(grads(model), [sum(column) for column in zip(*steps, strict=True)])
-        return grads(model)
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        results = run_ranks(rank_main, world_size, name=name)
-    for result in results:
-        assert equal(result, results[0])
-    texts = [str(warning.message) for warning in caught]
-    assert len(texts) == (0 if world_size == 1 else 1)  # on rank 0
-    assert all("no_sync()" in text for text in texts)
 
 
 def test_all_passes_under_no_sync_are_exchanged_by_step() -> None:
@@ -197,34 +170,3 @@ def test_what_is_closed_is_freed_while_the_communicator_lives(options: dict) -> 
 
     for alive in run_ranks(rank_main, 2):
         assert alive == [None] * len(alive)
-
-
-def test_gradients_are_means_even_if_the_optimizer_is_not_kept() -> None:
-    def rank_main(comm):
-        model = mlp()
-        create_multi_node_optimizer(sgd(model), comm, model)
-        gc.collect()
-        loss_of(model, batch(comm.rank, 0)).backward()
-        assert near(grads(model), mean_over_ranks(model, comm.size))
-        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-        assert len(comm.flight_recorder.entries()) > 0
-        num_before = len(comm.flight_recorder.entries())
-        loss_of(copied, batch(comm.rank, 0)).backward()
-        assert near(grads(copied), local_grads(copied, batch(comm.rank, 0)))
-        assert len(comm.flight_recorder.entries()) == num_before
-
-    run_ranks(rank_main, 2)
-
-
-def test_an_optimizer_that_was_closed_is_freed_before_its_model() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
-        loss_of(model, batch(comm.rank, 0)).backward()
-        optimizer.close()
-        optimizer.close()
-        return model, weakref.ref(optimizer)
-
-    living = run_ranks(rank_main, 2)
-    gc.collect()
-    assert [reference() for _, reference in living] == [None, None]

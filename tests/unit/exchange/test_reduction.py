@@ -97,25 +97,6 @@ def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
     assert not equal(sums[0], exact[0]), "nothing was encoded: the test shows nothing"
 
 
-@pytest.mark.parametrize("num_micro", [2, 3])
-def test_accumulation_under_no_sync(num_micro: int) -> None:
-    def accumulate(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, reduction="sum")
-        for step in range(NUM_STEPS):
-            optimizer.zero_grad()
-            pieces = parts(step, SIZES[comm.size])[comm.rank].chunk(num_micro)
-            with optimizer.no_sync():
-                for piece in pieces[:-1]:
-                    summed_loss(model, piece).backward()
-            summed_loss(model, pieces[-1]).backward()
-            optimizer.step()
-        return values(model)
-
-    for result in run_ranks(accumulate, 2):
-        assert near(result, train_alone())
-
-
 @pytest.mark.filterwarnings("ignore:More than one backward pass")
 @pytest.mark.parametrize("steps_between", [False, True])
 def test_a_second_exchange_of_a_sum_is_refused_on_all_ranks(steps_between: bool) -> None:

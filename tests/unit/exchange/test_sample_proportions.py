@@ -83,23 +83,6 @@ def test_nodes_are_seen_at_once() -> None:
     assert not are_proportional(ranks, [7, 8])
 
 
-def test_a_rank_without_a_part_that_counts_something() -> None:
-    ranks = made(3, 6, 1)
-    read(ranks)
-    assert are_proportional(ranks, [2, 2, 2])
-    read(ranks)
-    assert not are_proportional(ranks, [1, 1, 1])
-
-
-def test_accumulation_counts_all_batches_since_the_last_exchange() -> None:
-    batches = (8, 5, 8, 5)
-    ranks = made(2, *batches)
-    for first in (0, 2):
-        read(ranks, 2)
-        counts = [sum(map(rank.part_of, batches[first : first + 2])) for rank in ranks]
-        assert are_proportional(ranks, counts)
-
-
 def in_advance(ranks: Sequence[Rank], batches: Sequence[int]) -> Iterator[list[int]]:
     """What the ranks count of each batch, in a loop that requests one batch in advance."""
     read(ranks)
@@ -110,21 +93,6 @@ def in_advance(ranks: Sequence[Rank], batches: Sequence[int]) -> Iterator[list[i
             for rank in ranks:
                 rank.is_over = True
         yield [rank.part_of(batch) for rank in ranks]
-
-
-def test_a_loop_that_requests_one_batch_in_advance() -> None:
-    batches = (8, 8, 5)
-    ranks = made(2, *batches)
-    for counts in in_advance(ranks, batches):
-        assert are_proportional(ranks, counts)
-
-
-def test_batches_that_are_kept_in_a_list_are_not_compared() -> None:
-    batches = (8, 8, 8, 5)
-    ranks = made(2, *batches)
-    read(ranks, 4)
-    for batch in batches:
-        assert are_proportional(ranks, [rank.part_of(batch) for rank in ranks])
 
 
 def test_a_second_backward_pass_of_the_same_forward_pass() -> None:
@@ -141,19 +109,6 @@ def test_a_rank_that_was_given_its_weight_ends_the_comparison() -> None:
     assert own is not None
     sums = [fit + none for fit, none in zip(own.fits, NOT_COMPARED, strict=True)]
     assert ranks[0].shares.is_proportional(sums, 8, own)
-
-
-@pytest.mark.parametrize(("others", "is_right"), [((8, 4), True), ((9, 4), False)])
-def test_two_loaders_and_two_losses(others: tuple[int, int], is_right: bool) -> None:
-    first, second = others
-    ranks = made(2, first)
-    more = [PassParts(lambda: 1, lambda: False) for _ in ranks]
-    for rank, parts in zip(ranks, more, strict=True):
-        parts.add(rank.part_of(second), second)
-        rank.known.add_pass(parts)
-    read(ranks)
-    counts = [rank.part_of(first) + rank.part_of(second) for rank in ranks]
-    assert are_proportional(ranks, counts, num_forwards=2) is is_right
 
 
 def test_the_first_pass_is_refused_and_later_ones_are_warned_of_once() -> None:

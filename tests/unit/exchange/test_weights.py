@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.unit.models import (
-    OfObject,
     batch,
     equal,
     fill,
@@ -29,40 +26,6 @@ from torchmn.testing import run_ranks
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-
-def train_alone(sizes: list[list[int]]) -> list[torch.Tensor]:
-    """One process on all samples of a step at once."""
-    model = mlp()
-    inner = sgd(model)
-    for step, row in enumerate(sizes):
-        inner.zero_grad()
-        together = torch.cat([batch(rank, step, size) for rank, size in enumerate(row)])
-        loss_of(model, together).backward()
-        inner.step()
-    return values(model)
-
-
-@pytest.mark.parametrize("name", ["flat", "hierarchical"])
-@pytest.mark.parametrize("sizes", [[[4, 4], [1, 7]], [[3, 1, 2], [5, 0, 1], [0, 0, 2]]], ids=str)
-def test_samples_of_uneven_and_empty_batches(sizes: list[list[int]], name: str) -> None:
-    """A batch without samples has a loss of NaN, and weighs nothing."""
-
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
-        for step, row in enumerate(sizes):
-            optimizer.zero_grad()
-            loss = loss_of(model, batch(comm.rank, step, row[comm.rank]))
-            assert bool(loss.isnan()) is (row[comm.rank] == 0)
-            loss.backward()
-            optimizer.step()
-        return values(model)
-
-    results = run_ranks(rank_main, len(sizes[0]), name=name)
-    for result in results:
-        assert equal(result, results[0])
-    assert near(results[0], train_alone(sizes))
 
 
 @pytest.mark.parametrize("codec", ["float16", "bfloat16"])
@@ -123,16 +86,6 @@ def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
         assert equal(result, results[0])
 
 
-def test_inputs_without_a_batch_dimension_raise() -> None:
-    def rank_main(comm):
-        model = OfObject()
-        create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
-        with pytest.raises(UsageError, match="must see a tensor with a batch dimension"):
-            model(SimpleNamespace(x=batch(comm.rank, 0))).sum().backward()
-
-    run_ranks(rank_main, 2)
-
-
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
 def test_weights_that_are_none_are_refused(weight: float) -> None:
     def rank_main(comm):
@@ -142,23 +95,6 @@ def test_weights_that_are_none_are_refused(weight: float) -> None:
             optimizer.set_weight(weight)
 
     run_ranks(rank_main, 1)
-
-
-def test_a_forward_pass_for_evaluation_is_not_counted() -> None:
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
-        with torch.no_grad():
-            model(batch(comm.rank, 0, 50))
-        model.eval()
-        model(batch(comm.rank, 0, 50))
-        model.train()
-        loss_of(model, batch(comm.rank, 1, 1 + 2 * comm.rank)).backward()
-        assert optimizer.reducer.contribution.num_samples == 0.0
-        together = torch.cat([batch(0, 1, 1), batch(1, 1, 3)])
-        assert near(grads(model), local_grads(model, together))
-
-    run_ranks(rank_main, 2)
 
 
 class Quadratic(torch.optim.SGD):

@@ -163,21 +163,6 @@ def test_copies_share_the_ranks_and_pickles_need_new_ones() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_a_plain_model_loads_its_state() -> None:
-    def rank_main(comm):
-        model = convert_batch_norm(network(), comm)
-        model(rows(comm.rank))
-        file = io.BytesIO()
-        torch.save(model.state_dict(), file)
-        file.seek(0)
-        plain = network()
-        plain.load_state_dict(torch.load(file, weights_only=True))
-        assert torch.equal(plain.eval()(rows(0)), model.eval()(rows(0)))
-        model.load_state_dict(network().state_dict())
-
-    run_ranks(rank_main, 2)
-
-
 def test_ranks_in_different_layers_are_named() -> None:
     def rank_main(comm):
         first = convert_batch_norm(nn.BatchNorm1d(3).double(), comm)
@@ -242,18 +227,6 @@ def test_evaluation_sends_nothing() -> None:
     run_ranks(rank_main, 2)
 
 
-def test_without_gradients_statistics_are_counted() -> None:
-    def rank_main(comm):
-        layer = convert_batch_norm(nn.BatchNorm1d(3).double(), comm)
-        whole = nn.BatchNorm1d(3).double()
-        with torch.no_grad():
-            layer(rows(comm.rank))
-            whole(torch.cat([rows(0), rows(1)]))
-        torch.testing.assert_close(layer.running_var, whole.running_var, rtol=1e-12, atol=0)
-
-    run_ranks(rank_main, 2)
-
-
 def test_ranks_fill_buckets_at_different_times() -> None:
     """One rank does not use a layer whose gradient another one sends before batch norm's sums."""
 
@@ -309,42 +282,3 @@ def test_while_gradients_of_an_earlier_step_are_exchanged() -> None:
     first, second = run_ranks(rank_main, 2, name="hierarchical", topology=TWO_NODES, timeout_s=5)
     for name, value in first.items():
         assert torch.equal(value, second[name]), name
-
-
-def test_accumulation_under_no_sync() -> None:
-    def rank_main(comm):
-        model = convert_batch_norm(network(), comm)
-        comm.bcast_data(model)
-        whole = revert_batch_norm(copy.deepcopy(model))
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.01), comm, model, reduction="sum"
-        )
-        with optimizer.no_sync():
-            model(rows(comm.rank)).square().sum().backward()
-        model(rows(comm.rank + 2, 2 * comm.rank)).square().sum().backward()
-        whole(torch.cat([rows(0), rows(1)])).square().sum().backward()
-        whole(rows(3, 2)).square().sum().backward()
-        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
-
-    run_ranks(rank_main, 2)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_and_left_to_python() -> None:
-    def rank_main(comm):
-        model = convert_batch_norm(network(), comm)
-        comm.bcast_data(model)
-        compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
-        for step in range(3):
-            x = rows(comm.rank + 2 * step, 2 + comm.rank)
-            y, wanted = compiled(x), model(x)
-            assert torch.equal(y, wanted)
-            y.square().sum().backward()
-            wanted.square().sum().backward()
-        for p, q in zip(compiled.parameters(), model.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
-        for found, wanted in zip(compiled.buffers(), model.buffers(), strict=True):
-            assert torch.equal(found, wanted)
-
-    run_ranks(rank_main, 2)

@@ -266,14 +266,6 @@ def test_a_part_that_is_frozen() -> None:
     run_ranks(run, 2)
 
 
-def test_names_of_parameters_differ_between_ranks() -> None:
-    names = run_ranks(lambda comm: [*line(comm).state_dict()], 2)
-    assert names == [
-        ["links.0_0.1.weight", "links.0_0.1.bias"],
-        ["links.1_0.1.weight", "links.1_0.1.bias"],
-    ]
-
-
 def test_a_copy_of_a_class_of_the_script() -> None:
     """ChainerMN's way to write a chain: its constructor has other arguments."""
 
@@ -525,33 +517,6 @@ def test_normalization_over_chains_of_uneven_batches(
             torch.testing.assert_close(values, theirs[name], rtol=1e-10, atol=1e-12)
 
     run_ranks(run, 4, timeout_s=5)
-
-
-def test_plain_forward_with_a_data_axis() -> None:
-    """ChainerMN's way to train a dual-parallel model."""
-
-    def run(comm: Communicator) -> None:
-        chain_comm = comm.split(comm.rank // 2, comm.rank)
-        data_comm = comm.split(comm.rank % 2, comm.rank)
-        chain = line(chain_comm)
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(chain.parameters(), 0.1), data_comm, chain
-        )
-        x, t = batch(8)
-        part = slice(4 * data_comm.rank, 4 * (data_comm.rank + 1))
-        output = chain(x[part])
-        loss = output if chain_comm.rank == 0 else mse(output, t[part])
-        optimizer.zero_grad()
-        loss.backward()
-        whole = nn.Sequential(*(layer(rank) for rank in range(2)))
-        mse(whole(x), t).backward()
-        own = whole[chain_comm.rank].parameters()
-        for seen, expected in zip(chain.parameters(), own, strict=True):
-            torch.testing.assert_close(seen.grad, expected.grad, rtol=0, atol=1e-12)
-        data_comm.finalize()
-        chain_comm.finalize()
-
-    run_ranks(run, 4)
 
 
 def test_what_an_optimizer_refuses() -> None:

@@ -54,30 +54,6 @@ def test_equal_scales_change_no_bit_and_a_sum_of_nothing_no_residual() -> None:
     assert torch.equal(residual(codecs[0], torch.float32), held)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_blocks_that_are_not_finite_keep_their_residual(bad: float) -> None:
-    codec = ErrorFeedback(Quantized(4, block_length=64))
-    generator = torch.Generator().manual_seed(0)
-    step(codec, torch.randn(LAYOUT.end, generator=generator))
-    before = residual(codec, torch.float32)
-    values = torch.randn(LAYOUT.end, generator=generator)
-    values[70] = bad
-    layout = LAYOUT
-    encoded = torch.empty(codec.stripe_nbytes(layout), dtype=torch.uint8)
-    codec.encode_stripe(values, layout, encoded)
-    assert codec.nonfinite.names("encoding") == ["w"]
-    out = torch.zeros_like(values)
-    codec.decode_stripe(encoded, layout, out)
-    assert codec.nonfinite.names("decoding") == ["w"]
-    assert out[64:128].isnan().all()
-    assert torch.isfinite(out[:64]).all()
-    codec.finish(is_valid=True)
-    assert codec.nonfinite.names("decoding") == []
-    after = residual(codec, torch.float32)
-    assert torch.equal(after[64:128], before[64:128])
-    assert not torch.equal(after[:64], before[:64])
-
-
 def test_state_is_a_copy_and_survives_other_dtypes() -> None:
     codec = create_codec("1bit")
     step(codec, torch.linspace(-1, 1, LAYOUT.end))
@@ -89,17 +65,6 @@ def test_state_is_a_copy_and_survives_other_dtypes() -> None:
     other.load_state_dict(state)
     step(other, torch.zeros(LAYOUT.end, dtype=torch.float64))
     assert all(e["values"].dtype == torch.float64 for e in other.state_dict()["residuals"])
-
-
-def test_a_new_instance_has_no_residuals() -> None:
-    codec = create_codec("int2")
-    step(codec, torch.linspace(-1, 1, LAYOUT.end))
-    assert codec.new_instance().state_dict()["residuals"] == []
-    assert (
-        repr(codec.new_instance())
-        == repr(codec)
-        == "ErrorFeedback(Quantized(bits=2, block_length=512))"
-    )
 
 
 def test_warm_up_leaves_no_trace() -> None:

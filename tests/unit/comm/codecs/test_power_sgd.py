@@ -46,50 +46,6 @@ def gradients(
     ]
 
 
-def residual_of(states: list[dict], name: str, shape: tuple[int, ...]) -> Tensor:
-    total = torch.zeros(shape, dtype=torch.float64)
-    for state in states:
-        for entry in state["residuals"]:
-            if entry["name"] == name:
-                total += entry["values"].view(shape)
-    return total
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_up_and_is_the_same_everywhere(size: int, dtype: torch.dtype) -> None:
-    num_steps = 6
-
-    def train(comm: Communicator) -> tuple[list[dict[str, Tensor]], dict]:
-        codec = PowerSGD(rank=2)
-        returned = []
-        for step in range(num_steps):
-            named = gradients(comm.rank, step, dtype)
-            codec.mean_(named, comm)
-            codec.finish(is_valid=True)
-            returned.append(dict(named))
-        return returned, codec.state_dict()
-
-    results = run_ranks(train, size)
-    states = [state for _, state in results]
-    for name, shape in SHAPES.items():
-        for step in range(num_steps):
-            for returned, _ in results:
-                assert torch.equal(returned[step][name], results[0][0][step][name])
-        sent = sum(results[0][0][step][name].double() for step in range(num_steps))
-        true = sum(
-            dict(gradients(rank, step, dtype))[name].double() / size
-            for rank in range(size)
-            for step in range(num_steps)
-        )
-        tolerance = 1e-4 if dtype == torch.float32 else 1e-12
-        assert torch.allclose(
-            sent + residual_of(states, name, shape), true, rtol=0, atol=tolerance
-        ), name
-    held = {entry["name"] for entry in states[0]["residuals"]}
-    assert held == {"conv", "dense"}  # the others would not gain
-
-
 def test_a_matrix_of_that_rank_is_exact() -> None:
     def mean(comm: Communicator) -> Tensor:
         generator = torch.Generator().manual_seed(comm.rank)
@@ -152,34 +108,6 @@ def test_tiny_gradients_do_not_vanish() -> None:
         return float(matrix.double().norm())
 
     assert all(norm > 1e-25 for norm in run_ranks(train, 2))
-
-
-@pytest.mark.parametrize("name", ["dense", "bias"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_all_and_leaves_no_trace(name: str, bad: float) -> None:
-    def train(comm: Communicator) -> tuple[bool, list[str], list[str], bool]:
-        codec, untouched = PowerSGD(rank=2), PowerSGD(rank=2)
-        for each in (codec, untouched):
-            each.mean_(gradients(comm.rank, 0), comm)
-            each.finish(is_valid=True)
-        named = gradients(comm.rank, 1)
-        if comm.rank == 1:
-            dict(named)[name].view(-1)[3] = bad
-        codec.mean_(named, comm)
-        arrived = not torch.isfinite(dict(named)[name]).all()
-        own, everywhere = (codec.nonfinite.names(when) for when in ("encoding", "decoding"))
-        codec.finish(is_valid=False)
-        after, expected = gradients(comm.rank, 2), gradients(comm.rank, 2)
-        codec.mean_(after, comm)
-        untouched.mean_(expected, comm)
-        same = all(torch.equal(a, b) for (_, a), (_, b) in zip(after, expected, strict=True))
-        return arrived, own, everywhere, same
-
-    for rank, (arrived, own, everywhere, same) in enumerate(run_ranks(train, 3)):
-        assert arrived
-        assert own == ([name] if rank == 1 else [])
-        assert everywhere == [name]
-        assert same
 
 
 def test_strides_and_sixteen_bits() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchmn.comm.codecs import Layout, Quantized, Segment, create_codec
+from torchmn.comm.codecs import Layout, Quantized, Segment
 from torchmn.errors import UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
@@ -152,16 +152,6 @@ def test_random_numbers_differ_between_steps_seeds_parameters_and_sides() -> Non
     assert torch.equal(second, encoded(resumed))
 
 
-def test_new_instance_has_the_same_options() -> None:
-    codec = Quantized(2, block_length=64, stochastic=True, seed=3)
-    codec.finish(is_valid=True)
-    new_instance = codec.new_instance()
-    assert (
-        repr(new_instance) == repr(codec) == "Quantized(bits=2, block_length=64, stochastic=True)"
-    )
-    assert new_instance.state_dict() == {"step": 0}
-
-
 def test_invalid_arguments() -> None:
     with pytest.raises(UsageError, match="bits=3 must be 8, 4, 2 or 1"):
         Quantized(3)
@@ -186,12 +176,3 @@ def test_invalid_arguments() -> None:
             codec.decode_stripe(encoded, stripe, buffer)
     with pytest.raises(UsageError, match="has no state"):
         codec.load_state_dict({"step": 3})
-
-
-def test_names_come_with_error_feedback() -> None:
-    for name, bits in (("int8", 8), ("int4", 4), ("int2", 2), ("1bit", 1)):
-        codec = create_codec(name)
-        assert codec is not None
-        assert codec.name == f"{name}+residual"
-        assert codec.codec.spec.bits == bits
-        assert create_codec(name) is not codec

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from torchmn.comm.codecs import Layout, Segment, reshard
 from torchmn.comm.codecs.residuals import Residuals
@@ -45,41 +43,6 @@ def test_what_is_written_is_valid_from_the_end_of_the_exchange() -> None:
     assert residuals.block("worker", layout, CPU).current.tolist() == [10, 11, 12, 13, 14]
     residuals.finish(is_valid=True)  # nothing was written since
     assert residuals.block("worker", layout, CPU).current.tolist() == [10, 11, 12, 13, 14]
-
-
-@given(
-    st.lists(st.integers(1, 29), max_size=4),
-    st.lists(st.integers(1, 29), max_size=4),
-    st.booleans(),
-)
-def test_residuals_move_into_any_other_stripes(
-    old: list[int], new: list[int], is_loaded: bool
-) -> None:
-    residuals = Residuals()
-
-    def pieces(boundaries: list[int]) -> list[Layout]:
-        edges = [0, *sorted(set(boundaries)), 30]
-        return [
-            stripe((name, a, b - a))
-            for name in ("a", "b")
-            for a, b in zip(edges, edges[1:], strict=False)
-        ]
-
-    for layout in pieces(old):
-        fill(residuals, "worker", layout, 100)
-    residuals.finish(is_valid=True)
-    if is_loaded:
-        state = residuals.state_dict()
-        residuals = Residuals()
-        residuals.load_state_dict(state)
-    met: dict[str, list[float]] = {"a": [], "b": []}
-    for layout in pieces(new):
-        block = residuals.block("worker", layout, CPU)
-        met[layout.segments[0].name] += block.part(0).tolist()
-    assert met == {name: [100.0 + i for i in range(30)] for name in ("a", "b")}
-    residuals.finish(is_valid=True)
-    kept = sorted((e["name"], e["offset"]) for e in residuals.state_dict())
-    assert kept == sorted((x.segments[0].name, x.segments[0].offset) for x in pieces(new))
 
 
 def test_a_worker_takes_what_it_lost_as_an_earlier_owner() -> None:
@@ -133,20 +96,6 @@ def test_one_element_in_two_stripes_of_one_exchange_is_rejected() -> None:
 
 def entry(side: str, name: str, offset: int, values: list[float]) -> dict:
     return {"side": side, "name": name, "offset": offset, "values": torch.tensor(values)}
-
-
-def test_reshard_by_hand() -> None:
-    """In units of the gradient: mean of the old workers' residuals plus the owners'."""
-    states = [
-        {"residuals": [entry("worker", "a", 1, [4.0]), entry("owner", "a", 0, [1.0])], "codec": {}},
-        {"residuals": [entry("worker", "a", 0, [2.0]), entry("owner", "a", 1, [3.0])], "codec": {}},
-    ]
-    state = reshard(states, 4)
-    assert state["codec"] == {}
-    (only,) = state["residuals"]
-    assert (only["side"], only["name"], only["offset"]) == ("worker", "a", 0)
-    # residuals of a share of the mean: W r; W r' = mean(W r_i) + s = (2, 4) + (1, 3), W' = 4
-    assert only["values"].tolist() == [3.0 / 4, 7.0 / 4]
 
 
 def test_a_piece_of_another_scale_is_converted_when_it_is_taken() -> None:

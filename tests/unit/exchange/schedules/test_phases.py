@@ -10,11 +10,9 @@ import torch
 from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
 from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer, scatter_loader
-from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import (
-    BlockMomentum,
     DiLoCo,
     DoubleBuffering,
     EveryStep,
@@ -79,37 +77,6 @@ def test_every_step_then_blocks_then_every_step_against_a_simulation(size: int) 
         assert began_at == [0, 8 * size, 32 * size]
         for step, mine in enumerate(seen):
             assert near(mine, history[step][rank]), step
-
-
-@pytest.mark.parametrize("blocks", [PeriodicAverage, BlockMomentum, DiLoCo])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"overlap_steps": 2}, {"overlap_steps": 1, "num_fragments": 3}, {"intra_node": True}],
-    ids=str,
-)
-def test_blocks_first(blocks: type, options: dict) -> None:
-    """Ranks with batches of 2 and 6 leave the blocks at the same exchange."""
-    if options.get("intra_node"):
-        options = {"intra_node": "every_step"}
-
-    def rank_main(comm):
-        schedule = Phases({0: blocks(24, **options), 40: EveryStep()})
-        model, optimizer = wrap(comm, schedule, adam, weight="samples")
-        size = 2 if comm.rank else 6
-        if options.get("intra_node"):
-            size = 4
-        with optimizer.join():
-            for step in range(12):
-                train(model, optimizer, comm.rank, step, size)
-        assert different_tensors(comm, [model]) == []
-        assert schedule.replica_consistency == "per_step"
-        assert len(set(comm.allgather_obj(schedule.num_samples))) == 1
-        for step in range(12, 15):
-            train(model, optimizer, comm.rank, step, size)
-            assert different_tensors(comm, [model]) == []
-        optimizer.close()
-
-    run_ranks(rank_main, 2, topology=Topology.blocks([2] if "intra_node" in options else [1, 1]))
 
 
 def test_each_phase_has_the_codec_but_exact_ones() -> None:
@@ -304,31 +271,7 @@ def test_missing_gradients_are_filled_with_zeros(schedule, has_closure: bool, si
 # ---- warm-up: the codec comes in at one step on all ranks ----
 
 
-def test_exact_until_then_and_encoded_afterwards() -> None:
-    """Batches of 2 and 9: 33 samples after three steps."""
-
-    def rank_main(comm):
-        options = {"make_inner": momentum, "weight": "samples"}
-        model, optimizer = wrap(comm, Warmup(30, EveryStep()), codec="float16", **options)
-        exact, each = wrap(comm, "every_step", **options)
-        for step in range(6):
-            size = 9 if comm.rank else 2
-            train(model, optimizer, comm.rank, step, size)
-            train(exact, each, comm.rank, step, size)
-            assert equal(values(model), values(exact)) is (step < 3)
-            assert num_encoded(comm) == max(0, step - 2)
-            assert different_tensors(comm, [model]) == []
-        assert optimizer.schedule.began_at[-1] == 33
-
-    run_ranks(rank_main, 2)
-
-
 @pytest.mark.parametrize("after", [-1, float("nan"), float("inf")])
 def test_values_that_make_no_sense(after: float) -> None:
     with pytest.raises(UsageError, match="must be a number that is 0 or more"):
         Warmup(after, EveryStep())
-
-
-def test_schedules_that_cannot_follow() -> None:
-    with pytest.raises(UnsupportedError, match="DoubleBuffering cannot be a phase"):
-        Warmup(4, DoubleBuffering())

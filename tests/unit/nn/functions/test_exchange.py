@@ -49,22 +49,6 @@ def test_a_collective_whose_result_one_rank_does_not_use_runs_on_all() -> None:
     assert run_ranks(rank_main, 3) == [12.0, 12.0, 12.0]
 
 
-def test_two_losses_in_two_passes() -> None:
-    def rank_main(comm: Communicator) -> object:
-        w = torch.tensor(2.0, requires_grad=True)
-        if comm.rank == 0:
-            first, second = send(w * 3, comm, 1), send(w * w, comm, 1)
-            first.backward()
-            second.backward()
-        else:
-            losses = [recv(comm, 0) * w, recv(comm, 0) * w]
-            losses[0].backward()
-            losses[1].backward()
-        return w.grad
-
-    assert run_ranks(rank_main, 2) == [3 * 2.0 + 4 * 2.0, 6.0 + 4.0]
-
-
 def test_what_was_made_of_a_received_tensor_and_sent_must_be_reached() -> None:
     def rank_main(comm: Communicator) -> None:
         if comm.rank == 0:
@@ -196,26 +180,6 @@ def test_a_loop_is_not_connected_with_the_one_before() -> None:
 
     # w0 * w0 * w1 * w0
     assert run_ranks(rank_main, 2) == [3 * 2 * 2 * 2.0, 2 * 2 * 2.0]
-
-
-def test_gradients_arrive_in_any_order() -> None:
-    """Rank 0 takes the gradients of the other ranks as they come, and not in its own order."""
-
-    def rank_main(comm: Communicator) -> object:
-        w = torch.tensor(1.0, requires_grad=True)
-        if comm.rank == 0:
-            x = w * 2
-            for other in (1, 2):
-                send(x, comm, other)
-            x.backward()
-        elif comm.rank == 1:
-            send(recv(comm, 0) * 3, comm, 2).backward()
-        else:
-            from_1 = recv(comm, 1)
-            (from_1 + recv(comm, 0)).backward()
-        return w.grad
-
-    assert run_ranks(rank_main, 3)[0] == 2.0 * (1 + 3 + 1)
 
 
 def test_pseudo_connect_is_the_identity_with_an_edge() -> None:

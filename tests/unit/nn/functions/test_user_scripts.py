@@ -69,19 +69,6 @@ def plain(halves: Halves) -> nn.Module:
     return halves.modules
 
 
-def autocast(halves: Halves) -> nn.Module:
-    halves.modules.float()
-    optimizer = halves.sgd()
-    for x, y in halves.batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = halves.loss(x.float(), y)
-        halves.log(loss)
-        loss.backward()
-        optimizer.step()
-    return halves.modules.double()
-
-
 def scaled_loss(halves: Halves) -> nn.Module:
     halves.modules.float()
     optimizer = halves.sgd()
@@ -99,16 +86,6 @@ def scaled_loss(halves: Halves) -> nn.Module:
     return halves.modules.double()
 
 
-def accumulation(halves: Halves) -> nn.Module:
-    optimizer = halves.sgd()
-    for index, (x, y) in enumerate(halves.batches((5, 2, 4, 1))):
-        (halves.loss(x, y) / 2).backward()
-        if index % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-    return halves.modules
-
-
 def several_losses_at_once(halves: Halves) -> nn.Module:
     """Micro-batches: all forward passes, then one backward pass."""
     optimizer = halves.sgd()
@@ -116,18 +93,6 @@ def several_losses_at_once(halves: Halves) -> nn.Module:
         optimizer.zero_grad()
         losses = [halves.loss(*part) for part in zip(x.chunk(3), y.chunk(3), strict=True)]
         torch.stack(losses).mean().backward()
-        optimizer.step()
-    return halves.modules
-
-
-def evaluation_between(halves: Halves) -> nn.Module:
-    optimizer = halves.sgd()
-    for x, y in halves.batches():
-        with torch.no_grad():
-            halves.log(halves.loss(x, y))
-        halves.log(halves.loss(x, y))  # with gradients, and dropped
-        optimizer.zero_grad()
-        halves.loss(x, y).backward()
         optimizer.step()
     return halves.modules
 
@@ -147,11 +112,8 @@ def frozen_first_half(halves: Halves) -> nn.Module:
 
 SCRIPTS = (
     plain,
-    autocast,
     scaled_loss,
-    accumulation,
     several_losses_at_once,
-    evaluation_between,
     frozen_first_half,
 )
 

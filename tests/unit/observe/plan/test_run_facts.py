@@ -46,13 +46,6 @@ def test_a_slower_link_that_was_not_recorded(tmp_path: Path) -> None:
     assert predicted.seconds == pytest.approx(step_s(slow), rel=0.05)
 
 
-def test_four_times_the_workers(tmp_path: Path) -> None:
-    known = facts_of(RUN.write(tmp_path / "two"))
-    more = predict(msgspec.structs.replace(known, hosts=8))
-    # 14/8 of the last bucket instead of all of it once
-    assert predict(known).seconds + 0.002 < more.seconds < predict(known).seconds + 0.02
-
-
 def test_what_no_phase_explains_is_the_cost_of_sending(tmp_path: Path) -> None:
     """The step of the model is the recorded one."""
     free = facts_of(RUN.write(tmp_path / "two"))

@@ -59,16 +59,6 @@ def test_a_late_rank_is_found_in_its_phase(
         assert fault.share == pytest.approx(1 - usual_s / summary.step_s, abs=0.02)
 
 
-def test_the_text_of_a_late_rank(tmp_path: Path) -> None:
-    imitated = ImitatedRun(slower={(3, "backward"): 1.5}, run_queue={3: 0.3}, seed=1)
-    first = findings_of(imitated, tmp_path)[0]
-    assert first.what.startswith("Rank 3 (host host3) computes 5")
-    assert first.what.endswith("% longer in backward than the others")
-    assert "had no core for 9" in first.evidence
-    assert "run queue 1." in first.evidence
-    assert f"That would save {first.share:.0%} of each step." in first.cure
-
-
 @pytest.mark.parametrize(
     ("times", "evidence"),
     [
@@ -170,14 +160,6 @@ def test_the_exposed_exchange_is_what_the_last_rank_waits_for(tmp_path: Path) ->
     summary = summary_of(late, tmp_path / "late")
     assert float(summary.exposed_s.mean()) == pytest.approx(expected_s, rel=1e-3)
     assert summary.share_of_waiting > 0.2
-
-
-def test_steps_that_become_slower(tmp_path: Path) -> None:
-    grows = {step: (1, "backward", step * 4e-4) for step in range(100)}
-    imitated = ImitatedRun(num_steps=100, slow_steps=grows)  # type: ignore[arg-type]
-    found = {finding.kind: finding for finding in findings_of(imitated, tmp_path)}
-    assert found["slowing down"].ranks == (1,)
-    assert "in backward" in found["slowing down"].evidence
 
 
 def test_the_growth_is_that_of_the_rank_that_becomes_slower(tmp_path: Path) -> None:

@@ -12,11 +12,9 @@ from torch import nn
 from tests.limits import limit
 from tests.unit.exchange.schedules.local_updates.runs import (
     adam,
-    average,
     momentum,
     set_values,
     sgd,
-    simulate,
     train,
     wrap,
 )
@@ -38,50 +36,9 @@ from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage, W
 from torchmn.testing import run_ranks
 
 SCHEDULES = [PeriodicAverage, BlockMomentum, DiLoCo]
-INNER = {"sgd": sgd, "momentum": momentum, "adam": adam}
 
 
 # ---- when a block ends, and the means ----
-
-
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_ranks_train_alone_and_then_agree(size: int, inner: str) -> None:
-    def rank_main(comm):
-        comm.bucket_bytes = 100
-        model, optimizer = wrap(comm, PeriodicAverage(12 * comm.size), INNER[inner])
-        seen = []
-        for step in range(7):
-            train(model, optimizer, comm.rank, step)
-            seen.append(values(model))
-        return seen
-
-    expected = simulate(size, [[[4] * 3] * size] * 2, average, INNER[inner])
-    results = run_ranks(rank_main, size)
-    for seen in results:
-        for block, step in enumerate((2, 5)):
-            assert near(seen[step], expected[block])
-            assert equal(seen[step], results[0][step])
-    if size > 1:
-        assert not equal(results[0][3], results[1][3])
-        assert not equal(results[0][6], results[1][6])
-
-
-def test_ranks_with_different_batch_sizes_end_blocks_at_different_steps() -> None:
-    """Weights are samples: rank 0 takes 3 of 4 samples, rank 1 2 of 6; both fill 12."""
-    sizes = {0: 4, 1: 6, 2: 5}
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(36))
-        size = sizes[comm.rank]
-        for step in range(2 * -(-12 // size)):
-            train(model, optimizer, comm.rank, step, size)
-        assert optimizer.schedule.num_samples == 2 * (12 + 12 + 15)
-        return values(model)
-
-    expected = simulate(3, [[[4] * 3, [6] * 2, [5] * 3]] * 2, average)
-    for result in run_ranks(rank_main, 3):
-        assert near(result, expected[-1])
 
 
 def test_a_codec_is_used_between_nodes_only() -> None:
@@ -95,26 +52,6 @@ def test_a_codec_is_used_between_nodes_only() -> None:
 
     counts = run_ranks(rank_main, 4, name="hierarchical", topology=Topology.blocks([2, 2]))
     assert counts == [3, 0, 3, 0]  # the first step was of the warm-up
-
-
-def test_samples_can_be_set() -> None:
-    """Ten and thirty tokens, whatever the size of the batch; for one step, then it counts again."""
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage(20))
-        before = values(model)
-        optimizer.set_weight(30 if comm.rank else 10)
-        train(model, optimizer, comm.rank, 0)
-        parts = [local_grads(mlp(), batch(rank, 0)) for rank in range(2)]
-        expected = [
-            b - 0.1 * (10 * g0 + 30 * g1) / 40 for b, g0, g1 in zip(before, *parts, strict=True)
-        ]
-        assert near(values(model), expected)
-        assert optimizer.schedule.num_samples == 40
-        train(model, optimizer, comm.rank, 1, 10)
-        assert optimizer.schedule.num_samples == 60
-
-    run_ranks(rank_main, 2)
 
 
 def test_missing_sample_counts_raise_an_error_with_the_cure() -> None:
@@ -199,66 +136,6 @@ def test_large_batches_end_several_fragments_in_one_step(k: int) -> None:
         assert different_tensors(comm, [model]) == []
 
     run_ranks(rank_main, 2)
-
-
-# ---- warm-up ----
-
-
-@pytest.mark.parametrize("weight", ["rank", "samples"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_warmup_is_every_step_and_the_anchor_is_its_end(size: int, weight: str) -> None:
-    after = 20 * size
-
-    def rank_main(comm):
-        model, optimizer = wrap(
-            comm, Warmup(after, PeriodicAverage(8 * size)), momentum, weight=weight
-        )
-        reference = mlp()
-        each = create_multi_node_optimizer(momentum(reference), comm, reference)
-        for step in range(5):
-            assert optimizer.schedule.replica_consistency == "per_step"
-            train(model, optimizer, comm.rank, step)
-            train(reference, each, comm.rank, step)
-            assert equal(values(model), values(reference))
-        assert optimizer.schedule.began_at[-1] == after
-        assert optimizer.schedule.replica_consistency == "per_block"
-        start = values(model)
-        train(model, optimizer, comm.rank, 5)
-        blocks = optimizer.schedule.schedule
-        assert equal(list(blocks.anchors.values()), start)
-        assert size == 1 or different_tensors(comm, [model]) != []
-        train(model, optimizer, comm.rank, 6)
-        assert different_tensors(comm, [model]) == []
-        assert blocks.num_samples == 8 * size
-
-    run_ranks(rank_main, size)
-
-
-@pytest.mark.parametrize("lengths", [[1, 6], [6, 1], [2, 3], [0, 5], [2, 2]], ids=str)
-@pytest.mark.parametrize("nodes", [None, [1, 1], [2]], ids=str)
-def test_a_rank_that_leaves_during_the_warmup(lengths: list[int], nodes: list[int] | None) -> None:
-    """It copies the anchor, and the state of the optimizer, at the first exchange."""
-
-    def rank_main(comm):
-        blocks = BlockMomentum(16, intra_node="every_step" if nodes else None)
-        schedule = Warmup(20, blocks)
-        model, optimizer = wrap(comm, schedule, adam)
-        for epoch in range(3):
-            with optimizer.join():
-                for step in range(lengths[comm.rank]):
-                    train(model, optimizer, comm.rank, 10 * epoch + step)
-            assert different_tensors(comm, [model]) == []
-            assert schedule.replica_consistency == (
-                "per_step" if schedule.num_samples < 20 else "per_block"
-            )
-        assert len(set(comm.allgather_obj(schedule.num_samples))) == 1
-        assert len(set(comm.allgather_obj(blocks.num_samples))) == 1
-        optimizer.close()
-        return values(model)
-
-    topology = Topology.blocks(nodes or [2])
-    results = run_ranks(rank_main, 2, topology=topology)
-    assert all(v.isfinite().all() for v in results[0])
 
 
 # ---- within the node ----
@@ -636,20 +513,6 @@ def test_invalid_values_for_this_world() -> None:
             wrap(comm, PeriodicAverage(1))
         with pytest.raises(UsageError, match="num_fragments=5, but the optimizer has 4 parameters"):
             wrap(comm, PeriodicAverage(8, num_fragments=5))
-
-    run_ranks(rank_main, 2)
-
-
-def test_by_default_a_block_is_512_samples_per_worker() -> None:
-    def rank_main(comm):
-        model, optimizer = wrap(comm, PeriodicAverage())
-        for _ in range(15):
-            optimizer.set_weight(32)
-            train(model, optimizer, comm.rank, 0)
-        assert optimizer.schedule.num_samples == 0
-        optimizer.set_weight(32)
-        train(model, optimizer, comm.rank, 0)
-        assert optimizer.schedule.num_samples == 1024
 
     run_ranks(rank_main, 2)
 

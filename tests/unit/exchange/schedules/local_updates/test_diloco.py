@@ -52,27 +52,6 @@ def sgd_of_the_paper(parameters):
     return torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True)
 
 
-def test_fragments_step_by_themselves() -> None:
-    """The outer momentum of a fragment moves it at its own exchanges only."""
-
-    def rank_main(comm):
-        model, optimizer = wrap(comm, DiLoCo(16, num_fragments=4), adam)
-        schedule = optimizer.schedule
-        counts = dict.fromkeys(schedule.anchors, 0)
-        before = None
-        for step in range(8):
-            train(model, optimizer, comm.rank, step)
-            now = {name: a.clone() for name, a in schedule.anchors.items()}
-            if before is not None:
-                for name in now:
-                    counts[name] += not torch.equal(now[name], before[name])
-            before = now
-        return list(counts.values())
-
-    for counts in run_ranks(rank_main, 2):
-        assert counts == [3, 4, 4, 4] or counts == [3, 3, 4, 4]
-
-
 def test_a_schedule_of_the_outer_learning_rate_is_saved() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, DiLoCo(8))

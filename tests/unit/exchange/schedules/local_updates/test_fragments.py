@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from torchmn.errors import UsageError
 from torchmn.exchange.schedules.local_updates.fragments import (
     FragmentSchedule,
     averageable,
@@ -36,11 +35,6 @@ def test_parts_have_about_the_same_number_of_bytes() -> None:
     assert [len(part) for part in parts] == [3, 3, 3, 3]
     parts = split_into_fragments(named([1, 1, 1, 97, 50, 50]), 2)
     assert [len(part) for part in parts] == [4, 2]
-
-
-def test_more_fragments_than_parameters() -> None:
-    with pytest.raises(UsageError, match="num_fragments=3, but the optimizer has 2 parameters"):
-        split_into_fragments(named([4, 4]), 3)
 
 
 def test_integers_have_no_mean() -> None:

@@ -7,7 +7,6 @@ import torch
 
 from tests.unit.exchange.schedules.local_updates.runs import set_values, train, wrap
 from tests.unit.models import batch, local_grads, mlp, near, values
-from torchmn import create_multi_node_optimizer
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.testing import run_ranks
@@ -180,27 +179,5 @@ def test_a_block_that_is_not_finite_returns_to_its_beginning() -> None:
         train(model, optimizer, comm.rank, 8)
         assert all(torch.isfinite(value).all() for value in values(model))
         assert near(anchors, [a.clone() for a in schedule.anchors.values()])
-
-    run_ranks(rank_main, 2)
-
-
-@pytest.mark.parametrize("schedule_class", [DiLoCo, BlockMomentum])
-def test_parameters_may_come_later(schedule_class: type[DiLoCo | BlockMomentum]) -> None:
-    """They have no momentum yet; that of the others stays."""
-
-    def rank_main(comm):
-        model = mlp()
-        inner = torch.optim.SGD(model[2].parameters(), 0.1)
-        schedule = schedule_class(24, overlap_steps=1, eager=True)
-        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
-        for step in range(7):
-            train(model, optimizer, comm.rank, step)
-        optimizer.add_param_group({"params": list(model[0].parameters())})
-        before = values(model[0])
-        for step in range(7):
-            train(model, optimizer, comm.rank, step)
-        optimizer.flush()
-        assert different_tensors(comm, [model]) == []
-        assert not near(values(model[0]), before)
 
     run_ranks(rank_main, 2)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.exchange.schedules.local_updates.runs import average, simulate, train, wrap
-from tests.unit.models import equal, near, values
+from tests.unit.exchange.schedules.local_updates.runs import train, wrap
+from tests.unit.models import equal, values
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
@@ -129,28 +129,6 @@ def test_a_job_goes_back_to_a_state_of_its_own(
 
     for first, again in run_ranks(rank_main, 2):
         assert equal(first, again)
-
-
-def test_training_from_a_state_is_as_from_the_beginning() -> None:
-    """Of one process that simulates both ranks."""
-
-    def rank_main(comm: Communicator) -> list[Tensor]:
-        model, optimizer = wrap(comm, PeriodicAverage(16))
-        start = values(model)
-
-        def run(num_steps: int) -> None:
-            for step in range(num_steps):
-                train(model, optimizer, comm.rank, step)
-
-        run(5)
-        optimizer.flush()
-        load(model, start)
-        run(4)
-        return values(model)
-
-    [*_, expected] = simulate(2, [[[4, 4], [4, 4]], [[4, 4], [4, 4]]], average)
-    for trained in run_ranks(rank_main, 2):
-        assert near(trained, expected)
 
 
 def test_one_rank_alone_may_not_load() -> None:

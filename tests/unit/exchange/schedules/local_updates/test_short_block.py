@@ -71,20 +71,6 @@ def test_every_pseudo_gradient_counts_once_however_blocks_are_divided(
     torch.testing.assert_close(schedule.end(), start - factor * total, rtol=0, atol=1e-9)
 
 
-@given(st.floats(1e-6, 1), st.floats(0, 0.95), st.booleans())
-def test_at_one_speed_a_part_of_a_block_moves_that_part(
-    part: float, momentum: float, nesterov: bool
-) -> None:
-    schedule = Smoothing(momentum, 1 - momentum, nesterov=nesterov)
-    full = torch.ones(6, dtype=torch.float64)
-    schedule.smoothed = full.clone()  # what it is after many blocks of this pseudo-gradient
-    start = schedule.anchor.clone()
-    schedule.move(part * full, part)
-    moved = (start - schedule.anchor) / (part * (1 + schedule.look))
-    torch.testing.assert_close(moved, full, rtol=0, atol=1e-9)
-    torch.testing.assert_close(schedule.smoothed, full)
-
-
 def test_the_first_blocks_of_fragments_are_parts() -> None:
     """Of four fragments the first ends after a quarter of a block: with a quarter of its weight."""
     seen: dict[int, list[float]] = {}

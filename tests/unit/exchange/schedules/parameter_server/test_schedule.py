@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 
@@ -169,28 +168,6 @@ class TestServersOfTheirOwn:
             run_ranks(job, 1)
 
 
-def test_an_optimizer_that_clamps_at_the_servers() -> None:
-    """The cure that the error names."""
-
-    class Clamping(torch.optim.SGD):
-        def step(self, closure=None):  # type: ignore[no-untyped-def]
-            super().step(closure)
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.data.clamp_(-0.01, 0.01)
-
-    def job(comm: Communicator) -> float:
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            Clamping(model.parameters(), 0.05), comm, model, schedule=ParameterServer()
-        )
-        train(optimizer, model, comm.rank, range(6))
-        optimizer.flush()
-        return max(float(value.abs().max()) for value in values(model))
-
-    assert run_ranks(job, 2) == [0.01, 0.01]
-
-
 @pytest.mark.parametrize(
     "kind",
     ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD",
@@ -293,40 +270,6 @@ class TestWhatUsersDo:
 
         assert run_ranks(job, 2) == [(True, False)] * 2
 
-    def test_frozen_parameters_stay(self) -> None:
-        def job(comm: Communicator) -> bool:
-            model = mlp()
-            model[0].weight.requires_grad_(False)
-            before = values(model)[0]
-            optimizer = make(comm, model, ParameterServer())
-            train(optimizer, model, comm.rank, range(3))
-            optimizer.flush()
-            return torch.equal(before, values(model)[0])
-
-        assert run_ranks(job, 2) == [True, True]
-
-    def test_buffers_stay_their_ranks_own(self) -> None:
-        def job(comm: Communicator) -> float:
-            model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double()
-            optimizer = make(comm, model, ParameterServer())
-            train(optimizer, model, comm.rank, range(3))
-            optimizer.flush()
-            return float(model[1].running_mean.sum())
-
-        means = run_ranks(job, 2)
-        assert means[0] != means[1]
-
-    def test_state_in_the_middle_of_training_is_the_servers(self) -> None:
-        def job(comm: Communicator) -> list[bool]:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer(max_staleness=0))
-            train(optimizer, model, comm.rank, range(2))
-            state = optimizer.state_dict()["state"] if comm.rank == 0 else {}
-            optimizer.flush()
-            return [bool(s["momentum_buffer"].any()) for s in state.values()]
-
-        assert run_ranks(job, 2)[0] == [True] * 4
-
     def test_another_number_of_ranks_continues(self) -> None:
         def first(comm: Communicator) -> tuple[dict[str, object], dict[str, object]]:
             model = mlp()
@@ -396,30 +339,6 @@ class TestWhatUsersDo:
 
 
 class TestNotFinite:
-    @pytest.mark.parametrize("on_nonfinite", ["raise", "warn", "ignore"])
-    def test_never_reaches_the_servers(self, on_nonfinite: str) -> None:
-        def job(comm: Communicator) -> tuple[int, bool]:
-            model = mlp()
-            optimizer = make(comm, model, ParameterServer(), on_nonfinite=on_nonfinite)
-            train(optimizer, model, comm.rank, range(1))
-            if comm.rank == 1:
-                optimizer.zero_grad()
-                (loss_of(model, batch(1, 1)) * float("nan")).backward()
-                if on_nonfinite == "raise":
-                    with pytest.raises(NonFiniteGradientError, match=r"rank 1: 0\.weight"):
-                        optimizer.step()
-                else:
-                    optimizer.step()
-            train(optimizer, model, comm.rank, range(2, 4))
-            optimizer.flush()
-            finite = all(bool(p.isfinite().all()) for p in model.parameters())
-            return len(optimizer.nonfinite), finite
-
-        with warnings.catch_warnings():
-            if on_nonfinite == "warn":
-                warnings.filterwarnings("ignore", "rank 1", RuntimeWarning)
-            assert run_ranks(job, 2) == [(0, True), (1, True)]
-
     def test_beyond_the_range_of_the_codec(self) -> None:
         def job(comm: Communicator) -> bool:
             model = mlp()
@@ -538,24 +457,6 @@ def test_over_a_transport_for_one_thread_at_a_time() -> None:
 
     outcome = run_ranks(job, 3)
     assert all(equal(v, outcome[0]) for v in outcome)
-
-
-def test_the_report() -> None:
-    def job(comm: Communicator) -> tuple[str, int]:
-        model = mlp()
-        optimizer = make(comm, model, ParameterServer(max_staleness=3))
-        train(optimizer, model, comm.rank, range(5))
-        optimizer.flush()
-        met = optimizer.schedule.staleness()  # type: ignore[attr-defined]
-        assert sum(met.histogram.values()) == 10
-        assert {w.num_updates for w in met.workers.values()} == {5}
-        assert max(w.max_steps_ahead for w in met.workers.values()) <= 3
-        return str(met), len(met.workers)
-
-    outcome = run_ranks(job, 2)
-    assert outcome[0] == outcome[1]
-    assert outcome[0][1] == 2
-    assert "rank 1: mean" in outcome[0][0]
 
 
 @pytest.mark.parametrize("pipeline", [False, True])

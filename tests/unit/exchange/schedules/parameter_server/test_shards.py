@@ -64,9 +64,6 @@ class TestStripeMemory:
         other.copy_(memory)
         assert all(torch.equal(other.slots[n], memory.slots[n]) for n in memory.slots)
 
-    def test_of_nothing(self) -> None:
-        assert ShardMemory([]).buffers == []
-
 
 class TestHyperParameters:
     def test_keep_every_bit_in_a_message(self) -> None:
