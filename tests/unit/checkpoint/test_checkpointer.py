@@ -26,9 +26,6 @@ from tests.unit.checkpoint.training import (
     train,
 )
 from torchmn.checkpoint import Best
-from torchmn.checkpoint.reader import SavedCheckpoint
-from torchmn.checkpoint.storage import FolderStorage
-from torchmn.checkpoint.writer import read_manifest
 from torchmn.errors import (
     CommunicationError,
     DataError,
@@ -46,27 +43,6 @@ def test_resumed_run_is_bit_equal(tmp_path: Path, num_ranks: int, is_async: bool
     parts = train(tmp_path / "parts", num_ranks, 6, is_async=is_async)
     assert [start for start, _ in parts] == [3] * num_ranks
     assert_same(parts, whole)
-
-
-@pytest.mark.filterwarnings("ignore:.*starts without residuals")
-def test_the_comparison_sees_a_residual_that_is_lost(tmp_path: Path) -> None:
-    """A checkpointer that gave all ranks rank 0's state would not pass."""
-    whole = train(tmp_path / "whole", 2, 6)
-    train(tmp_path / "parts", 2, 3)
-    storage = FolderStorage(tmp_path / "parts" / "a run")
-
-    def rank_main(comm: torchmn.Communicator) -> Any:
-        training = Training(comm)
-        manifest = read_manifest(storage, "step-00000003")
-        with SavedCheckpoint(storage, "step-00000003", manifest) as saved:
-            for label, obj in training.state.items():
-                obj.load_state_dict(saved.state_of(0, label))
-        for step in range(3, 6):
-            training.step(step)
-        return 3, training.parameters()
-
-    with pytest.raises(AssertionError):
-        assert_same(on_ranks(rank_main, 2), whole)
 
 
 def test_nothing_there_is_step_0(tmp_path: Path) -> None:

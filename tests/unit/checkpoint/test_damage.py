@@ -126,15 +126,6 @@ def test_file_that_is_a_hole(path: Path, file: str, nbytes: int) -> None:
     assert file in warned
 
 
-def test_file_that_is_a_folder(path: Path) -> None:
-    target = path / "a run" / NEWEST / "rank0001.json"
-    target.unlink()
-    target.mkdir()
-    (step, warned), _ = resume(path)
-    assert step == 1
-    assert "rank0001.json cannot be opened: Is a directory" in warned[0]
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("file", FILES)
 def test_unreadable(path: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int) -> None:

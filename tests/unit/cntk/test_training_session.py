@@ -302,18 +302,6 @@ def test_a_test_with_inputs_of_its_own() -> None:
     assert len(set(run_ranks(rank, 2))) == 1
 
 
-def test_workers_have_the_losses_of_one() -> None:
-    def rank(comm: Communicator) -> list[float]:
-        training = Training(comm)
-        training.run(source(max_sweeps=2, randomize=True), 7)
-        return training.recorder.losses
-
-    (one,) = run_ranks(rank, 1)
-    for size in (2, 4):
-        for losses in run_ranks(rank, size):
-            assert losses == pytest.approx(one, rel=1e-4)
-
-
 # ---- checkpoints ----
 
 
@@ -523,16 +511,6 @@ def test_sizes_by_sweeps() -> None:
         return [training.trainer.num_minibatches]
 
     assert run_one(rank) == [6]
-
-
-def test_numbers_of_numpy() -> None:
-    def rank(comm: Communicator) -> int:
-        training = Training(comm)
-        config = C.CrossValidationConfig(None, np.int64(5), callback=lambda *a: None)
-        training.run(mb_size=np.int64(5), max_samples=np.int64(20), cv_config=config)
-        return training.trainer.num_minibatches
-
-    assert run_one(rank) == 4
 
 
 # ---- wrong arguments ----

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn.comm.object_codec import Trust
@@ -88,22 +86,6 @@ def test_encoded(case: str) -> None:
     copy = packed(ENCODED[case])
     assert copy.layout.container == "encoded"
     assert_same([copy[i] for i in range(len(copy))], ENCODED[case])
-
-
-plain_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(plain_values, max_size=6))
-def test_any_plain_samples(samples: list[Any]) -> None:
-    copy = packed(samples)
-    assert_same([copy[i] for i in range(len(copy))], samples)
 
 
 def test_every_sample_is_read_once_even_when_the_last_is_different() -> None:

@@ -103,16 +103,6 @@ def test_structures_are_cut_and_different_lengths_are_refused() -> None:
         list(batch.micro_batches((torch.zeros(5), torch.zeros(4))))
 
 
-def test_all_ranks_make_the_same_number_of_passes() -> None:
-    """A rank with one sample less than another would need one pass less by itself."""
-    ranks = batches(2, 9, 4)
-    passes = []
-    for batch in ranks:
-        for part in batch.sampler(9, shuffle=False):
-            passes.append(len(list(batch.micro_batches(torch.tensor(part)))))
-    assert passes == [2, 2]
-
-
 def train_passes(
     comm: Communicator,
     batch: tuple[int, int | None, int | None],

@@ -19,10 +19,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchmn.comm import Communicator
-from torchmn.data import EmptyBatchCollate
 from torchmn.errors import UnknownNameError, UsageError
-from torchmn.testing import run_ranks
 from torchmn.train.large_batch import (
     BatchGrowth,
     BatchSchedule,
@@ -141,43 +138,6 @@ def test_without_a_sampler_samples_are_counted() -> None:
     other = batch_of(10)
     other.load_state_dict(batch.state_dict())
     assert other.samples_seen == 34
-
-
-def test_resumes_to_the_bit_on_another_number_of_ranks() -> None:
-    def train(
-        comm: Communicator, num_steps: int, state: dict[str, object] | None, order: list[str]
-    ) -> tuple[list[float], dict[str, object]]:
-        batch = GlobalBatch(12, comm=comm, growth=BatchGrowth([1], 2, max_batch=18))
-        optimizer = sgd()
-        parts = {
-            "sampler": batch.sampler(NUM_SAMPLES),
-            "optimizer": optimizer,
-            "schedule": DecayAfterGrowth(
-                Cosine(GradualWarmup(optimizer, batch, 1), batch, 3), batch
-            ),
-        }
-        for name in order if state else []:
-            parts[name].load_state_dict(copy.deepcopy(state[name]))
-        data = TensorDataset(torch.arange(NUM_SAMPLES))
-        loader = DataLoader(
-            data, batch_sampler=parts["sampler"], collate_fn=EmptyBatchCollate(data)
-        )
-        found: list[float] = []
-        while True:
-            for _ in loader:
-                found.append(optimizer.param_groups[0]["lr"])
-                optimizer.step()
-                parts["schedule"].step()
-                if len(found) == num_steps:
-                    return found, {n: copy.deepcopy(p.state_dict()) for n, p in parts.items()}
-
-    orders = [["sampler", "optimizer", "schedule"], ["schedule", "optimizer", "sampler"]]
-    whole = run_ranks(lambda comm: train(comm, 9, None, []), 1)[0][0]
-    assert len(set(whole)) > 6
-    begun, state = run_ranks(lambda comm: train(comm, 4, None, []), 3)[2]
-    for order in orders:
-        rest = run_ranks(lambda comm, order=order: train(comm, 5, state, order)[0], 2)
-        assert [begun + each for each in rest] == [whole] * 2
 
 
 def test_decay_after_growth_keeps_batch_over_rate_as_planned() -> None:

@@ -6,7 +6,6 @@ about what plain torch has not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,6 @@ from torchmn.train.large_batch import (
     Cosine,
     GlobalBatch,
     GradualWarmup,
-    LinearScaling,
-    MultiStep,
-    convert_to_ghost_batch_norm,
-    weight_decay_groups,
 )
 
 NUM_SAMPLES, NUM_EPOCHS, BATCH = 45, 3, 14
@@ -153,38 +148,6 @@ def test_accumulation_exchanges_once_per_step() -> None:
     assert run_ranks(script, 2) == [1, 1]
 
 
-def test_clipping_and_two_groups() -> None:
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        groups = weight_decay_groups(model, 0.05)
-        groups[1]["lr"] = 0.2
-        return groups
-
-    def script(comm: Communicator) -> Parameters:
-        model = net()
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(groups(model), 0.1), comm, model, max_grad_norm=0.3
-        )
-        batch = GlobalBatch(BATCH, comm=comm, accumulation=2)
-        loader = loader_of(batch, num_workers=0)
-        schedule = MultiStep(optimizer, batch, [1, 2], 0.5)
-        for _ in range(NUM_EPOCHS):
-            list(steps(model, optimizer, batch, loader))
-            schedule.step()
-        return values(model)
-
-    model = net()
-    sgd = torch.optim.SGD(groups(model), 0.1)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(sgd, [1, 2], 0.5)
-    for seen, x, y in whole_batches():
-        sgd.zero_grad()
-        mse_loss(model(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        sgd.step()
-        if (seen + len(x)) % NUM_SAMPLES == 0:
-            schedule.step()
-    assert_near(run_ranks(script, 2), values(model))
-
-
 @pytest.mark.filterwarnings("ignore:(.|\n)*GradScaler")
 def test_mixed_precision_with_a_scaler() -> None:
     """The scaler takes no step where a gradient is not finite, on all ranks."""
@@ -218,55 +181,6 @@ def test_mixed_precision_with_a_scaler() -> None:
     assert {scale for _, scale in (*one, *two)} == {one[0][1]}
     start = net().float()
     assert all(not a.equal(b) for a, b in zip(one[0][0], values(start), strict=True))
-
-
-def test_linear_scaling_and_warmup_stepped_per_batch() -> None:
-    def script(comm: Communicator) -> Parameters:
-        model = net()
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.01), comm, model
-        )
-        batch = GlobalBatch(BATCH, comm=comm)
-        loader = loader_of(batch)
-        schedule = LinearScaling(optimizer, batch, base_batch=7)
-        schedule = GradualWarmup(schedule, batch, 1)
-        schedule = Cosine(schedule, batch, NUM_EPOCHS, begin=1)
-        for _ in range(NUM_EPOCHS):
-            for _ in steps(model, optimizer, batch, loader):
-                schedule.step()
-        return values(model)
-
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), 0.01)
-    for seen, x, y in whole_batches():
-        epochs = seen / NUM_SAMPLES
-        warmup = min(1.0, 0.5 + 0.5 * epochs)
-        decay = (1 + math.cos(math.pi * max(0.0, epochs - 1) / 2)) / 2
-        sgd.param_groups[0]["lr"] = 0.01 * 2 * warmup * decay
-        whole_step(model, sgd, x, y)
-    assert_near(run_ranks(script, 2), values(model))
-
-
-def test_batch_growth_in_place_of_decay() -> None:
-    """The batches of one process: 14, then 28 after the first epoch, then all 45."""
-
-    def script(comm: Communicator) -> Parameters:
-        model = net()
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
-        growth = BatchGrowth([1, 2], 2, max_batch=NUM_SAMPLES)
-        batch = GlobalBatch(BATCH, comm=comm, local_batch=4, growth=growth)
-        return trained(model, optimizer, batch, loader_of(batch))
-
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = data().tensors
-    sampler = torchmn.GlobalSampler(NUM_SAMPLES, _OneRank(), 1)  # type: ignore[arg-type]
-    for epoch, size in enumerate((14, 28, 45)):
-        for rows in torch.as_tensor(sampler.order(epoch)).split(size):
-            whole_step(model, sgd, x[rows], y[rows])
-    assert_near(run_ranks(script, 2), values(model))
 
 
 @pytest.mark.parametrize("growth", [None, BatchGrowth([0.5, 1.2], 1.5)])
@@ -303,32 +217,3 @@ def test_stopped_in_the_middle_and_resumed_on_other_ranks(
     found = run_ranks(lambda comm: script(comm, "parts", 10**6), 2)
     assert [steps for steps, _ in found] == [wanted[0]] * 2
     assert_near([params for _, params in found], wanted[1])
-
-
-def test_ghost_batches_and_the_trainer(tmp_path: Path) -> None:
-    """`torchmn.Trainer` takes the sampler as any other, and a schedule is stepped per iteration."""
-
-    def script(comm: Communicator) -> list[float]:
-        net = filled(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
-        model = torchmn.train.Classifier(convert_to_ghost_batch_norm(net, 4))
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
-        batch = GlobalBatch(12, comm=comm, growth=BatchGrowth([1], 2))
-        x, y = data().tensors
-        labelled = TensorDataset(x, (y[:, 0] > 0).long())
-        loader = DataLoader(labelled, batch_sampler=batch.sampler(labelled))
-        schedule = MultiStep(optimizer, batch, [2])
-        updater = torchmn.StandardUpdater(loader, optimizer, model)
-        trainer = torchmn.Trainer(updater, (3, "epoch"), out=str(tmp_path / str(comm.rank)))
-        found: list[float] = []
-        trainer.extend(
-            lambda _: (schedule.step(), found.append(schedule.get_last_lr()[0]))[0],
-            name="schedule",
-            trigger=(1, "iteration"),
-        )
-        trainer.run()
-        return found
-
-    for found in run_ranks(script, 2):
-        assert found == pytest.approx([0.1] * 5 + [0.01] * 3)  # 12, 12, 12, 9; 24, 21; 24, 21
