@@ -323,11 +323,23 @@ def network(seed: int) -> nn.Sequential:
     model = nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 4 * 4, 11), nn.Tanh(),
         nn.Linear(11, 4),
-    ).double()  # fmt: skip
+    )  # fmt: skip
+    return filled(model, seed)
+
+
+def filled(model: nn.Sequential, seed: int = 0) -> nn.Sequential:
+    """In float64, with parameters that any rank can compute."""
     with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
+        for i, parameter in enumerate(model.double().parameters()):
             parameter.copy_(seeded(seed, *parameter.shape, salt=i) / 30)
     return model
+
+
+def require_near(got: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    """Raise ContractError unless float64 parameters are equal to rounding."""
+    for index, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        error = float((mine - theirs).detach().abs().max())
+        require(error <= 1e-10, f"{what}: parameter {index} is off by {error}")
 
 
 def training_data(num_steps: int = 20, batch: int = 24) -> tuple[Tensor, Tensor]:

@@ -318,21 +318,6 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_same_step_again_is_another_checkpoint(tmp_path: Path) -> None:
-    def rank_main(comm: torchmn.Communicator) -> Any:
-        holder = Holder("first")
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(4, {"it": holder})
-        holder.state = "second"
-        checkpointer.save(4, {"it": holder})
-        checkpointer.finish()
-        checkpointer.resume({"it": holder})
-        return holder.state
-
-    assert on_ranks(rank_main, 2) == ["second", "second"]
-    assert names(tmp_path) == ["step-00000004", "step-00000004-2"]
-
-
 def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
     """Also by a run that began again without `resume` and has made fewer steps."""
 
@@ -348,29 +333,6 @@ def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
 
     assert on_ranks(rank_main, 2) == [(15, "second run, 15")] * 2
     assert names(tmp_path) == ["step-00000005-2", "step-00000015-2"]
-
-
-def test_replicas_of_a_divided_model_are_written_once_for_each_part(tmp_path: Path) -> None:
-    """What ChainerMN's multi_node_snapshot with replica_sets=[[0, 2], [1, 3]] was for."""
-
-    def part(rank: int) -> torch.Tensor:
-        return torch.full((10_000,), float(rank % 2))
-
-    def rank_main(comm: torchmn.Communicator) -> tuple[int, Any, Any]:
-        checkpointer = checkpointer_of(comm, tmp_path)
-        model, own = Holder({"weight": part(comm.rank)}), Holder({"position": comm.rank})
-        checkpointer.save(1, {"model": model, "data": own})
-        checkpointer.finish()
-        model.state, own.state = None, None
-        checkpointer.resume({"model": model, "data": own})
-        return comm.rank, model.state["weight"], own.state["position"]
-
-    for rank, weight, position in on_ranks(rank_main, 4):
-        assert torch.equal(weight, part(rank))
-        assert position == rank
-    folder = tmp_path / "a run" / "step-00000001"
-    total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    assert 2 * 40_000 < total < 3 * 40_000  # but not four times
 
 
 def test_two_objects_do_not_share_memory_after_loading(tmp_path: Path) -> None:

@@ -26,12 +26,11 @@ from torchmn.testing import run_ranks
 SIZES = [1, 2, 3, 4]
 
 
-class RankPlacement:
-    """As much of a communicator as the sampler uses, on a world where all ranks agree."""
+class Placement:
+    """As much of a communicator as samplers use, on a world where all ranks agree."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size, self.rank_label = rank, size, f"rank {rank}"
         self.num_steps: int | None = None
 
     def allgather_obj(self, value: object) -> list[object]:
@@ -39,9 +38,7 @@ class RankPlacement:
 
 
 def samplers(size: int, length: int, global_batch: int, **options: object) -> list[GlobalSampler]:
-    return [
-        GlobalSampler(length, RankPlacement(r, size), global_batch, **options) for r in range(size)
-    ]
+    return [GlobalSampler(length, Placement(r, size), global_batch, **options) for r in range(size)]
 
 
 def global_batches(ranks: list[GlobalSampler]) -> list[list[int]]:
@@ -140,9 +137,9 @@ LOADERS = [
 
 def alone_with_steps(
     num_samples: int, **options: Any
-) -> tuple[RankPlacement, GlobalSampler, DataLoader[Any]]:
+) -> tuple[Placement, GlobalSampler, DataLoader[Any]]:
     """One rank whose steps are counted, with batches of 4."""
-    place = RankPlacement(0, 1)
+    place = Placement(0, 1)
     place.num_steps = 0
     sampler = GlobalSampler(num_samples, place, 4)
     return place, sampler, DataLoader(torch.arange(num_samples), batch_sampler=sampler, **options)
@@ -179,7 +176,7 @@ def test_a_look_at_the_last_batch_does_not_end_the_epoch(
     options: dict[str, object], num_steps: int | None, position: int
 ) -> None:
     """Prefetching workers have drawn the end of the epoch by then."""
-    place = RankPlacement(0, 1)
+    place = Placement(0, 1)
     place.num_steps = num_steps
     sampler = GlobalSampler(4 + position, place, 4)
     sampler.load_state_dict({"epoch": 0, "position": position})
@@ -259,7 +256,7 @@ def test_a_pass_that_is_left_after_training_continues_where_it_was(
 
 
 def test_batches_without_a_training_step_are_returned_again() -> None:
-    place = RankPlacement(0, 1)
+    place = Placement(0, 1)
     place.num_steps = 7
     sampler = GlobalSampler(40, place, 4)
     for _ in range(2):  # for example a statistic of the first batches

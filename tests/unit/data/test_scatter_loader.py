@@ -521,30 +521,6 @@ def test_a_sampler_that_raises_ends_all_ranks() -> None:
 # ---- how people loop ----
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    "name",
-    ["shuffled", "weighted", "with replacement", "two workers", "workers that stay"],
-)
-def test_passes_that_are_left_early(name: str, size: int) -> None:
-    """The generator is where it would be in one process, which draws batch by batch."""
-
-    def draw(loader: DataLoader[Any]) -> list[list[list[int]]]:
-        drawn = []
-        for num in (2, 1, None, 2):
-            batches: list[list[int]] = []
-            for batch in loader:
-                batches.append(first_of(batch).tolist())
-                if len(batches) == num:
-                    break
-            drawn.append(batches)
-        return drawn
-
-    wanted = draw(LOADERS[name]())
-    ranks = run_ranks(lambda comm: draw(scatter_loader(LOADERS[name](), comm)), size)
-    assert together(ranks) == wanted
-
-
 def test_a_generator_used_between_passes_stays_as_it_was_left() -> None:
     def rank_main(comm):
         own = generator()

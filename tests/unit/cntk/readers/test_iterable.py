@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.contracts.suites.source_contracts import Numbers
 from tests.limits import limit
+from tests.unit.data.test_global_sampler import Placement
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.cntk.readers import (
     INFINITELY_REPEAT,
@@ -177,14 +178,9 @@ def test_ranks_get_the_parts_of_global_minibatches(num_workers: int) -> None:
         return [batch["x"].flatten().tolist() for batch in loader]
 
     for size in (2, 5):
-        parts = [batches(_Rank(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
+        parts = [batches(Placement(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
         joined = [[x for part in step for x in part] for step in zip(*parts, strict=True)]
         assert joined == expected(1)[0]
-
-
-class _Rank:
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 def test_a_loader_with_workers_is_resumed_by_state_after() -> None:

@@ -8,24 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.unit.data.test_global_sampler import Placement
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 from torchmn.train.large_batch import BatchGrowth, GlobalBatch
-
-
-class Placement:
-    """As much of a communicator as `GlobalBatch` uses, on a world where all ranks agree."""
-
-    num_steps: int | None = None
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.rank_label = rank, size, f"rank {rank}"
-
-    def allgather_obj(self, value: object) -> list[object]:
-        return [value] * self.size
 
 
 def batches(size: int, *args: object, **options: object) -> list[GlobalBatch]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
-    ChainedScheduler,
     ExponentialLR,
     LinearLR,
     LRScheduler,
@@ -19,6 +18,7 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.unit.data.test_global_sampler import Placement
 from torchmn.errors import UnknownNameError, UsageError
 from torchmn.train.large_batch import (
     BatchGrowth,
@@ -40,18 +40,8 @@ def sgd(rate: float | torch.Tensor = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], rate)
 
 
-class OneRank:
-    """As much of a communicator as `GlobalBatch` uses."""
-
-    rank, size, rank_label = 0, 1, "rank 0"
-    num_steps: int | None = None
-
-    def allgather_obj(self, value: object) -> list[object]:
-        return [value]
-
-
 def batch_of(global_batch: int = 10, **options: object) -> GlobalBatch:
-    return GlobalBatch(global_batch, comm=OneRank(), **options)
+    return GlobalBatch(global_batch, comm=Placement(0, 1), **options)
 
 
 def rates(schedule: BatchSchedule, num_epochs: int) -> list[float]:
@@ -197,22 +187,6 @@ def with_sampler(rate: float | torch.Tensor = 0.1) -> tuple[torch.optim.SGD, Glo
     batch = batch_of()
     batch.sampler(NUM_SAMPLES)
     return sgd(rate), batch
-
-
-@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_chained_scheduler_of_torch_is_warned_of_once(
-    is_first: bool, rate: float | torch.Tensor
-) -> None:
-    optimizer, batch = with_sampler(rate)
-    make = [lambda: ExponentialLR(optimizer, 0.5), lambda: GradualWarmup(optimizer, batch, 1)]
-    chained = ChainedScheduler([each() for each in (make if is_first else make[::-1])])
-    with pytest.warns(
-        RuntimeWarning, match=r"GradualWarmup has set .* group 0 to .*Chained"
-    ) as all_:
-        stepped(chained, batch, 2)
-    assert len(all_) == 1
-    assert "SequentialLR" in str(all_[0].message)
 
 
 def test_a_rate_set_by_others_is_warned_of_with_the_group() -> None:

@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
+from tests.unit.data.test_global_sampler import Placement
 from torchmn.comm import Communicator
 from torchmn.testing import run_ranks
 from torchmn.train.large_batch import (
@@ -54,19 +55,12 @@ def values(model: nn.Module) -> Parameters:
 
 def whole_batches(num_epochs: int = NUM_EPOCHS) -> Iterator[tuple[int, Tensor, Tensor]]:
     """What one process without this package loads: the samples before, and a batch."""
-    order = torchmn.GlobalSampler(NUM_SAMPLES, _OneRank(), BATCH)  # type: ignore[arg-type]
+    order = torchmn.GlobalSampler(NUM_SAMPLES, Placement(0, 1), BATCH)
     x, y = data().tensors
     for epoch in range(num_epochs):
         for begin in range(0, NUM_SAMPLES, BATCH):
             rows = torch.as_tensor(order.order(epoch)[begin : begin + BATCH])
             yield epoch * NUM_SAMPLES + begin, x[rows], y[rows]
-
-
-class _OneRank:
-    rank, size, num_steps = 0, 1, None
-
-    def allgather_obj(self, value: object) -> list[object]:
-        return [value]
 
 
 def assert_near(ranks: list[Parameters], wanted: Parameters, tolerance: float = 1e-12) -> None:
@@ -146,41 +140,6 @@ def test_accumulation_exchanges_once_per_step() -> None:
         return optimizer.reducer._num_exchanges - before
 
     assert run_ranks(script, 2) == [1, 1]
-
-
-@pytest.mark.filterwarnings("ignore:(.|\n)*GradScaler")
-def test_mixed_precision_with_a_scaler() -> None:
-    """The scaler takes no step where a gradient is not finite, on all ranks."""
-
-    def script(comm: Communicator) -> tuple[Parameters, float]:
-        model = net().float()
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model, on_nonfinite="ignore"
-        )
-        batch = GlobalBatch(BATCH, comm=comm, local_batch=4)
-        schedule = None
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1000)
-        loader = loader_of(batch)
-        schedule = Cosine(optimizer, batch, NUM_EPOCHS)
-        for _ in range(NUM_EPOCHS):
-            for samples in loader:
-                optimizer.zero_grad()
-                for (x, y), share in batch.micro_batches(samples, optimizer):
-                    with torch.autocast("cpu", dtype=torch.bfloat16):
-                        loss = mse_loss(model(x.float()), y.float())
-                    scaler.scale(loss * share).backward()
-                scaler.unscale_(optimizer)
-                optimizer.clip_grad_norm_(1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                schedule.step()
-        return values(model), scaler.get_scale()
-
-    one, two = run_ranks(script, 1), run_ranks(script, 2)
-    assert_near([params for params, _ in two], one[0][0], tolerance=0.02)  # of bfloat16
-    assert {scale for _, scale in (*one, *two)} == {one[0][1]}
-    start = net().float()
-    assert all(not a.equal(b) for a, b in zip(one[0][0], values(start), strict=True))
 
 
 @pytest.mark.parametrize("growth", [None, BatchGrowth([0.5, 1.2], 1.5)])
