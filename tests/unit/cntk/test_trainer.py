@@ -519,40 +519,6 @@ def test_resumed_bit_for_bit(
     run_ranks(rank, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*(The residuals of 1bit|Within a block)")
-@pytest.mark.parametrize("learners", [one_bit, blocks])
-@pytest.mark.parametrize("sizes", [(2, 3), (4, 1)])
-def test_resumed_by_another_number_of_workers(
-    learners: Callable[[nn.Module, Communicator], Any], sizes: tuple[int, int], tmp_path: Path
-) -> None:
-    data = minibatches([6, 5, 4, 7, 6])
-
-    def before(comm: Communicator) -> list[Tensor]:
-        model = Network(width=512)
-        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learners(model, comm))
-        train(trainer, data[:3], comm)
-        trainer.save_checkpoint(tmp_path / "model")
-        return values_of(model)
-
-    def after(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
-        model = Network(width=512)
-        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learners(model, comm))
-        trainer.restore_from_checkpoint(tmp_path / "model")
-        assert trainer.total_number_of_samples_seen == 15
-        assert trainer.parameter_learners[0].total_number_of_samples_seen == 15
-        restored = values_of(model)
-        train(trainer, data[3:], comm)
-        assert not trainer.train_minibatch({})
-        return restored, values_of(model)
-
-    saved, resumed = run_ranks(before, sizes[0]), run_ranks(after, sizes[1])
-    for restored, trained_ in resumed:
-        if learners is one_bit:
-            assert_equal(restored, saved[0])
-        assert_equal(trained_, resumed[0][1])
-        assert not torch.equal(trained_[0], restored[0])
-
-
 def test_checkpoints_that_are_not_there(tmp_path: Path) -> None:
     def rank(comm: Communicator) -> None:
         model = Network()

@@ -17,7 +17,6 @@ from tests.limits import limit
 from tests.unit.data.test_global_sampler import Placement
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.cntk.readers import (
-    INFINITELY_REPEAT,
     MinibatchDataset,
     MinibatchIterator,
     MinibatchSource,
@@ -210,13 +209,6 @@ def test_a_wrong_epoch_and_a_wrong_stream() -> None:
         MinibatchDataset(source(), 4).set_epoch(-1)
     with pytest.raises(UnknownNameError, match="Known: x, y"):
         MinibatchDataset(source(), 4, input_map={"x": "z"})
-
-
-def test_max_samples_ends_the_passes() -> None:
-    dataset = MinibatchDataset(source(max_samples=30), 4)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2)
-    assert [sum(map(len, sweep)) for sweep in passes(loader, 3)] == [COUNT, 9, 0]
-    assert INFINITELY_REPEAT == 2**64 - 1
 
 
 def test_workers_begin_where_the_source_is() -> None:
