@@ -196,14 +196,6 @@ def test_options_and_class_are_kept() -> None:
         assert all(kept.values()), kept
 
 
-def test_several_at_once() -> None:
-    def rank_main(comm):
-        train, test = scatter_loader((DataLoader(data(), 4), DataLoader(data(9), 3)), comm)
-        return len(train), len(test), type(scatter_loader([DataLoader(data())], comm))
-
-    assert run_ranks(rank_main, 2) == [(6, 3, tuple)] * 2
-
-
 def test_an_attribute_of_the_batch_sampler() -> None:
     def rank_main(comm):
         loader = scatter_loader(DataLoader(data(), batch_sampler=TwoLengths()), comm)
