@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
-from tests.unit.checkpoint.training import checkpointer_of, on_ranks, with_warnings
+from tests.unit.checkpoint.training import checkpointer_of, on_ranks, saved, with_warnings
 from tests.unit.models import fill
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import read_manifest
@@ -151,9 +151,7 @@ def test_objects_that_know_no_batch_and_older_checkpoints_say_nothing(tmp_path: 
     def rank_main(comm: torchmn.Communicator) -> list[str]:
         counted = GlobalBatch(6, comm=comm, growth=BatchGrowth([1]))  # epochs of unknown length
         state = {"batch": counted, "model": nn.Linear(1, 1)}
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, state)
-        checkpointer.finish()
+        checkpointer = saved(comm, tmp_path, 1, state)
         warned: list[str] = []
         checkpointer._warn = warned.append
         checkpointer.resume({**state, "batch": GlobalBatch(8, comm=comm)})

@@ -23,6 +23,7 @@ from tests.unit.checkpoint.training import (
     checkpointer_of,
     names,
     on_ranks,
+    saved,
     train,
 )
 from torchmn.checkpoint import Best
@@ -117,9 +118,7 @@ def test_every_plain_value_survives(tmp_path: Path) -> None:
     }  # fmt: skip
 
     def rank_main(comm: torchmn.Communicator) -> Any:
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {"all": Holder(state), "nan": Holder(float("nan"))})
-        checkpointer.finish()
+        checkpointer = saved(comm, tmp_path, 1, {"all": Holder(state), "nan": Holder(float("nan"))})
         back, nan = Holder(), Holder()
         checkpointer.resume({"all": back, "nan": nan})
         assert nan.state != nan.state
@@ -338,9 +337,9 @@ def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
 def test_two_objects_do_not_share_memory_after_loading(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> tuple[int, int]:
         tensor = torch.ones(4)
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {"a": Holder(tensor), "b": Holder([tensor, tensor])})
-        checkpointer.finish()
+        checkpointer = saved(
+            comm, tmp_path, 1, {"a": Holder(tensor), "b": Holder([tensor, tensor])}
+        )
         a, b = Holder(), Holder()
         checkpointer.resume({"a": a, "b": b})
         assert torch.equal(b.state[1], tensor)
@@ -369,9 +368,7 @@ def test_an_object_that_refuses_its_state(tmp_path: Path) -> None:
             raise ValueError("not this one")
 
     def rank_main(comm: torchmn.Communicator) -> None:
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {"it": Holder(1)})
-        checkpointer.finish()
+        checkpointer = saved(comm, tmp_path, 1, {"it": Holder(1)})
         error = ValueError if comm.rank == 1 else CommunicationError
         message = "not this one" if comm.rank == 1 else "rank 1 could not load"
         with pytest.raises(error, match=message):

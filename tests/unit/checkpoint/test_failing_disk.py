@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import torchmn
-from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks, with_warnings
+from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks, saved, with_warnings
 from torchmn.errors import DataError, UsageError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
@@ -97,9 +97,7 @@ def test_full_disk_raises_where_asked(small_disk: Path) -> None:
 @needs_root
 def test_folder_that_has_become_read_only(small_disk: Path) -> None:
     def save(comm: torchmn.Communicator) -> None:
-        checkpointer = checkpointer_of(comm, small_disk)
-        checkpointer.save(1, {"model": model_of(9, 5.0)})
-        checkpointer.finish()
+        saved(comm, small_disk, 1, {"model": model_of(9, 5.0)})
 
     def resume(comm: torchmn.Communicator) -> Any:
         model = model_of(9, 0.0)
@@ -169,9 +167,7 @@ def test_who_may_read(tmp_path: Path) -> None:
 
     def save(comm: torchmn.Communicator) -> None:
         for where, options in (("own", {}), ("shared", {"group": group})):
-            checkpointer = checkpointer_of(comm, tmp_path / where, **options)
-            checkpointer.save(1, {"model": model_of(9, comm.rank)})
-            checkpointer.finish()
+            saved(comm, tmp_path / where, 1, {"model": model_of(9, comm.rank)}, **options)
             if comm.rank == 0:
                 modes[where, "owner"] = (tmp_path / where / "a run" / ".owner").stat().st_mode
 

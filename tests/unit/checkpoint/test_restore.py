@@ -17,6 +17,7 @@ from tests.unit.checkpoint.training import (
     assert_same,
     checkpointer_of,
     on_ranks,
+    saved,
     train,
     with_warnings,
 )
@@ -98,9 +99,7 @@ def test_random_numbers_continue() -> None:
 
 def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
     def save_and_draw(comm: torchmn.Communicator) -> Any:
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {})
-        checkpointer.finish()
+        saved(comm, tmp_path, 1, {})
         return draw()
 
     def resume_and_draw(comm: torchmn.Communicator) -> Any:
