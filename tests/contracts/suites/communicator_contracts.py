@@ -205,13 +205,13 @@ def check_reductions(comm: Communicator) -> None:
 def check_objects(comm: Communicator) -> None:
     """Objects arrive equal, of the same types, nested, with tensors inside."""
     for rank, got in enumerate(comm.allgather_obj(_sample(comm.rank))):
-        _equal(got, _sample(rank))
+        require_same(got, _sample(rank))
     root = comm.size - 1
-    _equal(comm.bcast_obj(_sample(comm.rank), root), _sample(root))
+    require_same(comm.bcast_obj(_sample(comm.rank), root), _sample(root))
     gathered = comm.gather_obj(_sample(comm.rank), root)
     require((gathered is not None) == (comm.rank == root), "gather_obj gives a list at the root")
     objects = [_sample(r) for r in range(comm.size)] if comm.rank == root else None
-    _equal(comm.scatter_obj(objects, root), _sample(comm.rank))
+    require_same(comm.scatter_obj(objects, root), _sample(comm.rank))
     require(comm.allreduce_obj(comm.rank + 1) == comm.size * (comm.size + 1) // 2, "allreduce_obj")
     require(comm.allreduce_obj([comm.rank]) == list(range(comm.size)), "lists are added in order")
 
@@ -229,21 +229,24 @@ def _sample(rank: int) -> Any:
     }
 
 
-def _equal(got: Any, expected: Any) -> None:
+def require_same(got: Any, expected: Any) -> None:
+    """Raise ContractError unless types and values are the same, of all that is within."""
     require(type(got) is type(expected), f"{type(got)} instead of {type(expected)}")
     if isinstance(expected, dict):
         require(list(got) == list(expected), "keys differ")
         for key in expected:
-            _equal(got[key], expected[key])
+            require_same(got[key], expected[key])
     elif isinstance(expected, (list, tuple)):
         require(len(got) == len(expected), "lengths differ")
         for a, b in zip(got, expected, strict=True):
-            _equal(a, b)
+            require_same(a, b)
     elif isinstance(expected, Tensor):
         require(torch.equal(got, expected) and got.dtype == expected.dtype, "tensors differ")
     elif hasattr(expected, "tobytes"):
         require(
-            got.tobytes() == expected.tobytes() and got.shape == expected.shape, "arrays differ"
+            (got.dtype, got.shape) == (expected.dtype, expected.shape)
+            and got.tobytes() == expected.tobytes(),
+            "arrays differ",
         )
     else:
         require(got == expected, f"{got!r} instead of {expected!r}")
@@ -323,11 +326,23 @@ def network(seed: int) -> nn.Sequential:
     model = nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 4 * 4, 11), nn.Tanh(),
         nn.Linear(11, 4),
-    ).double()  # fmt: skip
+    )  # fmt: skip
+    return filled(model, seed)
+
+
+def filled(model: nn.Sequential, seed: int = 0) -> nn.Sequential:
+    """In float64, with parameters that any rank can compute."""
     with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
+        for i, parameter in enumerate(model.double().parameters()):
             parameter.copy_(seeded(seed, *parameter.shape, salt=i) / 30)
     return model
+
+
+def require_near(got: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
+    """Raise ContractError unless float64 parameters are equal to rounding."""
+    for index, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        error = float((mine - theirs).detach().abs().max())
+        require(error <= 1e-10, f"{what}: parameter {index} is off by {error}")
 
 
 def training_data(num_steps: int = 20, batch: int = 24) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from tests.contracts.suites.communicator_contracts import require, seeded
+from tests.contracts.suites.communicator_contracts import filled, require, require_near, seeded
 from tests.contracts.suites.schedule_contracts import block_schedule
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
@@ -310,11 +310,11 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
     # block momentum takes its gain from the number of ranks
     if is_exact and isinstance(schedule, LocalUpdateSchedule) and schedule.name != "block_momentum":
         run.optimizer.flush()
-        _require_near(run.parameters(), left.flushed, "flushed immediately")
+        require_near(run.parameters(), left.flushed, "flushed immediately")
     elif is_exact and not (isinstance(schedule, LocalUpdateSchedule) or _is_eager(schedule)):
         run.go_to(states["num_passes"] + 4 * recipe.num_passes)
         run.optimizer.flush()
-        _require_near(run.parameters(), left.finished, "some steps later")
+        require_near(run.parameters(), left.finished, "some steps later")
     else:
         run.go_to(states["num_passes"] + 4 * recipe.num_passes)
         run.optimizer.flush()
@@ -388,19 +388,10 @@ def _require_blocks(run: Run, left: Left) -> None:
     require(same, f"blocks hold {now} samples instead of {before}")
 
 
-def _require_near(got: list[Tensor], expected: list[Tensor], what: str) -> None:
-    for index, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        error = float((mine - theirs).abs().max())
-        require(error <= 1e-10, f"{what}: parameter {index} is off by {error}")
-
-
 def _network(rank: int, *, has_noise: bool) -> nn.Sequential:
     """A float64 network with a matrix that is large enough to be quantized."""
     noise = [nn.BatchNorm1d(33), Dropout(rank)] if has_noise else []
     model = nn.Sequential(
         nn.Linear(5, 33), *noise, nn.Tanh(), nn.Linear(33, 34), nn.Tanh(), nn.Linear(34, 3)
-    ).double()
-    with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(seeded(0, *parameter.shape, salt=i) / 30)
-    return model
+    )
+    return filled(model)

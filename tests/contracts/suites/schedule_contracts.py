@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.contracts.suites.communicator_contracts import ContractError, require, seeded
+from tests.contracts.suites.communicator_contracts import (
+    ContractError,
+    filled,
+    require,
+    require_near,
+    seeded,
+)
 from torchmn.comm import Communicator
 from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.optimizer import SCHEDULES, MultiNodeOptimizer, create_multi_node_optimizer
@@ -171,10 +177,7 @@ def check_sums_up(comm: Communicator, make: MakeSchedule, codec: str | None) -> 
         local = torch.stack([gradients[index] for gradients in run.local]).sum(0)
         total = comm.allreduce(local, "mean").flatten()
         found = torch.stack([gradients[index] for gradients in run.applied]).sum(0).flatten()
-        for entry in residuals:
-            if entry["name"] == name:
-                first = entry["offset"]
-                found[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
+        _add_residuals(found, residuals, name)
         off = float((found - total).abs().max() / (total.abs().max() + 1e-300))
         require(off < 1e-5, f"of '{name}' {off} (relative) is neither applied nor in the residual")
         require(bool(parameter.isfinite().all()), f"'{name}' is not finite")
@@ -249,7 +252,7 @@ def check_options(comm: Communicator, make: MakeSchedule, codec: str | None) -> 
             parameter.grad = gradient
         inner.param_groups[0]["lr"] = 0.05 * 0.7 ** (step + late)
         inner.step()
-    _require_near(run.values(), list(replay.parameters()), "other options")
+    require_near(run.values(), list(replay.parameters()), "other options")
 
 
 def check_trajectory(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
@@ -261,13 +264,7 @@ def check_trajectory(comm: Communicator, make: MakeSchedule, codec: str | None) 
         for step in range(NUM_STEPS):
             each.step(step)
         each.optimizer.flush()
-    _require_near(run.values(), plain.values(), "another path than every_step")
-
-
-def _require_near(got: list[Tensor], expected: list[Tensor], what: str) -> None:
-    for index, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
-        error = float((mine - theirs).detach().abs().max())
-        require(error <= 1e-10, f"{what}: parameter {index} is off by {error}")
+    require_near(run.values(), plain.values(), "another path than every_step")
 
 
 # ---- schedules by blocks ----
@@ -382,10 +379,7 @@ def check_block_sums_up(comm: Communicator, make: MakeSchedule, codec: str | Non
     for name, local in moved.items():
         total = comm.allreduce(local, "mean").flatten()
         found = given[name].flatten()
-        for entry in residuals:
-            if entry["name"] == name:
-                first = entry["offset"]
-                found[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
+        _add_residuals(found, residuals, name)
         off = float((found - total).abs().max() / (total.abs().max() + 1e-300))
         require(off < 1e-5, f"of '{name}' {off} (relative) is neither in means nor in residuals")
 
@@ -542,6 +536,14 @@ def check_compensation(comm: Communicator, make: MakeSchedule, codec: str | None
             require(is_corrected, f"step {step}: the correction of gradient {index} is too small")
 
 
+def _add_residuals(values: Tensor, entries: Sequence[dict[str, Any]], name: str) -> None:
+    """Those of a parameter to its flat values, in units of the mean."""
+    for entry in entries:
+        if entry["name"] == name:
+            first = entry["offset"]
+            values[first : first + len(entry["values"])] += entry["values"] / entry["scale"]
+
+
 def _residuals(schedule: LocalUpdateSchedule) -> list[dict[str, Any]]:
     """The residuals of this rank, fragment by fragment."""
     codecs = [fragment["codec"] for fragment in schedule.state_dict()["fragments"]]
@@ -687,11 +689,8 @@ def _network() -> nn.Sequential:
     model = nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 4 * 4, 45), nn.Tanh(),
         nn.Linear(45, 41), nn.Tanh(), nn.Linear(41, 4),
-    ).double()  # fmt: skip
-    with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(seeded(0, *parameter.shape, salt=i) / 30)
-    return model
+    )  # fmt: skip
+    return filled(model)
 
 
 Contract = Callable[[Communicator, MakeSchedule, str | None], None]

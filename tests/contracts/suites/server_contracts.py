@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tests.contracts.suites.communicator_contracts import require, seeded
+from tests.contracts.suites.communicator_contracts import filled, require, seeded
 from torchmn.comm import Communicator
 from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
@@ -287,11 +287,8 @@ def _network() -> nn.Sequential:
     model = nn.Sequential(
         nn.Conv2d(1, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(3 * 4 * 4, 45), nn.Tanh(),
         nn.Linear(45, 4),
-    ).double()  # fmt: skip
-    with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(seeded(0, *parameter.shape, salt=i) / 30)
-    return model
+    )  # fmt: skip
+    return filled(model)
 
 
 SERVER_CONTRACTS: tuple[Callable[[Communicator, MakeServer, str | None], None], ...] = (

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
-from tests.unit.checkpoint.training import checkpointer_of, on_ranks
+from tests.unit.checkpoint.training import checkpointer_of, on_ranks, saved, with_warnings
 from tests.unit.models import fill
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import read_manifest
@@ -77,9 +77,7 @@ def resumed(
 
     def rank_main(comm: torchmn.Communicator) -> tuple[list[str], float]:
         training = Training(comm, make, scales=scales)
-        checkpointer = checkpointer_of(comm, path)
-        warned: list[str] = []
-        checkpointer._warn = warned.append
+        checkpointer, warned = with_warnings(comm, path)
         assert checkpointer.resume(training.state) == 1
         training.step()
         return warned, training.inner.param_groups[0]["lr"]
@@ -153,9 +151,7 @@ def test_objects_that_know_no_batch_and_older_checkpoints_say_nothing(tmp_path: 
     def rank_main(comm: torchmn.Communicator) -> list[str]:
         counted = GlobalBatch(6, comm=comm, growth=BatchGrowth([1]))  # epochs of unknown length
         state = {"batch": counted, "model": nn.Linear(1, 1)}
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, state)
-        checkpointer.finish()
+        checkpointer = saved(comm, tmp_path, 1, state)
         warned: list[str] = []
         checkpointer._warn = warned.append
         checkpointer.resume({**state, "batch": GlobalBatch(8, comm=comm)})
@@ -175,9 +171,7 @@ def test_a_trainer_and_a_sampler_of_its_own(tmp_path: Path) -> None:
         loader = DataLoader(data, batch_sampler=GlobalSampler(20, comm, global_batch))
         updater = torchmn.StandardUpdater(loader, optimizer, model)
         trainer = torchmn.Trainer(updater, (1, "epoch"), None, comm=comm)
-        checkpointer = checkpointer_of(comm, tmp_path)
-        warned: list[str] = []
-        checkpointer._warn = warned.append
+        checkpointer, warned = with_warnings(comm, tmp_path)
         checkpointer.maybe_load(trainer)
         checkpointer.save(1, {"trainer": trainer})
         checkpointer.finish()

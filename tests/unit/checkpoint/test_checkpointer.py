@@ -23,12 +23,10 @@ from tests.unit.checkpoint.training import (
     checkpointer_of,
     names,
     on_ranks,
+    saved,
     train,
 )
 from torchmn.checkpoint import Best
-from torchmn.checkpoint.reader import SavedCheckpoint
-from torchmn.checkpoint.storage import FolderStorage
-from torchmn.checkpoint.writer import read_manifest
 from torchmn.errors import (
     CommunicationError,
     DataError,
@@ -46,27 +44,6 @@ def test_resumed_run_is_bit_equal(tmp_path: Path, num_ranks: int, is_async: bool
     parts = train(tmp_path / "parts", num_ranks, 6, is_async=is_async)
     assert [start for start, _ in parts] == [3] * num_ranks
     assert_same(parts, whole)
-
-
-@pytest.mark.filterwarnings("ignore:.*starts without residuals")
-def test_the_comparison_sees_a_residual_that_is_lost(tmp_path: Path) -> None:
-    """A checkpointer that gave all ranks rank 0's state would not pass."""
-    whole = train(tmp_path / "whole", 2, 6)
-    train(tmp_path / "parts", 2, 3)
-    storage = FolderStorage(tmp_path / "parts" / "a run")
-
-    def rank_main(comm: torchmn.Communicator) -> Any:
-        training = Training(comm)
-        manifest = read_manifest(storage, "step-00000003")
-        with SavedCheckpoint(storage, "step-00000003", manifest) as saved:
-            for label, obj in training.state.items():
-                obj.load_state_dict(saved.state_of(0, label))
-        for step in range(3, 6):
-            training.step(step)
-        return 3, training.parameters()
-
-    with pytest.raises(AssertionError):
-        assert_same(on_ranks(rank_main, 2), whole)
 
 
 def test_nothing_there_is_step_0(tmp_path: Path) -> None:
@@ -141,9 +118,7 @@ def test_every_plain_value_survives(tmp_path: Path) -> None:
     }  # fmt: skip
 
     def rank_main(comm: torchmn.Communicator) -> Any:
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {"all": Holder(state), "nan": Holder(float("nan"))})
-        checkpointer.finish()
+        checkpointer = saved(comm, tmp_path, 1, {"all": Holder(state), "nan": Holder(float("nan"))})
         back, nan = Holder(), Holder()
         checkpointer.resume({"all": back, "nan": nan})
         assert nan.state != nan.state
@@ -342,21 +317,6 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_same_step_again_is_another_checkpoint(tmp_path: Path) -> None:
-    def rank_main(comm: torchmn.Communicator) -> Any:
-        holder = Holder("first")
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(4, {"it": holder})
-        holder.state = "second"
-        checkpointer.save(4, {"it": holder})
-        checkpointer.finish()
-        checkpointer.resume({"it": holder})
-        return holder.state
-
-    assert on_ranks(rank_main, 2) == ["second", "second"]
-    assert names(tmp_path) == ["step-00000004", "step-00000004-2"]
-
-
 def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
     """Also by a run that began again without `resume` and has made fewer steps."""
 
@@ -374,35 +334,12 @@ def test_what_was_saved_last_is_resumed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000005-2", "step-00000015-2"]
 
 
-def test_replicas_of_a_divided_model_are_written_once_for_each_part(tmp_path: Path) -> None:
-    """What ChainerMN's multi_node_snapshot with replica_sets=[[0, 2], [1, 3]] was for."""
-
-    def part(rank: int) -> torch.Tensor:
-        return torch.full((10_000,), float(rank % 2))
-
-    def rank_main(comm: torchmn.Communicator) -> tuple[int, Any, Any]:
-        checkpointer = checkpointer_of(comm, tmp_path)
-        model, own = Holder({"weight": part(comm.rank)}), Holder({"position": comm.rank})
-        checkpointer.save(1, {"model": model, "data": own})
-        checkpointer.finish()
-        model.state, own.state = None, None
-        checkpointer.resume({"model": model, "data": own})
-        return comm.rank, model.state["weight"], own.state["position"]
-
-    for rank, weight, position in on_ranks(rank_main, 4):
-        assert torch.equal(weight, part(rank))
-        assert position == rank
-    folder = tmp_path / "a run" / "step-00000001"
-    total = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    assert 2 * 40_000 < total < 3 * 40_000  # but not four times
-
-
 def test_two_objects_do_not_share_memory_after_loading(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> tuple[int, int]:
         tensor = torch.ones(4)
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {"a": Holder(tensor), "b": Holder([tensor, tensor])})
-        checkpointer.finish()
+        checkpointer = saved(
+            comm, tmp_path, 1, {"a": Holder(tensor), "b": Holder([tensor, tensor])}
+        )
         a, b = Holder(), Holder()
         checkpointer.resume({"a": a, "b": b})
         assert torch.equal(b.state[1], tensor)
@@ -431,9 +368,7 @@ def test_an_object_that_refuses_its_state(tmp_path: Path) -> None:
             raise ValueError("not this one")
 
     def rank_main(comm: torchmn.Communicator) -> None:
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {"it": Holder(1)})
-        checkpointer.finish()
+        checkpointer = saved(comm, tmp_path, 1, {"it": Holder(1)})
         error = ValueError if comm.rank == 1 else CommunicationError
         message = "not this one" if comm.rank == 1 else "rank 1 could not load"
         with pytest.raises(error, match=message):

@@ -15,10 +15,14 @@ import pytest
 import torch
 
 import torchmn
-from tests.unit.checkpoint.training import Training, checkpointer_of, names, on_ranks, train
+from tests.unit.checkpoint.training import (
+    Training,
+    names,
+    on_ranks,
+    train,
+    with_warnings,
+)
 from torchmn.checkpoint import manifest as manifest_file
-from torchmn.checkpoint import shard_file
-from torchmn.checkpoint.manifest import Manifest
 from torchmn.data import rng_state
 from torchmn.errors import DataError
 
@@ -47,10 +51,8 @@ def resume(path: Path, num_ranks: int = NUM_RANKS) -> list[tuple[int, list[str]]
     """(step, warnings) on every rank."""
 
     def rank_main(comm: torchmn.Communicator) -> tuple[int, list[str]]:
-        warned: list[str] = []
         training = Training(comm)
-        checkpointer = checkpointer_of(comm, path)
-        checkpointer._warn = warned.append
+        checkpointer, warned = with_warnings(comm, path)
         return checkpointer.resume(training.state), warned
 
     return on_ranks(rank_main, num_ranks)
@@ -126,15 +128,6 @@ def test_file_that_is_a_hole(path: Path, file: str, nbytes: int) -> None:
     assert file in warned
 
 
-def test_file_that_is_a_folder(path: Path) -> None:
-    target = path / "a run" / NEWEST / "rank0001.json"
-    target.unlink()
-    target.mkdir()
-    (step, warned), _ = resume(path)
-    assert step == 1
-    assert "rank0001.json cannot be opened: Is a directory" in warned[0]
-
-
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
 @pytest.mark.parametrize("file", FILES)
 def test_unreadable(path: Path, monkeypatch: pytest.MonkeyPatch, file: str, number: int) -> None:
@@ -193,69 +186,13 @@ def test_damaged_one_counts_for_nothing_when_old_ones_are_removed(path: Path) ->
 # ---- parsers ----
 
 
-def mutations(raw: bytes, num: int) -> list[bytes]:
-    """Changes of all kinds: bits, cuts, repeats, tokens of JSON in the wrong place."""
-    generator = torch.Generator().manual_seed(len(raw))
-
-    def draw(high: int) -> int:
-        return int(torch.randint(high, (1,), generator=generator))
-
-    tokens = [
-        b"null",
-        b"-1",
-        b"1e999",
-        b"[]",
-        b"{}",
-        b'""',
-        b"NaN",
-        b"true",
-        b"[" * 50,
-        b'"\\ud800"',
-    ]
-    tokens += [b"9" * 5000, b"\xff\xfe", b'{"a":', b"}"]
-    found = []
-    for _ in range(num):
-        begin = draw(len(raw))
-        end = min(len(raw), begin + draw(40))
-        found.append(raw[:begin] + tokens[draw(len(tokens))] + raw[end:])
-        found.append(raw[:begin] + raw[end:])
-        found.append(raw[:end] + raw[begin:])
-    return found
-
-
 def manifest_of(path: Path) -> bytes:
     return (path / "a run" / NEWEST / "manifest.json").read_bytes()
-
-
-def test_mutated_manifests_are_refused(path: Path) -> None:
-    raw = manifest_of(path)
-    assert isinstance(manifest_file.parse(raw), Manifest)
-    for mutated in mutations(raw, 300):
-        if mutated != raw:
-            with pytest.raises(DataError):
-                manifest_file.parse(mutated)
 
 
 def sealed(body: bytes) -> bytes:
     """A manifest with the right checksum, whatever is in it."""
     return b'{"checksum":"%s","manifest":%s}\n' % (manifest_file.digest(body).encode(), body)
-
-
-def test_mutated_manifests_with_the_right_checksum(path: Path) -> None:
-    """Whoever forges a manifest gets an error of ours, or a manifest, and nothing else."""
-    body = manifest_of(path).split(b'"manifest":', 1)[1][:-2]
-    assert manifest_file.parse(sealed(body)).step == 2
-    num_read = 0
-    for mutated in mutations(body, 300):
-        try:
-            manifest_file.parse(sealed(mutated))
-            num_read += 1
-        except DataError:
-            continue
-    assert num_read < 600
-    for text in ("[]", "1", "null", '{"format":1}', '{"format":2}', '{"format":[]}', "{" * 9):
-        with pytest.raises(DataError):
-            manifest_file.parse(sealed(text.encode()))
 
 
 @pytest.mark.parametrize(
@@ -275,31 +212,6 @@ def reseal(path: Path, file: str, raw: bytes) -> None:
     body = json.loads((folder / "manifest.json").read_bytes())["manifest"]
     body["files"][file] |= {"nbytes": len(raw), "checksum": manifest_file.digest(raw)}
     (folder / "manifest.json").write_bytes(sealed(json.dumps(body).encode()))
-
-
-def test_forged_descriptions_of_a_state(path: Path) -> None:
-    """With checksums that fit: at no mutation anything but "the one before" comes out."""
-    raw = (path / "a run" / NEWEST / "rank0000.json").read_bytes()
-
-    def rank_main(comm: torchmn.Communicator) -> list[Any]:
-        checkpointer = checkpointer_of(comm, path)
-        checkpointer._warn = lambda text: None
-        outcomes = []
-        for mutated in mutations(raw, 25):
-            reseal(path, "rank0000.json", mutated)
-            training = Training(comm)
-            training.state.pop("optimizer").close()
-            try:
-                outcomes.append(checkpointer.resume(training.state))
-            except torchmn.TorchmnError:
-                outcomes.append("error")
-            except (KeyError, TypeError, ValueError, RuntimeError):
-                outcomes.append("rejected by the object")  # a valid state of something else
-        return outcomes
-
-    (path / "a run" / NEWEST / "rank0001.json").write_bytes(raw)
-    outcomes = on_ranks(rank_main, 1)[0]
-    assert len(outcomes) == 75
 
 
 FORGED = [
@@ -346,36 +258,3 @@ def test_forged_random_states(damage: Callable[[dict[str, Any]], None]) -> None:
     damage(state)
     with pytest.raises(DataError, match="random generators"):
         rng_state.check(state)
-
-
-def test_forged_headers_of_tensors() -> None:
-    class Memory:
-        def __init__(self, raw: bytes) -> None:
-            self.raw, self.nbytes = raw, len(raw)
-
-        def read_into(self, offset: int, memory: memoryview) -> None:
-            if offset + len(memory) > len(self.raw):
-                raise DataError("too short")
-            memory[:] = self.raw[offset : offset + len(memory)]
-
-        def close(self) -> None:
-            pass
-
-    def framed(text: bytes) -> bytes:
-        return len(text).to_bytes(8, "little") + text
-
-    good = b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}'
-    reader = shard_file.ShardReader(
-        Memory(framed(good) + b"xy"), "f", shard_file.digest(framed(good))
-    )
-    assert reader.read("a", shard_file.digest(b"xy")).tolist() == [120, 121]
-    for text in [*mutations(good, 200), b"", b"[]", b"null", b'{"a":1}', b"[" * 100_000]:
-        header = framed(text)
-        try:
-            shard = shard_file.ShardReader(Memory(header + b"xy"), "f", shard_file.digest(header))
-            shard.read("a", shard_file.digest(b"xy"))
-        except DataError:
-            continue
-    for length in (2**63, 2**64 - 1, 10):
-        with pytest.raises(DataError):
-            shard_file.ShardReader(Memory(length.to_bytes(8, "little")), "f", "")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import torchmn
-from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks
+from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks, saved, with_warnings
 from torchmn.errors import DataError, UsageError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
@@ -52,9 +52,7 @@ def test_full_disk(small_disk: Path, is_async: bool) -> None:
     """Two checkpoints fit, a third only when an old one is gone; 500 kB for each rank never fit."""
 
     def rank_main(comm: torchmn.Communicator) -> Any:
-        warned: list[str] = []
-        checkpointer = checkpointer_of(comm, small_disk, keep=1, is_async=is_async)
-        checkpointer._warn = warned.append
+        checkpointer, warned = with_warnings(comm, small_disk, keep=1, is_async=is_async)
         small = {"model": model_of(20_000, 1.0 + comm.rank)}
         large = {"model": model_of(200_000, 1.0 + comm.rank)}
         checkpointer.save(1, small)
@@ -99,15 +97,11 @@ def test_full_disk_raises_where_asked(small_disk: Path) -> None:
 @needs_root
 def test_folder_that_has_become_read_only(small_disk: Path) -> None:
     def save(comm: torchmn.Communicator) -> None:
-        checkpointer = checkpointer_of(comm, small_disk)
-        checkpointer.save(1, {"model": model_of(9, 5.0)})
-        checkpointer.finish()
+        saved(comm, small_disk, 1, {"model": model_of(9, 5.0)})
 
     def resume(comm: torchmn.Communicator) -> Any:
-        warned: list[str] = []
         model = model_of(9, 0.0)
-        checkpointer = checkpointer_of(comm, small_disk)
-        checkpointer._warn = warned.append
+        checkpointer, warned = with_warnings(comm, small_disk)
         step = checkpointer.resume({"model": model})
         checkpointer.save(2, {"model": model})
         with pytest.raises(DataError, match="Read-only file system"):
@@ -128,9 +122,7 @@ def test_path_below_a_file(tmp_path: Path) -> None:
 
 def test_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> list[str]:
-        warned: list[str] = []
-        checkpointer = checkpointer_of(comm, tmp_path / "above")
-        checkpointer._warn = warned.append
+        checkpointer, warned = with_warnings(comm, tmp_path / "above")
         checkpointer.save(1, {"model": model_of(9, 1.0)})
         checkpointer.finish()
         if comm.rank == 0:
@@ -175,9 +167,7 @@ def test_who_may_read(tmp_path: Path) -> None:
 
     def save(comm: torchmn.Communicator) -> None:
         for where, options in (("own", {}), ("shared", {"group": group})):
-            checkpointer = checkpointer_of(comm, tmp_path / where, **options)
-            checkpointer.save(1, {"model": model_of(9, comm.rank)})
-            checkpointer.finish()
+            saved(comm, tmp_path / where, 1, {"model": model_of(9, comm.rank)}, **options)
             if comm.rank == 0:
                 modes[where, "owner"] = (tmp_path / where / "a run" / ".owner").stat().st_mode
 
@@ -252,9 +242,7 @@ def test_old_one_that_cannot_be_removed(tmp_path: Path) -> None:
             self.storage.remove(name)
 
     def rank_main(comm: torchmn.Communicator) -> list[str]:
-        warned: list[str] = []
-        checkpointer = checkpointer_of(comm, tmp_path, keep=1)
-        checkpointer._warn = warned.append
+        checkpointer, warned = with_warnings(comm, tmp_path, keep=1)
         checkpointer._writer.storage = NoRemoval(checkpointer._writer.storage)
         for step in (1, 2, 3, 4):
             checkpointer.save(step, {"model": model_of(9, 1.0)})

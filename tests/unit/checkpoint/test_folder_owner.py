@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 
 import torchmn
-from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks
+from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks, saved
 from torchmn.checkpoint import folder_owner
 from torchmn.checkpoint.folder_owner import OWNER, Owner, this_process
 from torchmn.control.codec import decode, encode
@@ -76,9 +76,7 @@ def leave(path: Path, **changes: Any) -> Owner:
 
 
 def save_and_finish(comm: torchmn.Communicator, path: Path) -> None:
-    checkpointer = checkpointer_of(comm, path)
-    checkpointer.save(8, {"model": nn.Linear(2, 2)})
-    checkpointer.finish()
+    saved(comm, path, 8, {"model": nn.Linear(2, 2)})
 
 
 def test_job_that_runs_and_is_killed(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
@@ -187,9 +185,7 @@ def test_owner_that_was_replaced_saves_nothing(tmp_path: Path) -> None:
     """A job that was suspended for so long that another one took its folder."""
 
     def rank_main(comm: torchmn.Communicator) -> str:
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {"model": nn.Linear(2, 2)})
-        checkpointer.finish()
+        checkpointer = saved(comm, tmp_path, 1, {"model": nn.Linear(2, 2)})
         if comm.rank == 0:
             leave(tmp_path, host="n7", pid=1234)
         comm.barrier()

@@ -52,19 +52,6 @@ def test_closed_checkpointers(tmp_path: Path, num_ranks: int) -> None:
     assert run_ranks(rank_main, num_ranks) == [[None, 0, None] * 3] * num_ranks
 
 
-def test_one_that_is_not_closed_is_by_the_communicator(tmp_path: Path) -> None:
-    def rank_main(comm: Communicator) -> weakref.ref[object]:
-        checkpointer = torchmn.create_multi_node_checkpointer(comm, tmp_path, "a")
-        checkpointer.save(1, {"model": nn.Linear(2, 2)})
-        comm.finalize()
-        assert checkpointer._is_closed
-        return weakref.ref(checkpointer)
-
-    ends = run_ranks(rank_main, 2)
-    gc.collect()
-    assert [end() for end in ends] == [None, None]
-
-
 def test_an_earlier_exception_of_the_session_ends_no_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

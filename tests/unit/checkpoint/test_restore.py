@@ -12,7 +12,15 @@ import pytest
 import torch
 
 import torchmn
-from tests.unit.checkpoint.training import Holder, assert_same, checkpointer_of, on_ranks, train
+from tests.unit.checkpoint.training import (
+    Holder,
+    assert_same,
+    checkpointer_of,
+    on_ranks,
+    saved,
+    train,
+    with_warnings,
+)
 from torchmn.data import rng_state
 from torchmn.errors import UsageError
 
@@ -43,9 +51,7 @@ def save(path: Path, num_ranks: int) -> None:
 
 def load(path: Path, num_ranks: int) -> list[Any]:
     def rank_main(comm: torchmn.Communicator) -> Any:
-        warned: list[str] = []
-        checkpointer = checkpointer_of(comm, path)
-        checkpointer._warn = warned.append
+        checkpointer, warned = with_warnings(comm, path)
         shards, plain = Shards(), Holder()
         step = checkpointer.resume({"shards": shards, "plain": plain})
         return step, shards.state["part"].tolist(), shards.state["from"], plain.state, warned
@@ -93,9 +99,7 @@ def test_random_numbers_continue() -> None:
 
 def test_random_numbers_of_a_resumed_run(tmp_path: Path) -> None:
     def save_and_draw(comm: torchmn.Communicator) -> Any:
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer.save(1, {})
-        checkpointer.finish()
+        saved(comm, tmp_path, 1, {})
         return draw()
 
     def resume_and_draw(comm: torchmn.Communicator) -> Any:
@@ -209,12 +213,10 @@ def test_plain_loop_over_fixed_shards(tmp_path: Path, num_new: int) -> None:
     """scatter_dataset and a DataLoader, of which the checkpointer knows nothing."""
 
     def rank_main(comm: torchmn.Communicator) -> list[str]:
-        warned: list[str] = []
         model = torch.nn.Linear(1, 1)
         torch.utils.data.DataLoader(torchmn.scatter_dataset(list(range(12)), comm), 2)
         torchmn.scatter_dataset(list(range(4)), comm)  # of the evaluation
-        checkpointer = checkpointer_of(comm, tmp_path)
-        checkpointer._warn = warned.append
+        checkpointer, warned = with_warnings(comm, tmp_path)
         checkpointer.resume({"model": model})
         checkpointer.save(1, {"model": model})
         checkpointer.finish()

@@ -64,6 +64,24 @@ def checkpointer_of(comm: torchmn.Communicator, path: Path, **options: Any) -> A
     return torchmn.create_multi_node_checkpointer(comm, path, "a run", **options)
 
 
+def saved(
+    comm: torchmn.Communicator, path: Path, step: int, state: dict[str, Any], **options: Any
+) -> Any:
+    """A checkpointer that has saved this state."""
+    checkpointer = checkpointer_of(comm, path, **options)
+    checkpointer.save(step, state)
+    checkpointer.finish()
+    return checkpointer
+
+
+def with_warnings(comm: torchmn.Communicator, path: Path, **options: Any) -> tuple[Any, list[str]]:
+    """A checkpointer, and what it warns of."""
+    warned: list[str] = []
+    checkpointer = checkpointer_of(comm, path, **options)
+    checkpointer._warn = warned.append
+    return checkpointer, warned
+
+
 def train(
     path: Path,
     num_ranks: int,

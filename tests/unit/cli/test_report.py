@@ -51,13 +51,6 @@ def test_text(tmp_path: Path) -> None:
         assert word in text
 
 
-def test_text_of_several_runs(runs: Sequence[Path]) -> None:
-    text = report(*runs, "--text")
-    assert "speed-up" in text
-    assert "Amdahl's law fits with a serial part of" in text
-    assert text.count("mean step") == 3
-
-
 def test_json(runs: Sequence[Path]) -> None:
     found = json.loads(report(*runs, "--json"))
     assert [each["num_ranks"] for each in found["runs"]] == [1, 2, 4]
@@ -94,17 +87,6 @@ def check_openmetrics(text: str) -> None:
     assert families["torchmn_phase_seconds"] == 4 * len(PHASES)
     assert families["torchmn_steps"] == 4
     assert min(families.values()) > 0
-
-
-def test_prometheus_reads_the_text(runs: Sequence[Path], tmp_path: Path) -> None:
-    parser = pytest.importorskip(
-        "prometheus_client.openmetrics.parser", reason="no prometheus-client"
-    )
-    report(runs[2], "--metrics", tmp_path / "file")
-    families = {
-        f.name: f for f in parser.text_string_to_metric_families((tmp_path / "file").read_text())
-    }
-    assert families["torchmn_steps"].samples[0].value == 60
 
 
 @pytest.mark.processes

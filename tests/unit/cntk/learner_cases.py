@@ -66,13 +66,6 @@ def cases(C: Any) -> Any:
             p, per_sample(), C.momentum_schedule(0.9, minibatch_size=8)
         ),
         "mom_nogain": lambda p: C.momentum_sgd(p, per_sample(), momentum(0.9), unit_gain=False),
-        "mom_l1l2": lambda p: C.momentum_sgd(
-            p,
-            per_sample(),
-            momentum(0.9),
-            l1_regularization_weight=0.1,
-            l2_regularization_weight=0.2,
-        ),
         "mom_mean": lambda p: C.momentum_sgd(
             p, per_sample(), momentum(0.9), use_mean_gradient=True
         ),
@@ -95,14 +88,6 @@ def cases(C: Any) -> Any:
         "adam_mean": lambda p: C.adam(
             p,
             per_sample(),
-            momentum(0.9),
-            variance_momentum=momentum(0.99),
-            epsilon=0.1,
-            use_mean_gradient=True,
-        ),
-        "adam_mb_mean": lambda p: C.adam(
-            p,
-            per_minibatch(),
             momentum(0.9),
             variance_momentum=momentum(0.99),
             epsilon=0.1,

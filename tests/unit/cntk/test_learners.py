@@ -133,9 +133,11 @@ def test_options_out_of_range(options: Any, words: str) -> None:
         C.sgd(nn.Linear(1, 1).parameters(), 0.1, **options)
 
 
-def test_unknown_option() -> None:
+def test_arguments_that_are_refused() -> None:
     with pytest.raises(TypeError, match="'momentum' of sgd"):
         C.sgd(nn.Linear(1, 1).parameters(), 0.1, momentum=0.9)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="no parameters"):
+        C.sgd(nn.Identity().parameters(), 0.1)
 
 
 def test_sparse_gradients() -> None:
@@ -194,8 +196,3 @@ def test_a_new_schedule_is_followed() -> None:
         trainer.train_minibatch({"input": torch.ones(3, 2)})
         rates.append(learner.param_groups[0]["lr"])
     assert rates == [0.2, 0.1, 0.05]
-
-
-def test_no_parameters() -> None:
-    with pytest.raises(UsageError, match="no parameters"):
-        C.sgd(nn.Identity().parameters(), 0.1)

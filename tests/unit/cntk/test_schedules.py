@@ -11,17 +11,6 @@ import torchmn.cntk as C
 from torchmn.errors import UsageError
 
 
-def test_epochs_of_samples() -> None:
-    schedule = C.learning_rate_schedule([(12, 0.1), (15, 0.01), (1, 0.001)], C.UnitType.sample, 100)
-    found = [schedule[n] for n in (0, 1199, 1200, 2699, 2700, 5000)]
-    assert found == [0.1, 0.1, 0.01, 0.01, 0.001, 0.001]
-
-
-def test_sweeps_where_there_is_no_epoch_size() -> None:
-    schedule = C.learning_rate_schedule([0.1, 0.01], C.UnitType.sample)
-    assert [schedule.value(10**9, sweep) for sweep in (0, 1, 7)] == [0.1, 0.01, 0.01]
-
-
 def test_momentum() -> None:
     time = C.momentum_as_time_constant_schedule([0, 600], epoch_size=10)
     assert time[0] == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import torchmn.cntk as C
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.comm import Communicator
 from torchmn.errors import DataError, UnsupportedError, UsageError
-from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 
@@ -339,6 +338,10 @@ def test_values_that_do_not_fit() -> None:
     criterion = (C.cross_entropy_with_softmax, lambda output, labels: output[:2, 0])
     with pytest.raises(UsageError, match="loss has 4 values and the metric 2"):
         alone(criterion).train_minibatch(whole)
+    with pytest.raises(UsageError, match=r"shape \(1,\) for 4 samples"):  # no mean of one sample
+        alone(lambda *batch: nn.functional.cross_entropy(*batch)[None]).train_minibatch(whole)
+    with pytest.raises(UsageError, match="The loss is float"):
+        alone(lambda output, labels: 1.5).train_minibatch(whole)
 
 
 def test_mean_losses_and_arrays() -> None:
@@ -462,40 +465,18 @@ def test_multi_node_optimizers_are_learners() -> None:
     assert_equal(trained(older, 2), trained(momentum, 2))
 
 
-def test_one_rank_raises() -> None:
-    class Fails(Network):
-        def forward(self, features: Tensor) -> Tensor:
-            if len(features) == 2:  # on one rank only
-                raise RuntimeError("no memory")
-            return super().forward(features)
-
-    def rank(comm: Communicator) -> None:
-        model = Fails()
-        learner = C.data_parallel_distributed_learner(C.sgd(model.parameters(), 0.1), comm=comm)
-        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learner)
-        for whole in minibatches([12, 2 * comm.size - 1, 12]):
-            trainer.train_minibatch({n: v[comm.rank :: comm.size] for n, v in whole.items()})
-
-    with pytest.raises(RuntimeError, match="no memory"):
-        run_ranks(rank, 2)
-
-
 # ---- checkpoints ----
 
 
-def one_bit(model: nn.Module, comm: Communicator, rate: float = 0.02) -> Any:
-    learner = C.momentum_sgd(
-        model.parameters(), C.learning_rate_schedule(rate, C.UnitType.sample), TIME
-    )
+def one_bit(model: nn.Module, comm: Communicator) -> Any:
+    learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
     return C.data_parallel_distributed_learner(
         learner, distributed_after=8, num_quantization_bits=1, comm=comm
     )
 
 
-def blocks(model: nn.Module, comm: Communicator, rate: float = 0.02) -> Any:
-    learner = C.momentum_sgd(
-        model.parameters(), C.learning_rate_schedule(rate, C.UnitType.sample), TIME
-    )
+def blocks(model: nn.Module, comm: Communicator) -> Any:
+    learner = C.momentum_sgd(model.parameters(), PER_SAMPLE, TIME)
     return C.block_momentum_distributed_learner(learner, 10, comm=comm)
 
 
@@ -538,79 +519,6 @@ def test_resumed_bit_for_bit(
     run_ranks(rank, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*(The residuals of 1bit|Within a block)")
-@pytest.mark.parametrize("learners", [one_bit, blocks])
-@pytest.mark.parametrize("sizes", [(2, 3), (4, 1)])
-def test_resumed_by_another_number_of_workers(
-    learners: Callable[[nn.Module, Communicator], Any], sizes: tuple[int, int], tmp_path: Path
-) -> None:
-    data = minibatches([6, 5, 4, 7, 6])
-
-    def before(comm: Communicator) -> list[Tensor]:
-        model = Network(width=512)
-        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learners(model, comm))
-        train(trainer, data[:3], comm)
-        trainer.save_checkpoint(tmp_path / "model")
-        return values_of(model)
-
-    def after(comm: Communicator) -> tuple[list[Tensor], list[Tensor]]:
-        model = Network(width=512)
-        trainer = C.Trainer(model, C.cross_entropy_with_softmax, learners(model, comm))
-        trainer.restore_from_checkpoint(tmp_path / "model")
-        assert trainer.total_number_of_samples_seen == 15
-        assert trainer.parameter_learners[0].total_number_of_samples_seen == 15
-        if learners is one_bit and comm.size > 1:
-            assert any(bool(residual.any()) for residual in _residuals(trainer))
-        restored = values_of(model)
-        train(trainer, data[3:], comm)
-        assert not trainer.train_minibatch({})
-        return restored, values_of(model)
-
-    saved, resumed = run_ranks(before, sizes[0]), run_ranks(after, sizes[1])
-    for restored, trained_ in resumed:
-        if learners is one_bit:
-            assert_equal(restored, saved[0])
-        assert_equal(trained_, resumed[0][1])
-        assert not torch.equal(trained_[0], restored[0])
-
-
-def _residuals(trainer: C.Trainer) -> list[Tensor]:
-    optimizer = trainer.optimizers[0]
-    assert isinstance(optimizer, MultiNodeOptimizer)
-    state = optimizer.state_dict()["torchmn"]["codec"].get("state") or {}
-    return list(_tensors(state.get("residuals", [])))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value.clone()
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-
-
-def test_the_rates_of_the_script_stay(tmp_path: Path) -> None:
-    def rank(comm: Communicator) -> None:
-        model = Network()
-        trainer = C.Trainer(model, C.cross_entropy_with_softmax, one_bit(model, comm))
-        train(trainer, minibatches([6]), comm)
-        trainer.save_checkpoint(tmp_path / "model")
-        again = Network()
-        learner = one_bit(again, comm, rate=0.0)
-        resumed = C.Trainer(again, C.cross_entropy_with_softmax, learner)
-        resumed.restore_from_checkpoint(tmp_path / "model")
-        before = values_of(again)
-        resumed.train_minibatch(part_of(minibatches([6])[0], comm.rank, comm.size))
-        assert learner.learner.param_groups[0]["lr"] == 0.0
-        # A rate of 0 adds nothing to the momentum, which is still that of the checkpoint.
-        assert not torch.equal(before[0], values_of(again)[0])
-
-    run_ranks(rank, 2)
-
-
 def test_checkpoints_that_are_not_there(tmp_path: Path) -> None:
     def rank(comm: Communicator) -> None:
         model = Network()
@@ -643,13 +551,3 @@ def test_metrics_of_any_type(metric: Any) -> None:
     assert ours.previous_minibatch_evaluation_average == pytest.approx(
         theirs.previous_minibatch_evaluation_average
     )
-
-
-def test_a_mean_that_is_no_scalar_is_not_one_sample() -> None:
-    whole = minibatches([4])[0]
-    with pytest.raises(UsageError, match=r"shape \(1,\) for 4 samples"):
-        alone(
-            lambda output, labels: nn.functional.cross_entropy(output, labels)[None]
-        ).train_minibatch(whole)
-    with pytest.raises(UsageError, match="The loss is float"):
-        alone(lambda output, labels: 1.5).train_minibatch(whole)  # type: ignore[arg-type,return-value]

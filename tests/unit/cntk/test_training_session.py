@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import torchmn.cntk as C
-from torchmn.comm import Communicator
+from torchmn.comm import Communicator, create_communicator
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 
@@ -27,6 +28,14 @@ Calls = list[tuple[int, int, int]]
 
 def run_one(function: Any) -> Any:
     return run_ranks(function, 1)[0]
+
+
+@pytest.fixture
+def alone() -> Iterator[Communicator]:
+    """A communicator of one rank."""
+    comm = create_communicator("naive")
+    yield comm
+    comm.finalize()
 
 
 def checking(calls: Calls, *, stop_at: int | None = None, rank: int = 0) -> C.CrossValidationConfig:
@@ -57,47 +66,40 @@ def checking(calls: Calls, *, stop_at: int | None = None, rank: int = 0) -> C.Cr
     ],
     ids=str,
 )
-def test_cross_validation(frequency: Any, max_sweeps: int, indices: list[int]) -> None:
-    def rank(comm: Communicator) -> None:
-        calls: Calls = []
-        config = checking(calls)
-        config.frequency = frequency
-        training = Training(comm)
-        training.run(source(max_sweeps=max_sweeps), cv_config=config)
-        assert calls == [(index, NUM_SAMPLES, 13) for index in indices]
-        assert training.recorder.tests == [(NUM_SAMPLES, 13)] * len(indices)
+def test_cross_validation(
+    alone: Communicator, frequency: Any, max_sweeps: int, indices: list[int]
+) -> None:
+    calls: Calls = []
+    config = checking(calls)
+    config.frequency = frequency
+    training = Training(alone)
+    training.run(source(max_sweeps=max_sweeps), cv_config=config)
+    assert calls == [(index, NUM_SAMPLES, 13) for index in indices]
+    assert training.recorder.tests == [(NUM_SAMPLES, 13)] * len(indices)
 
-    run_one(rank)
 
-
-def test_cross_validation_does_not_change_the_training() -> None:
+def test_cross_validation_does_not_change_the_training(alone: Communicator) -> None:
     """Source and model are as before it, also if both read one source."""
 
-    def rank(comm: Communicator) -> None:
-        plain, validated = Training(comm), Training(comm)
-        plain.run(source(max_sweeps=2, randomize=True))
-        both = source(max_sweeps=2, randomize=True)
-        config = C.CrossValidationConfig(both, frequency=10, max_samples=7)
-        with pytest.warns(RuntimeWarning, match="had no samples"):  # at the end of the data
-            validated.run(both, cv_config=config)
-        assert validated.recorder.losses == plain.recorder.losses
-        assert validated.recorder.tests[0] == (7, 1)
-
-    run_one(rank)
+    plain, validated = Training(alone), Training(alone)
+    plain.run(source(max_sweeps=2, randomize=True))
+    both = source(max_sweeps=2, randomize=True)
+    config = C.CrossValidationConfig(both, frequency=10, max_samples=7)
+    with pytest.warns(RuntimeWarning, match="had no samples"):  # at the end of the data
+        validated.run(both, cv_config=config)
+    assert validated.recorder.losses == plain.recorder.losses
+    assert validated.recorder.tests[0] == (7, 1)
 
 
-def test_cross_validation_without_source_calls_the_callback_only() -> None:
-    def rank(comm: Communicator) -> None:
-        calls: list[Any] = []
-        training = Training(comm)
-        config = C.CrossValidationConfig(
-            frequency=10, callback=lambda *arguments: calls.append(arguments)
-        )
-        training.run(cv_config=config)
-        assert calls == [(index, 0.0, 0, 0) for index in range(3)]
-        assert training.recorder.tests == []
-
-    run_one(rank)
+def test_cross_validation_without_source_calls_the_callback_only(alone: Communicator) -> None:
+    calls: list[Any] = []
+    training = Training(alone)
+    config = C.CrossValidationConfig(
+        frequency=10, callback=lambda *arguments: calls.append(arguments)
+    )
+    training.run(cv_config=config)
+    assert calls == [(index, 0.0, 0, 0) for index in range(3)]
+    assert training.recorder.tests == []
 
 
 def test_the_error_is_the_mean_over_the_samples_of_all_ranks() -> None:
@@ -133,19 +135,16 @@ def test_a_callback_of_one_rank_stops_all(size: int) -> None:
     assert run_ranks(rank, size) == [expected] * size
 
 
-def test_a_session_can_be_subclassed() -> None:
+def test_a_session_can_be_subclassed(alone: Communicator) -> None:
     class Mine(C.TrainingSession):
         def on_cross_validation_end(self, index: int, *rest: Any) -> bool:
             return index < 1
 
-    def rank(comm: Communicator) -> None:
-        training = Training(comm)
-        train = source()
-        config = C.CrossValidationConfig(source(seed=1), frequency=10)
-        Mine(training.trainer, train, 4, {"x": "x", "y": "y"}, cv_config=config).train()
-        assert training.trainer.total_number_of_samples_seen == 20
-
-    run_one(rank)
+    training = Training(alone)
+    train = source()
+    config = C.CrossValidationConfig(source(seed=1), frequency=10)
+    Mine(training.trainer, train, 4, {"x": "x", "y": "y"}, cv_config=config).train()
+    assert training.trainer.total_number_of_samples_seen == 20
 
 
 # ---- wrong lines ----
@@ -208,13 +207,10 @@ def test_wrong_lines_are_left_out(tmp_path: Path, size: int, mb_size: int) -> No
     ],
     ids=str,
 )
-def test_summaries(frequency: Any, epochs: list[int]) -> None:
-    def rank(comm: Communicator) -> None:
-        training = Training(comm)
-        training.run(progress_frequency=frequency)
-        assert training.recorder.epochs == list(enumerate(epochs, 1))
-
-    run_one(rank)
+def test_summaries(alone: Communicator, frequency: Any, epochs: list[int]) -> None:
+    training = Training(alone)
+    training.run(progress_frequency=frequency)
+    assert training.recorder.epochs == list(enumerate(epochs, 1))
 
 
 class Own(C.io.UserMinibatchSource):
@@ -281,16 +277,13 @@ class _Sizes(C.ProgressWriter):
         self._sizes.append(samples[1] - samples[0])
 
 
-def test_the_test_is_at_the_end_also_when_training_stopped_early() -> None:
-    def rank(comm: Communicator) -> None:
-        training = Training(comm)
-        config = C.TestConfig(source(10, seed=2), minibatch_size=4, criterion=(squared, is_far))
-        result = training.run(cv_config=checking([], stop_at=0), test_config=config)
-        assert result is not None
-        assert (result.num_samples, result.num_minibatches) == (10, 3)
-        assert training.recorder.tests == [(25, 13), (10, 3)]
-
-    run_one(rank)
+def test_the_test_is_at_the_end_also_when_training_stopped_early(alone: Communicator) -> None:
+    training = Training(alone)
+    config = C.TestConfig(source(10, seed=2), minibatch_size=4, criterion=(squared, is_far))
+    result = training.run(cv_config=checking([], stop_at=0), test_config=config)
+    assert result is not None
+    assert (result.num_samples, result.num_minibatches) == (10, 3)
+    assert training.recorder.tests == [(25, 13), (10, 3)]
 
 
 def test_a_test_with_inputs_of_its_own() -> None:
@@ -300,18 +293,6 @@ def test_a_test_with_inputs_of_its_own() -> None:
         return Training(comm).run(test_config=config)
 
     assert len(set(run_ranks(rank, 2))) == 1
-
-
-def test_workers_have_the_losses_of_one() -> None:
-    def rank(comm: Communicator) -> list[float]:
-        training = Training(comm)
-        training.run(source(max_sweeps=2, randomize=True), 7)
-        return training.recorder.losses
-
-    (one,) = run_ranks(rank, 1)
-    for size in (2, 4):
-        for losses in run_ranks(rank, size):
-            assert losses == pytest.approx(one, rel=1e-4)
 
 
 # ---- checkpoints ----
@@ -449,58 +430,48 @@ def test_a_preserved_checkpoint_is_restored_by_its_name(tmp_path: Path) -> None:
     assert run_ranks(rank, 2) == [[12, 20, 25, 25, 4]] * 2
 
 
-def test_a_checkpoint_of_a_trainer_has_no_position_of_the_source(tmp_path: Path) -> None:
-    def rank(comm: Communicator) -> None:
-        Training(comm).trainer.save_checkpoint(tmp_path / "m")
-        with pytest.raises(UsageError, match="was not saved by a session"):
-            Training(comm).run(checkpoint_config=C.CheckpointConfig(tmp_path / "m"))
-
-    run_one(rank)
-
-
-def test_an_evaluation_without_samples_is_nan() -> None:
-    def rank(comm: Communicator) -> None:
-        train, errors = source(), []
-        with pytest.warns(RuntimeWarning, match="cross validation had no samples"):
-            Training(comm).run(
-                train,
-                cv_config=C.CrossValidationConfig(train, callback=lambda *a: errors.append(a)),
-            )
-        assert [str(each[1]) for each in errors] == ["nan"]
-
-    run_one(rank)
+def test_a_checkpoint_of_a_trainer_has_no_position_of_the_source(
+    alone: Communicator, tmp_path: Path
+) -> None:
+    Training(alone).trainer.save_checkpoint(tmp_path / "m")
+    with pytest.raises(UsageError, match="was not saved by a session"):
+        Training(alone).run(checkpoint_config=C.CheckpointConfig(tmp_path / "m"))
 
 
-def test_a_session_that_trains_nothing_warns() -> None:
-    def rank(comm: Communicator) -> None:
-        training, train = Training(comm), source()
+def test_an_evaluation_without_samples_is_nan(alone: Communicator) -> None:
+    train, errors = source(), []
+    with pytest.warns(RuntimeWarning, match="cross validation had no samples"):
+        Training(alone).run(
+            train,
+            cv_config=C.CrossValidationConfig(train, callback=lambda *a: errors.append(a)),
+        )
+    assert [str(each[1]) for each in errors] == ["nan"]
+
+
+def test_a_session_that_trains_nothing_warns(alone: Communicator) -> None:
+    training, train = Training(alone), source()
+    training.run(train)
+    with pytest.warns(RuntimeWarning, match="trained nothing"):
         training.run(train)
-        with pytest.warns(RuntimeWarning, match="trained nothing"):
-            training.run(train)
-        with pytest.warns(RuntimeWarning, match="max_samples=25 is not above the 25 samples"):
-            training.run(source(), max_samples=25)
-
-    run_one(rank)
+    with pytest.warns(RuntimeWarning, match="max_samples=25 is not above the 25 samples"):
+        training.run(source(), max_samples=25)
 
 
-def test_what_begins_again_in_a_folder_is_what_resumes(tmp_path: Path) -> None:
+def test_what_begins_again_in_a_folder_is_what_resumes(alone: Communicator, tmp_path: Path) -> None:
     """Not the checkpoints of the training before, which had made more minibatches."""
 
-    def rank(comm: Communicator) -> None:
-        def run(sweeps: int, *, restore: bool) -> Training:
-            training = Training(comm)
-            config = C.CheckpointConfig(tmp_path / "m", 4, restore=restore)
-            training.run(source(max_sweeps=sweeps), checkpoint_config=config)
-            return training
+    def run(sweeps: int, *, restore: bool) -> Training:
+        training = Training(alone)
+        config = C.CheckpointConfig(tmp_path / "m", 4, restore=restore)
+        training.run(source(max_sweeps=sweeps), checkpoint_config=config)
+        return training
 
-        run(3, restore=True)
-        begun = run(1, restore=False)
-        resumed = run(2, restore=True)
-        assert len(begun.recorder.losses) == 7
-        assert resumed.trainer.num_minibatches == 14
-        assert len(resumed.recorder.losses) == 7
-
-    run_one(rank)
+    run(3, restore=True)
+    begun = run(1, restore=False)
+    resumed = run(2, restore=True)
+    assert len(begun.recorder.losses) == 7
+    assert resumed.trainer.num_minibatches == 14
+    assert len(resumed.recorder.losses) == 7
 
 
 def test_the_checkpoint_of_another_name_is_not_a_preserved_one(tmp_path: Path) -> None:
@@ -523,16 +494,6 @@ def test_sizes_by_sweeps() -> None:
         return [training.trainer.num_minibatches]
 
     assert run_one(rank) == [6]
-
-
-def test_numbers_of_numpy() -> None:
-    def rank(comm: Communicator) -> int:
-        training = Training(comm)
-        config = C.CrossValidationConfig(None, np.int64(5), callback=lambda *a: None)
-        training.run(mb_size=np.int64(5), max_samples=np.int64(20), cv_config=config)
-        return training.trainer.num_minibatches
-
-    assert run_one(rank) == 4
 
 
 # ---- wrong arguments ----
@@ -573,7 +534,7 @@ def test_wrong_configurations(make: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("inputs", [["x", "y"], "x"], ids=["list", "str"])
-def test_streams_must_be_a_dict(inputs: Any) -> None:
+def test_streams_must_be_a_dict(alone: Communicator, inputs: Any) -> None:
     """Found at once, not when the first evaluation begins."""
     train = source()
     match = rf"of type {type(inputs).__name__}\. .* {{'x': source\.streams\.x, 'y'"
@@ -583,26 +544,20 @@ def test_streams_must_be_a_dict(inputs: Any) -> None:
         with pytest.raises(UsageError, match=match):
             config(train, model_inputs_to_streams=inputs)
 
-    def rank(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match=match):
-            C.training_session(Training(comm).trainer, train, 4, inputs)
-
-    run_one(rank)
+    with pytest.raises(UsageError, match=match):
+        C.training_session(Training(alone).trainer, train, 4, inputs)
 
 
 @pytest.mark.parametrize("wrong", [{"x": np.ones((4, 3))}, "train.ctf"], ids=["dict", "str"])
-def test_what_is_no_source(wrong: Any) -> None:
+def test_what_is_no_source(alone: Communicator, wrong: Any) -> None:
     match = rf"source is of type {type(wrong).__name__}\. .* MinibatchSourceFromData"
     for config in (C.CrossValidationConfig, C.TestConfig):
         with pytest.raises(UsageError, match=match):
             config(wrong)
 
-    def rank(comm: Communicator) -> None:
-        for options in ({}, {"max_samples": 8}):
-            with pytest.raises(UsageError, match=match):
-                C.training_session(Training(comm).trainer, wrong, 4, {"x": "x"}, **options)
-
-    run_one(rank)
+    for options in ({}, {"max_samples": 8}):
+        with pytest.raises(UsageError, match=match):
+            C.training_session(Training(alone).trainer, wrong, 4, {"x": "x"}, **options)
 
 
 def test_earlier_names() -> None:
@@ -613,9 +568,6 @@ def test_earlier_names() -> None:
 
 
 @pytest.mark.parametrize("max_samples", [0, -1, 1.5])
-def test_max_samples_must_be_positive(max_samples: Any) -> None:
-    def rank(comm: Communicator) -> None:
-        with pytest.raises(UsageError, match="max_samples="):
-            Training(comm).run(max_samples=max_samples)
-
-    run_one(rank)
+def test_max_samples_must_be_positive(alone: Communicator, max_samples: Any) -> None:
+    with pytest.raises(UsageError, match="max_samples="):
+        Training(alone).run(max_samples=max_samples)

@@ -114,15 +114,3 @@ def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel])
     finally:
         copy.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_an_http_client_is_disconnected() -> None:
-    with channels.listen() as listener:
-        client = socket.create_connection(listener.getsockname())
-        listener.setblocking(True)
-        channel = Channel(listener.accept()[0])
-        client.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        while channel.is_open:
-            assert channel.collect() == []
-        client.close()
-        channel.close()

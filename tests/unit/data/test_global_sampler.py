@@ -19,19 +19,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn import create_multi_node_optimizer
 from torchmn.data import EmptyBatchCollate, GlobalSampler
-from torchmn.data.sampler_position import _COUNT, _KEPT, _NEXT, SamplerPass
+from torchmn.data.sampler_position import SamplerPass
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
 SIZES = [1, 2, 3, 4]
 
 
-class RankPlacement:
-    """As much of a communicator as the sampler uses, on a world where all ranks agree."""
+class Placement:
+    """As much of a communicator as samplers use, on a world where all ranks agree."""
 
     def __init__(self, rank: int, size: int) -> None:
-        self.rank = rank
-        self.size = size
+        self.rank, self.size, self.rank_label = rank, size, f"rank {rank}"
         self.num_steps: int | None = None
 
     def allgather_obj(self, value: object) -> list[object]:
@@ -39,9 +38,7 @@ class RankPlacement:
 
 
 def samplers(size: int, length: int, global_batch: int, **options: object) -> list[GlobalSampler]:
-    return [
-        GlobalSampler(length, RankPlacement(r, size), global_batch, **options) for r in range(size)
-    ]
+    return [GlobalSampler(length, Placement(r, size), global_batch, **options) for r in range(size)]
 
 
 def global_batches(ranks: list[GlobalSampler]) -> list[list[int]]:
@@ -122,20 +119,6 @@ def test_stop_and_continue_with_other_workers(
         assert first + rest == order
 
 
-def test_state_counts_the_batch_in_hand() -> None:
-    (sampler,) = samplers(1, 10, 4)
-    states = [sampler.state_dict()]
-    for _ in sampler:
-        states.append(sampler.state_dict())
-    assert states == [
-        {"epoch": 0, "position": 0},
-        {"epoch": 0, "position": 4},
-        {"epoch": 0, "position": 8},
-        {"epoch": 1, "position": 0},
-    ]
-    assert sampler.state_dict() == states[-1]
-
-
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 LOADERS = [
     pytest.param({}, id="no workers"),
@@ -154,9 +137,9 @@ LOADERS = [
 
 def alone_with_steps(
     num_samples: int, **options: Any
-) -> tuple[RankPlacement, GlobalSampler, DataLoader[Any]]:
+) -> tuple[Placement, GlobalSampler, DataLoader[Any]]:
     """One rank whose steps are counted, with batches of 4."""
-    place = RankPlacement(0, 1)
+    place = Placement(0, 1)
     place.num_steps = 0
     sampler = GlobalSampler(num_samples, place, 4)
     return place, sampler, DataLoader(torch.arange(num_samples), batch_sampler=sampler, **options)
@@ -186,23 +169,6 @@ def test_the_state_counts_what_the_loop_has_got_and_not_what_was_drawn(
     assert seen[:8] + rest == sampler.order(0).tolist()
 
 
-@pytest.mark.parametrize("num_steps", [None, 0])
-@pytest.mark.parametrize("options", LOADERS)
-def test_a_look_at_a_batch_moves_nothing(options: dict[str, object], num_steps: int | None) -> None:
-    place = RankPlacement(0, 1)
-    place.num_steps = num_steps
-    sampler = GlobalSampler(24, place, 4)
-    loader = DataLoader(torch.arange(24), batch_sampler=sampler, **options)
-    seen = []
-    for epoch in range(2):
-        first = next(iter(loader))
-        assert sampler.state_dict() == {"epoch": epoch, "position": 0}
-        assert sampler.samples_seen == 24 * epoch
-        seen.append([i for batch in loader for i in batch.tolist()])
-        assert seen[-1][:4] == first.tolist()
-    assert seen == [sampler.order(epoch).tolist() for epoch in range(2)]
-
-
 @pytest.mark.parametrize("position", [0, 4])
 @pytest.mark.parametrize("num_steps", [None, 0])
 @pytest.mark.parametrize("options", LOADERS)
@@ -210,7 +176,7 @@ def test_a_look_at_the_last_batch_does_not_end_the_epoch(
     options: dict[str, object], num_steps: int | None, position: int
 ) -> None:
     """Prefetching workers have drawn the end of the epoch by then."""
-    place = RankPlacement(0, 1)
+    place = Placement(0, 1)
     place.num_steps = num_steps
     sampler = GlobalSampler(4 + position, place, 4)
     sampler.load_state_dict({"epoch": 0, "position": position})
@@ -274,14 +240,6 @@ def test_an_iterator_is_not_kept_alive() -> None:
         gc.enable()
 
 
-def test_the_private_names_of_torch_exist() -> None:
-    loader = DataLoader(torch.arange(8), batch_size=4)
-    assert vars(loader)[_KEPT] is None
-    iterator = iter(loader)
-    assert vars(iterator)[_COUNT] == 0
-    assert callable(getattr(type(iterator), _NEXT))
-
-
 @pytest.mark.parametrize("options", LOADERS)
 def test_a_pass_that_is_left_after_training_continues_where_it_was(
     options: dict[str, object],
@@ -298,7 +256,7 @@ def test_a_pass_that_is_left_after_training_continues_where_it_was(
 
 
 def test_batches_without_a_training_step_are_returned_again() -> None:
-    place = RankPlacement(0, 1)
+    place = Placement(0, 1)
     place.num_steps = 7
     sampler = GlobalSampler(40, place, 4)
     for _ in range(2):  # for example a statistic of the first batches
@@ -426,12 +384,6 @@ def test_set_epoch_keeps_an_epoch_in_progress() -> None:
     assert next(iter(sampler)) == sampler.order(5)[:4].tolist()
 
 
-def test_sizes() -> None:
-    ranks = samplers(3, 10, 8)
-    assert [len(sampler) for sampler in ranks] == [2, 2, 2]
-    assert [sampler.local_batch for sampler in ranks] == [3, 3, 2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -455,23 +407,6 @@ def test_states_that_are_none(state: object) -> None:
 
 
 # ---- the empty part
-
-
-def loaders(size: int, length: int, global_batch: int, **options: object) -> list[DataLoader]:
-    data = TensorDataset(torch.rand(length, 1, 4, 4), torch.arange(length))
-    return [
-        DataLoader(data, batch_sampler=s, collate_fn=EmptyBatchCollate(data), **options)
-        for s in samplers(size, length, global_batch)
-    ]
-
-
-def test_a_rank_without_a_part_gets_a_batch_of_no_rows() -> None:
-    steps = list(zip(*loaders(4, 10, 8), strict=True))
-    counts = [[len(labels) for _, labels in step] for step in steps]
-    assert counts == [[2, 2, 2, 2], [1, 1, 0, 0]]
-    images, labels = steps[1][3]
-    assert (images.shape, images.dtype) == ((0, 1, 4, 4), torch.float32)
-    assert (labels.shape, labels.dtype) == ((0,), torch.int64)
 
 
 Pair = namedtuple("Pair", "x name")

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.contracts.suites.communicator_contracts import require_same
 from torchmn.comm.object_codec import Trust
 from torchmn.data.packed_samples import Layout, PackedSamples, pack_dataset
 from torchmn.errors import UnsupportedError
@@ -26,27 +25,6 @@ UNTRUSTED = Trust()
 def packed(samples: Any, trust: Trust = UNTRUSTED) -> PackedSamples:
     memory, layout = pack_dataset(samples, trust)
     return PackedSamples(memory, Layout.from_plain(layout.to_plain()), trust)
-
-
-def assert_same(left: Any, right: Any) -> None:
-    assert type(left) is type(right)
-    if isinstance(left, torch.Tensor):
-        assert left.dtype == right.dtype
-        assert left.shape == right.shape
-        assert torch.equal(left, right)
-    elif isinstance(left, (np.ndarray, np.generic)):
-        assert left.dtype == right.dtype
-        np.testing.assert_array_equal(left, right)
-    elif isinstance(left, (tuple, list)):
-        assert len(left) == len(right)
-        for a, b in zip(left, right, strict=True):
-            assert_same(a, b)
-    elif isinstance(left, dict):
-        assert list(left) == list(right)
-        for key in left:
-            assert_same(left[key], right[key])
-    else:
-        assert left == right
 
 
 STACKED = {
@@ -80,30 +58,14 @@ ENCODED = {
 def test_stacked(case: str) -> None:
     copy = packed(STACKED[case])
     assert copy.layout.container != "encoded"
-    assert_same([copy[i] for i in range(len(copy))], STACKED[case])
+    require_same([copy[i] for i in range(len(copy))], STACKED[case])
 
 
 @pytest.mark.parametrize("case", ENCODED)
 def test_encoded(case: str) -> None:
     copy = packed(ENCODED[case])
     assert copy.layout.container == "encoded"
-    assert_same([copy[i] for i in range(len(copy))], ENCODED[case])
-
-
-plain_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
-    max_leaves=6,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(plain_values, max_size=6))
-def test_any_plain_samples(samples: list[Any]) -> None:
-    copy = packed(samples)
-    assert_same([copy[i] for i in range(len(copy))], samples)
+    require_same([copy[i] for i in range(len(copy))], ENCODED[case])
 
 
 def test_every_sample_is_read_once_even_when_the_last_is_different() -> None:
@@ -159,7 +121,7 @@ def test_pickled_for_a_process_that_is_started(samples: list[Any]) -> None:
         set_spawning_popen(None)
     again = pickle.loads(payload)
     assert again.memory.address().inode == copy.memory.address().inode
-    assert_same(list(again), samples)
+    require_same(list(again), samples)
 
 
 @pytest.mark.parametrize("kind", [*STACKED, *ENCODED])
@@ -169,8 +131,8 @@ def test_any_other_pickle_holds_the_samples(kind: str) -> None:
     payload = pickle.dumps(copy)
     del copy  # and with it the shared memory
     again = pickle.loads(payload)
-    assert_same(list(again), list(samples))
-    assert_same(list(pickle.loads(pickle.dumps(again))), list(samples))
+    require_same(list(again), list(samples))
+    require_same(list(pickle.loads(pickle.dumps(again))), list(samples))
 
 
 @pytest.mark.parametrize("kind", ["dict", "scalars of all kinds", "texts"])
@@ -178,8 +140,8 @@ def test_a_copy_of_some_samples_keeps_their_indices(kind: str) -> None:
     samples = list({**STACKED, **ENCODED}[kind])
     part = packed(samples).only([2, 0, 2])
     assert len(part) == len(samples)
-    assert_same([part[2], part[0]], [samples[2], samples[0]])
-    assert_same(part[2 - len(samples)], samples[2])
+    require_same([part[2], part[0]], [samples[2], samples[0]])
+    require_same(part[2 - len(samples)], samples[2])
     with pytest.raises(
         IndexError, match=f"Sample 1 is not in this copy, which has only 2 of {len(samples)}"
     ):

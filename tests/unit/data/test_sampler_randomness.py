@@ -31,14 +31,6 @@ def test_every_generator_is_replayed_and_the_process_s_own_continue() -> None:
         assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == first
 
 
-def test_a_state_can_be_saved_as_plain_values(tmp_path) -> None:
-    state = capture(RandomSampler(range(3), generator=torch.Generator()))
-    torch.save(state, tmp_path / "state")
-    loaded = torch.load(tmp_path / "state", weights_only=True)
-    with replayed(loaded, RandomSampler(range(3), generator=torch.Generator())):
-        random.random()
-
-
 def test_an_endless_pass_keeps_few_marks() -> None:
     own = torch.Generator()
     marks = GeneratorMarks(RandomSampler(range(3), generator=own))

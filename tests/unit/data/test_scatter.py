@@ -8,7 +8,6 @@ import math
 import os
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -373,29 +372,3 @@ def test_arguments_out_of_range(arguments: dict[str, int]) -> None:
     )
     assert all(isinstance(error, UsageError) for error, _ in results)
     assert all(str(*arguments.values()) in str(error) for error, _ in results)
-
-
-@pytest.mark.parametrize("kind", ["images", "texts"])
-def test_a_shard_travels_and_is_saved_with_its_samples(kind: str, tmp_path: Path) -> None:
-    """Its pickle once named memory of a process that might be gone when it was opened."""
-    source = images() if kind == "images" else [f"text {i}" * i for i in range(21)]
-
-    def rank_main(comm):
-        shard = scatter_dataset(source if comm.rank == 0 else None, comm, shuffle=True, seed=0)
-        path = tmp_path / f"{comm.rank}.pt"
-        torch.save(shard, path)
-        gathered = comm.gather_obj(shard)
-        return shard.indices, gathered
-
-    results = run_ranks(rank_main, 3)
-    shards = results[0][1]
-    for rank, shard in enumerate(shards):
-        indices = results[rank][0]
-        for again in (shard, torch.load(tmp_path / f"{rank}.pt", weights_only=False)):
-            assert again.indices == indices
-            assert len(again) == 7
-            if kind == "texts":
-                assert list(again) == [source[i] for i in indices]
-            else:
-                assert [int(label) for _, label in again] == indices
-                assert torch.equal(again[3][0], source[indices[3]][0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -197,14 +196,6 @@ def test_options_and_class_are_kept() -> None:
         assert all(kept.values()), kept
 
 
-def test_several_at_once() -> None:
-    def rank_main(comm):
-        train, test = scatter_loader((DataLoader(data(), 4), DataLoader(data(9), 3)), comm)
-        return len(train), len(test), type(scatter_loader([DataLoader(data())], comm))
-
-    assert run_ranks(rank_main, 2) == [(6, 3, tuple)] * 2
-
-
 def test_an_attribute_of_the_batch_sampler() -> None:
     def rank_main(comm):
         loader = scatter_loader(DataLoader(data(), batch_sampler=TwoLengths()), comm)
@@ -384,22 +375,6 @@ def test_a_loader_with_a_state_of_its_own(num_workers: int) -> None:
     assert together(run_ranks(resume, 3)) == [wanted[0][2:], wanted[1]]
 
 
-def test_orders_drawn_at_once_from_the_process_s_own_numbers() -> None:
-    def make() -> DataLoader[Any]:
-        return DataLoader(
-            data(), batch_sampler=Eager(lambda: torch.randperm(NUM).tolist()), num_workers=1
-        )
-
-    torch.manual_seed(3)
-    wanted = passes(make(), 2)
-    torch.manual_seed(3)
-
-    def rank_main(comm):
-        return passes(scatter_loader(make(), comm), 2)
-
-    assert together(run_ranks(rank_main, 1)) == wanted
-
-
 def test_resume_leaves_the_process_s_numbers_as_they_are() -> None:
     """In one process, whose default generator draws the order and, for example, dropout."""
 
@@ -538,58 +513,6 @@ def test_a_sampler_that_raises_ends_all_ranks() -> None:
 # ---- how people loop ----
 
 
-def test_an_infinite_cycle_and_two_loaders_at_once() -> None:
-    def cycle(loader: DataLoader[Any]) -> Iterator[Any]:
-        while True:
-            yield from loader
-
-    def draw(labelled: DataLoader[Any], other: DataLoader[Any]) -> list[list[list[int]]]:
-        endless = cycle(labelled)
-        ends: deque[Any] = deque(maxlen=7)
-        for step, (x, _) in enumerate(other):
-            y, _ = next(endless)
-            ends.append([x.tolist(), y.tolist()])
-            if step == 6:
-                break
-        return list(ends)
-
-    def loaders() -> tuple[DataLoader[Any], DataLoader[Any]]:
-        return (
-            DataLoader(data(9), 4, shuffle=True, generator=generator(1)),
-            DataLoader(data(50), 6, shuffle=True, generator=generator(2)),
-        )
-
-    wanted = draw(*loaders())
-    ranks = run_ranks(lambda comm: draw(*scatter_loader(loaders(), comm)), 3)
-    for step, parts in enumerate(zip(*ranks, strict=True)):
-        for which in (0, 1):
-            assert sum((part[which] for part in parts), []) == wanted[step][which]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize(
-    "name",
-    ["shuffled", "weighted", "with replacement", "two workers", "workers that stay"],
-)
-def test_passes_that_are_left_early(name: str, size: int) -> None:
-    """The generator is where it would be in one process, which draws batch by batch."""
-
-    def draw(loader: DataLoader[Any]) -> list[list[list[int]]]:
-        drawn = []
-        for num in (2, 1, None, 2):
-            batches: list[list[int]] = []
-            for batch in loader:
-                batches.append(first_of(batch).tolist())
-                if len(batches) == num:
-                    break
-            drawn.append(batches)
-        return drawn
-
-    wanted = draw(LOADERS[name]())
-    ranks = run_ranks(lambda comm: draw(scatter_loader(LOADERS[name](), comm)), size)
-    assert together(ranks) == wanted
-
-
 def test_a_generator_used_between_passes_stays_as_it_was_left() -> None:
     def rank_main(comm):
         own = generator()
@@ -620,14 +543,6 @@ def test_workers_of_ranks_draw_different_numbers() -> None:
 
     first, second = run_ranks(rank_main, 2)
     assert set(first).isdisjoint(second)
-
-
-def test_sequential_sampler_without_default_collate() -> None:
-    def rank_main(comm):
-        loader = DataLoader(data(), 4, sampler=SequentialSampler(data()), collate_fn=list)
-        return [len(batch) for batch in scatter_loader(loader, comm)]
-
-    assert run_ranks(rank_main, 2) == [[2, 2, 2, 2, 2, 1], [2, 2, 2, 2, 2, 0]]
 
 
 def test_a_framework_that_makes_the_batch_sampler_again_is_refused() -> None:

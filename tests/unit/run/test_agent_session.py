@@ -22,7 +22,6 @@ from torchmn.control.messages import (
     RoundMember,
     ScriptStarted,
     StartScript,
-    Terminate,
 )
 from torchmn.run.agent_session import AgentSession
 from torchmn.run.console import RankOutput
@@ -171,28 +170,6 @@ def test_a_silent_host_differs_from_a_dead_agent(make: Callable[..., Agents]) ->
     assert agents.session.must_end(time.monotonic())
     summary = agents.session.result().summary
     assert "rank 1 on n1 was lost: its host has not answered" in summary
-
-
-def test_first_failure_is_shown_again_after_the_output_of_others(
-    make: Callable[..., Agents], tmp_path: Path
-) -> None:
-    agents = make()
-    agents.connect(0)
-    agents.connect(1)
-    agents.send(
-        1, Output(stream="err", lines=["Traceback (most recent call last):", "Bad: 1"], num_bytes=9)
-    )
-    agents.send(1, Exit(returncode=3, ended_at=1.0, ended_by="itself"))
-    agents.send(0, Output(stream="out", lines=["step 5"], num_bytes=7))
-    assert agents.session.must_end(time.monotonic())
-    assert agents.session.end() is None
-    assert isinstance(agents.peers[0].collect()[-1], Terminate)
-    result = agents.session.result()
-    assert result.exit_code == 3
-    agents.session.report_failure(tmp_path, result, "summary")
-    tail = "End of stderr of rank 1:\nTraceback (most recent call last):\nBad: 1\n"
-    assert agents.err.getvalue().endswith(tail)
-    assert (tmp_path / "failure.txt").read_text() == f"{tail}summary\n"
 
 
 def test_a_rank_that_we_disconnect_has_not_failed(make: Callable[..., Agents]) -> None:

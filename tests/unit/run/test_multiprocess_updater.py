@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-import pytorch_pfn_extras as ppe
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -250,10 +249,3 @@ class TestRefused:
         updater = make_updater(Line())
         updater.finalize()
         assert "has ended" in refusal(updater.update)
-
-
-def test_before_it_starts_it_counts_epochs_of_mains_iterator() -> None:
-    updater = make_updater(Line())
-    assert (updater.epoch, updater.epoch_detail, updater.iteration) == (0, 0.0, 0)
-    assert float(updater.iterations_per_epoch or 0) == 11 / 4
-    assert ppe.reporting._get_reporters() == []

@@ -187,12 +187,6 @@ def test_clean_environment_keeps_the_users_settings() -> None:
     assert {name: text for name, text in cleaned.items() if not name.startswith("TORCHMN_")} == kept
 
 
-@pytest.mark.parametrize("num_ranks", [0, -1])
-def test_number_of_ranks(num_ranks: int) -> None:
-    with pytest.raises(UsageError, match=f"got {num_ranks}"):
-        job(num_ranks)
-
-
 def test_environment_of_the_job() -> None:
     env = worker_environment(job(backend="nccl"), {"A": "1"})
     assert (env["A"], env["TORCHMN_TRANSPORT"], env["TORCHMN_BACKEND"]) == ("1", "torch", "nccl")

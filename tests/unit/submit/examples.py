@@ -17,17 +17,6 @@ PBS_OF_ROW_4_10 = """\
 """
 """The hands-on course on distributed training, job script of 2 nodes with 2 GPUs each."""
 
-BODY_OF_ROW_3_5 = """\
-module load cuda/8.0.44-cuDNN7
-module load anaconda3
-module switch intel-mpi openmpi-gdr/2.1.1/intel
-export HOME=/lustre/gi99/i12345
-export NCCL_SHM_DISABLE=1
-export NCCL_NET_GDR_READ=1
-conda activate chainerMN
-"""
-"""The report on 64 GPUs: what the script did before mpirun. There: `source activate`."""
-
 SLURM_OF_THE_MANUAL = """\
 #SBATCH --partition=h-tutorial
 #SBATCH --account=gt00

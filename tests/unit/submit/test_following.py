@@ -123,14 +123,6 @@ def test_an_earlier_run_does_not_count_for_one_that_was_killed() -> None:
     assert followed(scheduler)[0] == 137
 
 
-def test_the_last_of_several_runs_counts() -> None:
-    later = LOG.replace("203337", "203340")
-    scheduler = Scripted(
-        writes(LOG, ENDED.format(85), WAITING), writes(later, ENDED.format(0), GONE)
-    )
-    assert followed(scheduler)[0] == 0
-
-
 def test_an_exit_status_that_comes_late() -> None:
     late = JobState(word="gone", has_ended=True, exit_status=4)
     status, _, _, pauses = followed(Scripted(GONE, GONE, late))

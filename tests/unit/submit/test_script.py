@@ -13,105 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.limits import limit
-from tests.unit.submit.examples import BODY_OF_ROW_3_5, tutorial
+from tests.unit.submit.examples import tutorial
 from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.choose import SCHEDULERS
 from torchmn.submit.request import PythonEnvironment
 from torchmn.submit.scheduler import Answer, ask
 from torchmn.submit.script import job_script, make_log_dir, submit, write_script
-
-WHOLE = """\
-#!/bin/bash
-#PBS -q h-tutorial
-#PBS -l select=2:ncpus=2:mpiprocs=2:ompthreads=1
-#PBS -l place=scatter
-#PBS -W group_list=gt00
-#PBS -l walltime=00:10:00
-#PBS -N multi_node_training
-#PBS -r y
-#PBS -j oe
-#PBS -o torchmn-logs/
-#PBS -S /bin/bash
-#PBS -m abe
-
-# Written by `torchmn submit` for PBS. Edit it as you like; submit it in
-# the same folder, with the folder of its logs: mkdir -p torchmn-logs && qsub multi_node_training.sh
-
-cd "$PBS_O_WORKDIR" || exit 1
-job=${PBS_JOBID%%.*}
-logs=torchmn-logs
-log="$logs/multi_node_training.$job.$(date +%Y%m%d-%H%M%S)"
-mkdir -m 700 -p "$logs" || exit 1
-exec >>"$log.log" 2>&1
-end_job() {
-  echo "torchmn: job ended with exit status $1"
-  exit "${2:-$1}"
-}
-
-export NCCL_SHM_DISABLE=1
-command -v pbsnodes >/dev/null || {
-  . "${PBS_CONF_FILE:-/etc/pbs.conf}" && PATH="$PBS_EXEC/bin:$PATH"
-}
-. ./venv/bin/activate || end_job 1
-command -v torchmn >/dev/null || {
-  echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2
-  end_job 127
-}
-
-echo "PBS job $job on $(hostname), $(date '+%Y-%m-%d %H:%M:%S %z')"
-python3 - <<'VERSIONS'
-import importlib.metadata, sys
-wanted = ("torch", "numpy", "mpi4py", "nvidia-nccl", "nvidia-cudnn", "nvidia-cuda-runtime")
-found = {(d.name or "").lower(): d.version for d in importlib.metadata.distributions()}
-versions = [f"{name} {found[name]}" for name in sorted(found) if name.startswith(wanted)]
-print(", ".join([f"python {sys.version.split()[0]}", *versions]))
-VERSIONS
-
-export TORCHMN_PROGRESS_FILE="$(realpath "$log").progress"
-# A signal of the scheduler goes to all ranks; this shell waits for their end.
-pass_on() { signaled=$1; kill -s "$1" "$run"; }
-for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done
-torchmn run -n 4 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\
-  train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32 &
-run=$!
-signaled=no
-until [ -z "$signaled" ]; do
-  last=$signaled signaled=
-  wait "$run"
-  status=$?
-done
-
-# Exit status 85: saved before the time limit, continue in a new job.
-if [ "$status" -eq 85 ]; then
-  history="$logs/multi_node_training.$job.requeues"
-  touch "$history" "$log.progress"
-  num_requeues=$(wc -l <"$history")
-  saved=$(grep '^checkpoint' "$log.progress" | tail -n 1)
-  if ! grep -q '^exit' "$log.progress"; then
-    echo "torchmn: not resubmitted: a rank exited with 85, but not because torchmn.Preemption \
-ended it" >&2
-  elif [ -n "$saved" ] && [ "$saved" = "$(tail -n 1 "$history")" ]; then
-    echo "torchmn: not resubmitted: no progress since the last time, the newest is the $saved; \
-submit this job by hand to continue" >&2
-  elif [ "$num_requeues" -ge 10 ]; then
-    echo "torchmn: not resubmitted: this was done 10 times already (--max-requeues); submit this \
-job by hand to continue" >&2
-  else
-    echo "${saved:-unknown $log}" >>"$history"
-    limit=$(sed -n 's/^limit //p' "$log.progress")
-    early=no; [ "$(date +%s)" -ge "${limit:-9999999999}" ] || early=yes
-    if [ "$last,$early" = TERM,yes ]; then
-      echo "torchmn: not resubmitted: PBS deletes or requeues this job" >&2
-    elif next=$(qsub multi_node_training.sh); then
-      mv "$history" "$logs/multi_node_training.${next%%.*}.requeues"
-      echo "torchmn: resubmitted as $next"
-    else
-      echo "torchmn: qsub failed on $(hostname): submit this job by hand to continue" >&2
-    fi
-  fi
-fi
-end_job "$status"
-"""
 
 
 def script(scheduler: str = "pbs", *, requeues: bool = False, **settings: object) -> str:
@@ -119,39 +26,24 @@ def script(scheduler: str = "pbs", *, requeues: bool = False, **settings: object
     return job_script(job, SCHEDULERS[scheduler])
 
 
-def test_complete_script() -> None:
-    job = replace(
-        tutorial(
-            directives=("#PBS -m abe",),
-            exports=(("NCCL_SHM_DISABLE", "1"),),
-        ),
-        max_requeues=10,
-        environment=PythonEnvironment(kind="venv", where="./venv"),
-    )
-    assert job_script(job, SCHEDULERS["pbs"]) == WHOLE
+def test_the_ranks_are_started_in_the_background_with_all_options() -> None:
+    """The shell waits for them by itself, so that it can pass signals on."""
+    text = script(exports=(("NCCL_SHM_DISABLE", "1"),))
+    assert (
+        'torchmn run -n 4 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\\n'
+        "  train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32 &\nrun=$!\n"
+    ) in text
+    assert 'for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done' in text
 
 
-def test_the_steps_of_row_3_5() -> None:
+def test_modules_and_conda_in_the_order_of_row_3_5() -> None:
     job = replace(
-        tutorial(
-            modules=(
-                "cuda/8.0.44-cuDNN7",
-                "anaconda3",
-                "switch intel-mpi openmpi-gdr/2.1.1/intel",
-            ),
-            exports=(
-                ("HOME", "/lustre/gi99/i12345"),
-                ("NCCL_SHM_DISABLE", "1"),
-                ("NCCL_NET_GDR_READ", "1"),
-            ),
-        ),
+        tutorial(modules=("anaconda3", "switch intel-mpi openmpi/2"), exports=(("A", "1"),)),
         environment=PythonEnvironment(kind="conda", where="chainerMN"),
     )
-    lines = [
-        line.removesuffix(" || end_job 1")
-        for line in job_script(job, SCHEDULERS["pbs"]).splitlines()
-    ]
-    places = [lines.index(line) for line in BODY_OF_ROW_3_5.splitlines()]
+    text = job_script(job, SCHEDULERS["pbs"])
+    steps = ("load anaconda3", "module switch intel-mpi openmpi/2", "export A=1", "conda activate")
+    places = [text.index(step) for step in steps]
     assert places == sorted(places)
 
 

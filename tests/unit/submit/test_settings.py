@@ -52,13 +52,10 @@ def test_invalid_walltime(walltime: str) -> None:
         ({"parallel_environment": "my pe"}, "parallel_environment must be one word"),
         ({"threads": 0}, "at least 1, got 0"),
         ({"log_dir": "my logs"}, "log_dir must be made of letters"),
-        ({"log_dir": "logs%j"}, "got 'logs%j'"),
         ({"modules": ("cuda/12\nrm",)}, "a single line"),
-        ({"modules": (" ",)}, "a single line"),
         ({"directives": ("",)}, "a single line"),
         ({"activate": "a\nb"}, "a single line"),
         ({"exports": (("1A", "x"),)}, "'1A' is not the name of a variable"),
-        ({"exports": (("A B", "x"),)}, "'A B' is not the name of a variable"),
     ],
 )
 def test_invalid_settings(settings: dict[str, object], words: str) -> None:

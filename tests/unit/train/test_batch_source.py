@@ -87,29 +87,6 @@ def test_samplers_are_given_the_epoch() -> None:
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_global_sampler_resumes_with_another_number_of_ranks(num_workers: int) -> None:
-    """Also where workers draw ahead: the state counts what was handed out."""
-
-    def part(comm: Communicator, state: Any, num_batches: int) -> Any:
-        sampler = GlobalSampler(22, comm, 6, seed=1)
-        loader = DataLoader(range(22), batch_sampler=sampler, num_workers=num_workers)
-        source = EpochLoader(loader)
-        if state is not None:
-            source.load_state_dict(state)
-        batches = [next(source).tolist() for _ in range(num_batches)]
-        return batches, source.state_dict(), source.epoch_detail
-
-    def merged(results: list[Any]) -> list[list[int]]:
-        return [sum(batches, []) for batches in zip(*(r[0] for r in results), strict=True)]
-
-    [(straight, _, _)] = run_ranks(lambda comm: part(comm, None, 9), 1)
-    first = run_ranks(lambda comm: part(comm, None, 2), 2)
-    assert first[0][2] == 12 / 22
-    second = run_ranks(lambda comm: part(comm, first[0][1], 7), 1 if num_workers else 3)
-    assert merged(first) + merged(second) == straight
-
-
 @pytest.mark.parametrize("num_done", [0, 1, 3, 4, 7])
 @pytest.mark.parametrize("has_own_generator", [True, False])
 def test_a_shuffling_loader_resumes_in_mid_epoch(num_done: int, has_own_generator: bool) -> None:

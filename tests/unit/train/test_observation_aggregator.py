@@ -40,15 +40,6 @@ def observed(
     return seen
 
 
-def test_values_are_kept_until_it_is_time(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> list[Any]:
-        return observed(
-            comm, tmp_path, lambda rank, k: 10 * rank + k, comm_trigger=(2, "iteration")
-        )
-
-    assert run_ranks(body, 2) == [[None, 6.5, None, 8.5]] * 2
-
-
 def test_ranks_without_a_value(tmp_path: Path) -> None:
     """Where Chainer divided by zero at rank 0 and the others waited forever."""
 

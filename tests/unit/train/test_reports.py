@@ -96,15 +96,6 @@ def test_everything_by_rank_0_alone(tmp_path: Path, capsys: pytest.CaptureFixtur
             assert torch.equal(tensor, saved[name]), name
 
 
-def test_without_snapshots(tmp_path: Path) -> None:
-    run_ranks(lambda comm: train(comm, tmp_path, has_snapshot=False), 1)
-    assert sorted(path.name for path in (tmp_path / "0").iterdir()) == [
-        "accuracy.png",
-        "log",
-        "loss.png",
-    ]
-
-
 def test_persistents_are_averaged_at_the_end_of_epochs(tmp_path: Path) -> None:
     def body(comm: Communicator) -> list[float]:
         updater = Counter(10, 4)

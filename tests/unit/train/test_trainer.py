@@ -154,27 +154,6 @@ def test_many_ranks_train_as_one(tmp_path: Path, size: int) -> None:
         assert rest == [iterations, epochs] == [8, 2]
 
 
-def test_a_rank_without_samples_participates(tmp_path: Path) -> None:
-    """Four ranks share a last batch of 1: three of them have none."""
-    from torchmn.data import EmptyBatchCollate
-
-    def body(comm: Communicator) -> Any:
-        model, data = Line(), points(13)
-        loader = DataLoader(
-            data,
-            batch_sampler=GlobalSampler(13, comm, 4, seed=3),
-            collate_fn=EmptyBatchCollate(data),
-        )
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
-        trainer = Trainer(StandardUpdater(loader, optimizer, model), (3, "epoch"), tmp_path)
-        trainer.run()
-        return model.weight.detach()
-
-    [expected] = run_ranks(body, 1)
-    for weight in run_ranks(body, 4):
-        assert torch.allclose(weight, expected, rtol=1e-12, atol=0)
-
-
 @pytest.mark.parametrize("kind", ["serial", "loader", "sampler"])
 @pytest.mark.parametrize("stop_after", [3, 4])
 def test_resuming_is_bit_equal(tmp_path: Path, kind: str, stop_after: int) -> None:
@@ -244,17 +223,6 @@ def test_other_extensions_than_saved_are_refused(tmp_path: Path) -> None:
     other.extend(extensions.LogReport())
     with pytest.raises(UsageError, match="LogReport"):
         other.load_state_dict(trainer.state_dict())
-
-
-def test_rank_0_alone_writes(tmp_path: Path) -> None:
-    def body(comm: Communicator) -> None:
-        trainer, _ = make(comm, tmp_path / f"of-rank-{comm.rank}", "sampler")
-        trainer.extend(LogReport(comm))
-        trainer.run()
-
-    run_ranks(body, 2)
-    assert [path.name for path in tmp_path.iterdir()] == ["of-rank-0"]
-    assert (tmp_path / "of-rank-0" / "log").exists()
 
 
 class TestLog:

@@ -6,7 +6,6 @@ import base64
 import io
 import os
 import pickle
-import random
 import zipfile
 from pathlib import Path
 from typing import Any, Literal
@@ -385,47 +384,3 @@ def test_other_formats_name_what_to_use(name: str) -> None:
 
 
 # ---- any bytes
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("images")
-
-
-def values_or_place(folder: Path, text: bytes) -> bool:
-    path = make(folder, text, count=1)
-    try:
-        read(ImageDeserializer(path, streams()))
-    except DataError as error:
-        assert str(error).startswith(path)  # noqa: PT017
-        return False
-    return True
-
-
-def test_mutated_map_files_give_values_or_a_named_place(folder: Path) -> None:
-    rng = random.Random(0)
-    seen = set()
-    for _ in range(300):
-        text = bytearray(b".../0.png\t1\n7\t.../0.png\t2\n")
-        for _ in range(rng.randint(0, 2)):
-            at = rng.randrange(len(text))
-            text[at : at + rng.randint(0, 2)] = rng.choice(
-                [b"\t", b"\n", b"\0", b"@", b"5", b"\xff"]
-            )
-        seen.add(values_or_place(folder, bytes(text)))
-    assert seen == {True, False}
-
-
-def test_damaged_images_give_pixels_or_an_error() -> None:
-    rng = random.Random(0)
-    for kind in ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP"):
-        content = encoded(pixels(1, 20, 20), kind)
-        for _ in range(60):
-            damaged = bytearray(content)
-            for _ in range(rng.randint(1, 4)):
-                damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-            try:
-                found = decoding.decode(bytes(damaged[: rng.randint(1, len(damaged) * 2)]), 3)
-            except DataError:
-                continue
-            assert found.ndim == 3

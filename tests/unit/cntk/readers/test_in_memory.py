@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +184,3 @@ def test_pandas(frame: Any) -> None:
         from_pandas(table, {"x": "d"})
     with pytest.raises(UnknownNameError, match="Known: a, b, c, d"):
         from_pandas(table, {"x": "e"})
-
-
-def test_pandas_is_not_imported() -> None:
-    before = "pandas" in sys.modules
-    from_pandas(Frame(a=[1.0]), {"x": "a"})
-    assert ("pandas" in sys.modules) == before

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 from tests.contracts.suites.source_contracts import Numbers
 from tests.limits import limit
+from tests.unit.data.test_global_sampler import Placement
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.cntk.readers import (
-    INFINITELY_REPEAT,
     MinibatchDataset,
     MinibatchIterator,
     MinibatchSource,
@@ -27,7 +27,7 @@ from torchmn.cntk.readers import (
 from torchmn.comm import Communicator
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
-from torchmn.train import StandardUpdater, Trainer
+from torchmn.train import StandardUpdater
 
 COUNT = 21
 
@@ -68,17 +68,6 @@ def test_an_updater_trains_the_same_on_any_number_of_ranks() -> None:
         for other, other_ends in run_ranks(trained, size):
             assert other == pytest.approx(weight, rel=1e-12)
             assert other_ends == ends
-
-
-def test_a_trainer_counts_epochs(tmp_path: Any) -> None:
-    model = Line()
-    updater = StandardUpdater(
-        MinibatchIterator(source(), 4), torch.optim.SGD(model.parameters(), lr=1e-3), model
-    )
-    assert updater.iterations_per_epoch == pytest.approx(COUNT / 4)
-    Trainer(updater, (3, "epoch"), out=tmp_path).run()
-    assert updater.iteration == 16
-    assert updater.epoch_detail == pytest.approx(64 / COUNT)
 
 
 def test_epoch_details_and_the_end() -> None:
@@ -180,18 +169,6 @@ def test_spawned_workers() -> None:
     assert passes(loader, 1) == expected(1)
 
 
-def test_workers_with_chunks_and_threads_before_the_fork() -> None:
-    numbers = MinibatchSource(Numbers(20), randomization_window_in_chunks=4)
-    numbers.next_minibatch(4)  # its threads are running
-    dataset = MinibatchDataset(numbers, 8)
-    dataset.set_epoch(1)
-    wanted = [batch["number"].tolist() for batch in DataLoader(dataset, batch_size=None)]
-    dataset.set_epoch(1)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2)
-    assert [batch["number"].tolist() for batch in loader] == wanted
-    numbers.close()
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_ranks_get_the_parts_of_global_minibatches(num_workers: int) -> None:
     def batches(comm: Communicator) -> list[list[float]]:
@@ -200,14 +177,9 @@ def test_ranks_get_the_parts_of_global_minibatches(num_workers: int) -> None:
         return [batch["x"].flatten().tolist() for batch in loader]
 
     for size in (2, 5):
-        parts = [batches(_Rank(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
+        parts = [batches(Placement(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
         joined = [[x for part in step for x in part] for step in zip(*parts, strict=True)]
         assert joined == expected(1)[0]
-
-
-class _Rank:
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
 
 
 def test_a_loader_with_workers_is_resumed_by_state_after() -> None:
@@ -232,39 +204,11 @@ def test_a_pass_that_is_left_continues_without_workers() -> None:
     assert [first + passes(loader, 1)[0]] == expected(1)
 
 
-def test_an_updater_over_a_loader_resumes_in_mid_epoch() -> None:
-    def updater() -> StandardUpdater:
-        model = Line()
-        loader = DataLoader(MinibatchDataset(source(), 4), batch_size=None, num_workers=1)
-        return StandardUpdater(loader, torch.optim.SGD(model.parameters(), lr=1e-3), model)
-
-    whole = updater()
-    for _ in range(15):
-        whole.update()
-    stopped = updater()
-    for _ in range(8):
-        stopped.update()
-    resumed = updater()
-    resumed.load_state_dict(stopped.state_dict())
-    resumed.model.load_state_dict(stopped.model.state_dict())
-    for _ in range(7):
-        resumed.update()
-    assert torch.equal(resumed.model.weight, whole.model.weight)
-    assert resumed.epoch == whole.epoch == 2
-
-
 def test_a_wrong_epoch_and_a_wrong_stream() -> None:
     with pytest.raises(UsageError, match="epoch=-1"):
         MinibatchDataset(source(), 4).set_epoch(-1)
     with pytest.raises(UnknownNameError, match="Known: x, y"):
         MinibatchDataset(source(), 4, input_map={"x": "z"})
-
-
-def test_max_samples_ends_the_passes() -> None:
-    dataset = MinibatchDataset(source(max_samples=30), 4)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2)
-    assert [sum(map(len, sweep)) for sweep in passes(loader, 3)] == [COUNT, 9, 0]
-    assert INFINITELY_REPEAT == 2**64 - 1
 
 
 def test_workers_begin_where_the_source_is() -> None:

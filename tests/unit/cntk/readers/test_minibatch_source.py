@@ -103,12 +103,6 @@ def test_infinite_and_finite_sources() -> None:
     source.close()
 
 
-def test_without_randomization_the_order_is_that_of_the_data() -> None:
-    source = MinibatchSource(Numbers(4), randomize=False, max_sweeps=1)
-    assert ids(source.next_minibatch(100, NUMBER)) == [100.0 * n for n in range(15)]
-    source.close()
-
-
 def test_a_state_of_another_source_is_refused() -> None:
     state = MinibatchSource(Numbers(), randomization_seed=3).get_checkpoint_state()
     with pytest.raises(UsageError, match="saved with seed=3 and the source has 4"):
@@ -180,38 +174,6 @@ def test_pieces_of_sequences_continue_their_rows() -> None:
     assert sorted(seen) == [
         100.0 * n + k for n, size in enumerate(numbers.lengths) for k in range(size)
     ]
-
-
-def test_pieces_resume_in_the_middle_of_sequences() -> None:
-    def make() -> MinibatchSource:
-        return MinibatchSource(
-            Numbers(lengths=lambda n: 3 + 2 * n % 9), truncation_length=4, max_sweeps=2
-        )
-
-    def draw(source: MinibatchSource, sizes: list[int]) -> list[Any]:
-        found = [source.next_minibatch(size, NUMBER) for size in sizes]
-        return [(ids(m), m["n"].is_first.tolist(), m["n"].sweep_end) for m in found if m]
-
-    sizes = [16] * 4 + [8] * 3 + [24] * 30  # rows that smaller minibatches leave are not lost
-    source = make()
-    whole = draw(source, sizes)
-    assert sum(end for _, _, end in whole) == 2
-    source.close()
-    for done in (1, 5, 9):
-        source = make()
-        draw(source, sizes[:done])
-        state = source.get_checkpoint_state()
-        source.close()
-        resumed = make()
-        resumed.restore_from_checkpoint(state)
-        assert draw(resumed, sizes[done:]) == whole[done:]
-        resumed.close()
-    values = [n for m, _, _ in whole for n in m]
-    assert (
-        len(values)
-        == 2 * len(set(values))
-        == 2 * Numbers(lengths=lambda n: 3 + 2 * n % 9).lengths.sum()
-    )
 
 
 def test_frames_of_streams_of_other_lengths_are_refused() -> None:

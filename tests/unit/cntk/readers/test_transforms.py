@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from torchmn.cntk.readers.mean_image import write_mean_image
-from torchmn.cntk.readers.transforms import Draw, color, contiguous, crop, mean, scale
+from torchmn.cntk.readers.transforms import Draw, color, crop, mean, scale
 from torchmn.errors import DataError, UnknownNameError, UsageError
 
 ROWS, COLUMNS = 40, 60
@@ -54,15 +54,6 @@ class TestCrop:
         assert {row for row, _ in places} == set(range(21))
         assert {column for _, column in places} <= set(range(41))
         assert len({column for _, column in places}) > 35
-
-    @pytest.mark.parametrize("channels", [1, 3])
-    def test_mirrored_pixels_are_copied_as_they_are(self, channels: int) -> None:
-        image = (IMAGE % 251).astype(np.uint8)[:, :, :channels]
-        cuts = [image[3:20, 5:40][:, ::-1], image[3:20, 5:40], image[:, ::-1].astype(float)]
-        for cut in cuts:
-            found = contiguous(cut)
-            assert found.flags.c_contiguous
-            np.testing.assert_array_equal(found, cut)
 
     def test_jitter_draws_sizes_from_the_range(self) -> None:
         transform = crop("randomside", side_ratio="0.5:0.75", jitter_type="uniratio")

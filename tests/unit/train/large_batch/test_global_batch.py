@@ -8,24 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from tests.unit.data.test_global_sampler import Placement
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 from torchmn.train.large_batch import BatchGrowth, GlobalBatch
-
-
-class Placement:
-    """As much of a communicator as `GlobalBatch` uses, on a world where all ranks agree."""
-
-    num_steps: int | None = None
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size, self.rank_label = rank, size, f"rank {rank}"
-
-    def allgather_obj(self, value: object) -> list[object]:
-        return [value] * self.size
 
 
 def batches(size: int, *args: object, **options: object) -> list[GlobalBatch]:
@@ -101,16 +90,6 @@ def test_structures_are_cut_and_different_lengths_are_refused() -> None:
     assert torch.cat([part["y"][0] for part in parts]).tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(UsageError, match=r"\[4, 5\] in dim 0"):
         list(batch.micro_batches((torch.zeros(5), torch.zeros(4))))
-
-
-def test_all_ranks_make_the_same_number_of_passes() -> None:
-    """A rank with one sample less than another would need one pass less by itself."""
-    ranks = batches(2, 9, 4)
-    passes = []
-    for batch in ranks:
-        for part in batch.sampler(9, shuffle=False):
-            passes.append(len(list(batch.micro_batches(torch.tensor(part)))))
-    assert passes == [2, 2]
 
 
 def train_passes(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from html import escape
 from io import StringIO
@@ -17,9 +16,8 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.unit.models import OfObject, batch, equal, fill, local_grads, loss_of, mlp, near, values
+from tests.unit.models import OfObject, batch, equal, fill, local_grads, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError, UsageError
@@ -95,27 +93,6 @@ def optimizer_of(model: nn.Module, comm: Communicator, **options: Any) -> MultiN
     return create_multi_node_optimizer(
         torch.optim.SGD(model.parameters(), 0.05, momentum=0.9), comm, model, **options
     )
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_find_the_noise_that_is_known(num_ranks: int) -> None:
-    """Of the mean of 400 measurements, within 4 times its standard error of about 3 %."""
-
-    def rank_main(comm: Communicator) -> GradientNoiseScale:
-        model = linear()
-        optimizer = optimizer_of(model, comm)
-        noise = GradientNoiseScale(optimizer, every=1, decay=0.99)
-        generator = torch.Generator().manual_seed(comm.rank)
-        for _ in range(400):
-            optimizer.zero_grad()
-            model(sample_gradients(16, generator)).mean().backward()
-            optimizer.step()
-        return noise
-
-    found = run_ranks(rank_main, num_ranks)
-    assert found[0].num_measurements == 400
-    assert len({noise.value() for noise in found}) == 1
-    assert found[0].value() == pytest.approx(VARIANCE / SQUARE, rel=0.12)
 
 
 SIZES = [[3, 5, 2], [0, 4, 1], [6, 0, 0], [2, 2, 7], [1, 1, 1]]
@@ -269,104 +246,7 @@ def test_ranks_that_left_their_loop_measure_with_the_others() -> None:
 
 # ---- ordinary loops ----
 
-SPLITS = [(3, 5), (6, 2), (1, 7), (4, 4), (2, 6), (5, 3)]
 """Samples of each of two ranks in each step."""
-
-
-class Loop:
-    """A user's loop on its part of each batch; ``comm`` is None for one process with all of it."""
-
-    def __init__(self, comm: Communicator | None) -> None:
-        self.comm = comm
-        self.noise: list[GradientNoiseScale] = []
-
-    def wrapped(self, inner: torch.optim.Optimizer, model: nn.Module) -> torch.optim.Optimizer:
-        if self.comm is None:
-            return inner
-        optimizer = create_multi_node_optimizer(inner, self.comm, model, weight="samples")
-        self.noise.append(GradientNoiseScale(optimizer, every=1))
-        return optimizer
-
-    def sgd(self, model: nn.Module) -> torch.optim.Optimizer:
-        inner = torch.optim.SGD(model.parameters(), 0.3, momentum=0.9)
-        return self.wrapped(inner, model)
-
-    def parts(self, steps: range = range(len(SPLITS))) -> Iterator[Tensor]:
-        for step in steps:
-            first, _ = SPLITS[step]
-            whole = batch(0, step, sum(SPLITS[step]))
-            yield whole if self.comm is None else (whole[:first], whole[first:])[self.comm.rank]
-
-
-def averaged(loop: Loop) -> list[nn.Module]:
-    model = mlp()
-    before = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = loop.sgd(model)
-    after = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for x in loop.parts():
-        optimizer.zero_grad()
-        loss_of(model, x).backward()
-        optimizer.step()
-        for average in (before, after):
-            average.update_parameters(model)
-        with torch.no_grad():
-            loss_of(after, x)
-    return [model, before, after]
-
-
-def resumed(loop: Loop) -> list[nn.Module]:
-    states: list[Any] = []
-    for steps in (range(3), range(3, len(SPLITS))):
-        model = mlp()
-        optimizer = loop.sgd(model)
-        held = [model, optimizer, *loop.noise[-1:]]
-        for each, state in zip(held, states, strict=False):
-            each.load_state_dict(state)
-        for x in loop.parts(steps):
-            optimizer.zero_grad()
-            loss_of(model, x).backward()
-            optimizer.step()
-        states = [copy.deepcopy(each.state_dict()) for each in held]
-    return [model]
-
-
-def compiled(loop: Loop) -> list[nn.Module]:
-    """Ranks are threads that share what torch.compile keeps, so the first call of each is alone."""
-    model = mlp()
-    optimizer = loop.sgd(model)
-    forward = torch.compile(model, backend="eager", dynamic=True)
-    for x in loop.parts():
-        optimizer.zero_grad()
-        with _compiling:
-            loss = loss_of(forward, x)
-        loss.backward()
-        optimizer.step()
-    return [model]
-
-
-_compiling = threading.Lock()
-WAYS = [averaged, resumed, compiled]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_ordinary_loops_train_as_one_process(way: Callable[[Loop], list[nn.Module]]) -> None:
-    torch.compiler.reset()
-    alone = [values(model) for model in way(Loop(None))]
-
-    def rank_main(comm: Communicator) -> tuple[list[list[Tensor]], list[dict[str, float]]]:
-        loop = Loop(comm)
-        models = way(loop)
-        measured = [{"value": n.value() or math.nan, **n.state_dict()} for n in loop.noise]
-        return [values(model) for model in models], measured
-
-    (trained, measured), other = run_ranks(rank_main, 2)
-    assert all(near(mine, whole) for mine, whole in zip(trained, alone, strict=True))
-    assert all(equal(mine, theirs) for mine, theirs in zip(trained, other[0], strict=True))
-    assert measured == other[1]
-    last = measured[-1]
-    assert last["num_measurements"] == len(SPLITS)
-    assert math.isfinite(last["square"] + last["variance"])
-    assert math.isfinite(last["value"])
 
 
 def test_only_some_steps_are_measured_and_the_state_is_resumed() -> None:

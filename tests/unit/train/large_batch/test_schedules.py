@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import (
-    ChainedScheduler,
     ExponentialLR,
     LinearLR,
     LRScheduler,
@@ -19,10 +18,8 @@ from torch.optim.lr_scheduler import (
 )
 from torch.utils.data import DataLoader, TensorDataset
 
-from torchmn.comm import Communicator
-from torchmn.data import EmptyBatchCollate
+from tests.unit.data.test_global_sampler import Placement
 from torchmn.errors import UnknownNameError, UsageError
-from torchmn.testing import run_ranks
 from torchmn.train.large_batch import (
     BatchGrowth,
     BatchSchedule,
@@ -43,18 +40,8 @@ def sgd(rate: float | torch.Tensor = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD([nn.Parameter(torch.zeros(1))], rate)
 
 
-class OneRank:
-    """As much of a communicator as `GlobalBatch` uses."""
-
-    rank, size, rank_label = 0, 1, "rank 0"
-    num_steps: int | None = None
-
-    def allgather_obj(self, value: object) -> list[object]:
-        return [value]
-
-
 def batch_of(global_batch: int = 10, **options: object) -> GlobalBatch:
-    return GlobalBatch(global_batch, comm=OneRank(), **options)
+    return GlobalBatch(global_batch, comm=Placement(0, 1), **options)
 
 
 def rates(schedule: BatchSchedule, num_epochs: int) -> list[float]:
@@ -143,43 +130,6 @@ def test_without_a_sampler_samples_are_counted() -> None:
     assert other.samples_seen == 34
 
 
-def test_resumes_to_the_bit_on_another_number_of_ranks() -> None:
-    def train(
-        comm: Communicator, num_steps: int, state: dict[str, object] | None, order: list[str]
-    ) -> tuple[list[float], dict[str, object]]:
-        batch = GlobalBatch(12, comm=comm, growth=BatchGrowth([1], 2, max_batch=18))
-        optimizer = sgd()
-        parts = {
-            "sampler": batch.sampler(NUM_SAMPLES),
-            "optimizer": optimizer,
-            "schedule": DecayAfterGrowth(
-                Cosine(GradualWarmup(optimizer, batch, 1), batch, 3), batch
-            ),
-        }
-        for name in order if state else []:
-            parts[name].load_state_dict(copy.deepcopy(state[name]))
-        data = TensorDataset(torch.arange(NUM_SAMPLES))
-        loader = DataLoader(
-            data, batch_sampler=parts["sampler"], collate_fn=EmptyBatchCollate(data)
-        )
-        found: list[float] = []
-        while True:
-            for _ in loader:
-                found.append(optimizer.param_groups[0]["lr"])
-                optimizer.step()
-                parts["schedule"].step()
-                if len(found) == num_steps:
-                    return found, {n: copy.deepcopy(p.state_dict()) for n, p in parts.items()}
-
-    orders = [["sampler", "optimizer", "schedule"], ["schedule", "optimizer", "sampler"]]
-    whole = run_ranks(lambda comm: train(comm, 9, None, []), 1)[0][0]
-    assert len(set(whole)) > 6
-    begun, state = run_ranks(lambda comm: train(comm, 4, None, []), 3)[2]
-    for order in orders:
-        rest = run_ranks(lambda comm, order=order: train(comm, 5, state, order)[0], 2)
-        assert [begun + each for each in rest] == [whole] * 2
-
-
 def test_decay_after_growth_keeps_batch_over_rate_as_planned() -> None:
     batch = batch_of(10, growth=BatchGrowth([1, 2, 3], 4, max_batch=50))
     batch.sampler(NUM_SAMPLES)
@@ -237,22 +187,6 @@ def with_sampler(rate: float | torch.Tensor = 0.1) -> tuple[torch.optim.SGD, Glo
     batch = batch_of()
     batch.sampler(NUM_SAMPLES)
     return sgd(rate), batch
-
-
-@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)])
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_chained_scheduler_of_torch_is_warned_of_once(
-    is_first: bool, rate: float | torch.Tensor
-) -> None:
-    optimizer, batch = with_sampler(rate)
-    make = [lambda: ExponentialLR(optimizer, 0.5), lambda: GradualWarmup(optimizer, batch, 1)]
-    chained = ChainedScheduler([each() for each in (make if is_first else make[::-1])])
-    with pytest.warns(
-        RuntimeWarning, match=r"GradualWarmup has set .* group 0 to .*Chained"
-    ) as all_:
-        stepped(chained, batch, 2)
-    assert len(all_) == 1
-    assert "SequentialLR" in str(all_[0].message)
 
 
 def test_a_rate_set_by_others_is_warned_of_with_the_group() -> None:

@@ -6,7 +6,6 @@ about what plain torch has not.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchmn
+from tests.unit.data.test_global_sampler import Placement
 from torchmn.comm import Communicator
 from torchmn.testing import run_ranks
 from torchmn.train.large_batch import (
@@ -26,10 +26,6 @@ from torchmn.train.large_batch import (
     Cosine,
     GlobalBatch,
     GradualWarmup,
-    LinearScaling,
-    MultiStep,
-    convert_to_ghost_batch_norm,
-    weight_decay_groups,
 )
 
 NUM_SAMPLES, NUM_EPOCHS, BATCH = 45, 3, 14
@@ -59,19 +55,12 @@ def values(model: nn.Module) -> Parameters:
 
 def whole_batches(num_epochs: int = NUM_EPOCHS) -> Iterator[tuple[int, Tensor, Tensor]]:
     """What one process without this package loads: the samples before, and a batch."""
-    order = torchmn.GlobalSampler(NUM_SAMPLES, _OneRank(), BATCH)  # type: ignore[arg-type]
+    order = torchmn.GlobalSampler(NUM_SAMPLES, Placement(0, 1), BATCH)
     x, y = data().tensors
     for epoch in range(num_epochs):
         for begin in range(0, NUM_SAMPLES, BATCH):
             rows = torch.as_tensor(order.order(epoch)[begin : begin + BATCH])
             yield epoch * NUM_SAMPLES + begin, x[rows], y[rows]
-
-
-class _OneRank:
-    rank, size, num_steps = 0, 1, None
-
-    def allgather_obj(self, value: object) -> list[object]:
-        return [value]
 
 
 def assert_near(ranks: list[Parameters], wanted: Parameters, tolerance: float = 1e-12) -> None:
@@ -153,122 +142,6 @@ def test_accumulation_exchanges_once_per_step() -> None:
     assert run_ranks(script, 2) == [1, 1]
 
 
-def test_clipping_and_two_groups() -> None:
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        groups = weight_decay_groups(model, 0.05)
-        groups[1]["lr"] = 0.2
-        return groups
-
-    def script(comm: Communicator) -> Parameters:
-        model = net()
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(groups(model), 0.1), comm, model, max_grad_norm=0.3
-        )
-        batch = GlobalBatch(BATCH, comm=comm, accumulation=2)
-        loader = loader_of(batch, num_workers=0)
-        schedule = MultiStep(optimizer, batch, [1, 2], 0.5)
-        for _ in range(NUM_EPOCHS):
-            list(steps(model, optimizer, batch, loader))
-            schedule.step()
-        return values(model)
-
-    model = net()
-    sgd = torch.optim.SGD(groups(model), 0.1)
-    schedule = torch.optim.lr_scheduler.MultiStepLR(sgd, [1, 2], 0.5)
-    for seen, x, y in whole_batches():
-        sgd.zero_grad()
-        mse_loss(model(x), y).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-        sgd.step()
-        if (seen + len(x)) % NUM_SAMPLES == 0:
-            schedule.step()
-    assert_near(run_ranks(script, 2), values(model))
-
-
-@pytest.mark.filterwarnings("ignore:(.|\n)*GradScaler")
-def test_mixed_precision_with_a_scaler() -> None:
-    """The scaler takes no step where a gradient is not finite, on all ranks."""
-
-    def script(comm: Communicator) -> tuple[Parameters, float]:
-        model = net().float()
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model, on_nonfinite="ignore"
-        )
-        batch = GlobalBatch(BATCH, comm=comm, local_batch=4)
-        schedule = None
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**120, growth_interval=1000)
-        loader = loader_of(batch)
-        schedule = Cosine(optimizer, batch, NUM_EPOCHS)
-        for _ in range(NUM_EPOCHS):
-            for samples in loader:
-                optimizer.zero_grad()
-                for (x, y), share in batch.micro_batches(samples, optimizer):
-                    with torch.autocast("cpu", dtype=torch.bfloat16):
-                        loss = mse_loss(model(x.float()), y.float())
-                    scaler.scale(loss * share).backward()
-                scaler.unscale_(optimizer)
-                optimizer.clip_grad_norm_(1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                schedule.step()
-        return values(model), scaler.get_scale()
-
-    one, two = run_ranks(script, 1), run_ranks(script, 2)
-    assert_near([params for params, _ in two], one[0][0], tolerance=0.02)  # of bfloat16
-    assert {scale for _, scale in (*one, *two)} == {one[0][1]}
-    start = net().float()
-    assert all(not a.equal(b) for a, b in zip(one[0][0], values(start), strict=True))
-
-
-def test_linear_scaling_and_warmup_stepped_per_batch() -> None:
-    def script(comm: Communicator) -> Parameters:
-        model = net()
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.01), comm, model
-        )
-        batch = GlobalBatch(BATCH, comm=comm)
-        loader = loader_of(batch)
-        schedule = LinearScaling(optimizer, batch, base_batch=7)
-        schedule = GradualWarmup(schedule, batch, 1)
-        schedule = Cosine(schedule, batch, NUM_EPOCHS, begin=1)
-        for _ in range(NUM_EPOCHS):
-            for _ in steps(model, optimizer, batch, loader):
-                schedule.step()
-        return values(model)
-
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), 0.01)
-    for seen, x, y in whole_batches():
-        epochs = seen / NUM_SAMPLES
-        warmup = min(1.0, 0.5 + 0.5 * epochs)
-        decay = (1 + math.cos(math.pi * max(0.0, epochs - 1) / 2)) / 2
-        sgd.param_groups[0]["lr"] = 0.01 * 2 * warmup * decay
-        whole_step(model, sgd, x, y)
-    assert_near(run_ranks(script, 2), values(model))
-
-
-def test_batch_growth_in_place_of_decay() -> None:
-    """The batches of one process: 14, then 28 after the first epoch, then all 45."""
-
-    def script(comm: Communicator) -> Parameters:
-        model = net()
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
-        growth = BatchGrowth([1, 2], 2, max_batch=NUM_SAMPLES)
-        batch = GlobalBatch(BATCH, comm=comm, local_batch=4, growth=growth)
-        return trained(model, optimizer, batch, loader_of(batch))
-
-    model = net()
-    sgd = torch.optim.SGD(model.parameters(), 0.1)
-    x, y = data().tensors
-    sampler = torchmn.GlobalSampler(NUM_SAMPLES, _OneRank(), 1)  # type: ignore[arg-type]
-    for epoch, size in enumerate((14, 28, 45)):
-        for rows in torch.as_tensor(sampler.order(epoch)).split(size):
-            whole_step(model, sgd, x[rows], y[rows])
-    assert_near(run_ranks(script, 2), values(model))
-
-
 @pytest.mark.parametrize("growth", [None, BatchGrowth([0.5, 1.2], 1.5)])
 def test_stopped_in_the_middle_and_resumed_on_other_ranks(
     tmp_path: Path, growth: BatchGrowth | None
@@ -303,32 +176,3 @@ def test_stopped_in_the_middle_and_resumed_on_other_ranks(
     found = run_ranks(lambda comm: script(comm, "parts", 10**6), 2)
     assert [steps for steps, _ in found] == [wanted[0]] * 2
     assert_near([params for _, params in found], wanted[1])
-
-
-def test_ghost_batches_and_the_trainer(tmp_path: Path) -> None:
-    """`torchmn.Trainer` takes the sampler as any other, and a schedule is stepped per iteration."""
-
-    def script(comm: Communicator) -> list[float]:
-        net = filled(nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)))
-        model = torchmn.train.Classifier(convert_to_ghost_batch_norm(net, 4))
-        optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
-        batch = GlobalBatch(12, comm=comm, growth=BatchGrowth([1], 2))
-        x, y = data().tensors
-        labelled = TensorDataset(x, (y[:, 0] > 0).long())
-        loader = DataLoader(labelled, batch_sampler=batch.sampler(labelled))
-        schedule = MultiStep(optimizer, batch, [2])
-        updater = torchmn.StandardUpdater(loader, optimizer, model)
-        trainer = torchmn.Trainer(updater, (3, "epoch"), out=str(tmp_path / str(comm.rank)))
-        found: list[float] = []
-        trainer.extend(
-            lambda _: (schedule.step(), found.append(schedule.get_last_lr()[0]))[0],
-            name="schedule",
-            trigger=(1, "iteration"),
-        )
-        trainer.run()
-        return found
-
-    for found in run_ranks(script, 2):
-        assert found == pytest.approx([0.1] * 5 + [0.01] * 3)  # 12, 12, 12, 9; 24, 21; 24, 21
