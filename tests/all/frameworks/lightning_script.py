@@ -165,7 +165,7 @@ def uneven_batches() -> None:
     """Weighted by samples: also where training_step calls layers instead of the module."""
     for is_direct in (False, True):
         options = ExchangeOptions(weight="samples", **FLAT)
-        module = fit(options, batches=uneven(comm.rank, 2), is_direct=is_direct)
+        module = fit(options, batches=uneven(comm.rank), is_direct=is_direct)
         same_numbers(module.net, alone())
 
 

@@ -17,7 +17,6 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "tools"
 NUM_TESTED, NUM_EPOCHS = 360, 3
-KEYS = ["accuracy", "number"]
 
 
 @pytest.mark.parametrize("tracker", ["print", "mlflow"])
