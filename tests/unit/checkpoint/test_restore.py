@@ -21,8 +21,10 @@ from tests.unit.checkpoint.training import (
     train,
     with_warnings,
 )
+from torchmn.checkpoint.parts import nowhere, place_parts
+from torchmn.comm.local_tensors import PART
 from torchmn.data import rng_state
-from torchmn.errors import UsageError
+from torchmn.errors import DataError, UsageError
 
 CPU = torch.device("cpu")
 
@@ -264,3 +266,48 @@ def test_parts_of_layers_without_a_grid(tmp_path: Path, is_plain: bool) -> None:
     assert on_ranks(load, 2) == [0.0, 1.0]
     for text in on_ranks(load, 4):
         assert "saved by 2 ranks without a grid, and 'optimizer' has layers that are div" in text
+
+
+# ---- parts of tensors are put together whatever their shapes ----
+
+
+WHOLE = torch.arange(35.0).view(7, 5)
+
+
+def part(rows: slice, columns: slice) -> dict[str, object]:
+    return {
+        PART: WHOLE[rows, columns].clone(),
+        "shape": [7, 5],
+        "offsets": [rows.start, columns.start],
+    }
+
+
+def put_together(parts: Sequence[dict[str, object]]) -> torch.Tensor:
+    states = [{"model": {"w": each, "step": 3}} for each in parts]
+    state = place_parts(states[0], nowhere, states, "model")
+    assert state["model"]["step"] == 3
+    result: torch.Tensor = state["model"]["w"]
+    return result
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [part(slice(0, 4), slice(0, 5)), part(slice(4, 7), slice(0, 5))],
+        [part(slice(0, 7), slice(0, 3)), part(slice(0, 7), slice(3, 5))],
+        [part(slice(0, 4), slice(0, 3)), part(slice(0, 4), slice(3, 5)),
+         part(slice(4, 7), slice(0, 3)), part(slice(4, 7), slice(3, 5))],
+        [part(slice(0, 4), slice(0, 5)), part(slice(0, 4), slice(0, 5)),
+         part(slice(4, 7), slice(0, 5)), part(slice(4, 7), slice(0, 5))],
+        [part(slice(0, 0), slice(0, 5)), part(slice(0, 7), slice(0, 5))],
+    ],
+    ids=["rows", "columns", "both", "replicas", "empty"],
+)  # fmt: skip
+def test_the_whole_is_what_its_parts_were(parts: Sequence[dict[str, object]]) -> None:
+    assert torch.equal(put_together(parts), WHOLE)
+
+
+def test_a_part_that_is_missing_is_noticed() -> None:
+    twice = part(slice(0, 4), slice(0, 5))
+    with pytest.raises(DataError, match=r"model\['model'\]\['w'\]: the parts"):
+        put_together([twice, twice, part(slice(5, 7), slice(0, 5))])

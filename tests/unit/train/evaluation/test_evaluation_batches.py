@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
+from typing import Any
+
 import pytest
 import pytorch_pfn_extras as ppe
 import torch
@@ -12,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmn import GenericMultiNodeEvaluator, SerialIterator
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
-from torchmn.train.evaluation import create_multi_node_evaluator
+from torchmn.train.evaluation import batch_to, call_with_batch, create_multi_node_evaluator
 
 VALUES = torch.arange(11, dtype=torch.float64)
 
@@ -69,3 +72,34 @@ def test_what_cannot_be_evaluated(batches, message: str) -> None:  # type: ignor
             create_multi_node_evaluator(Evaluator(batches(shard(comm)), Mean()), comm)
 
     run_ranks(attempt, 2)
+
+
+# ---- a batch on its device, and as arguments ----
+
+
+Pair = namedtuple("Pair", "image label")
+X, Y = torch.zeros(7, 3), torch.zeros(7)
+
+
+def test_batch_to_keeps_the_structure() -> None:
+    batch = {"pair": Pair(X, Y), "rest": [X, (Y, "text")]}
+    moved = batch_to(batch, "meta")
+    assert moved["pair"].image.is_meta
+    assert moved["rest"][1][0].is_meta
+    assert moved["rest"][1][1] == "text"
+    assert type(moved["rest"][1]) is tuple
+    assert batch_to(batch, None) is batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ((1, 2), ((1, 2), {})),
+        ([1, 2], ((1, 2), {})),
+        ({"a": 1}, ((), {"a": 1})),
+        (Pair(1, 2), ((Pair(1, 2),), {})),
+        (5, ((5,), {})),
+    ],
+)
+def test_call_with_batch(batch: Any, expected: Any) -> None:
+    assert call_with_batch(lambda *args, **kwargs: (args, kwargs), batch) == expected

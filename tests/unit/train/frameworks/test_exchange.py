@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch import nn
 from torchmn.comm import Communicator
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.testing import run_ranks
-from torchmn.train.frameworks import ExchangeOptions
+from torchmn.train.frameworks import ExchangeOptions, attach
 from torchmn.train.frameworks.exchange import Exchange
 
 CPU = torch.device("cpu")
@@ -127,3 +129,23 @@ def test_processes_that_lightning_starts_have_no_rank(monkeypatch: pytest.Monkey
 def test_another_device_is_refused() -> None:
     with pytest.raises(UsageError, match="trains on meta"):
         Exchange(ExchangeOptions()).connect(torch.device("meta"))
+
+
+# ---- attach refuses what it cannot serve ----
+
+
+def test_another_kind_of_object() -> None:
+    with pytest.raises(UsageError, match="but got Linear"):
+        attach(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"])
+def test_what_exchanges_by_itself(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"uses {kind}"):
+        attach(SimpleNamespace(prepare_model=None, distributed_type=SimpleNamespace(value=kind)))
+
+
+def test_after_prepare() -> None:
+    used = SimpleNamespace(prepare_model=None, distributed_type="NO", _models=[nn.Linear(1, 1)])
+    with pytest.raises(UsageError, match=r"after accelerator.prepare\(\)"):
+        attach(used)
