@@ -316,7 +316,7 @@ def ddp_hook(comm: Communicator) -> None:
     )
     model = network(comm, torch.float32)
     ddp = nn.parallel.DistributedDataParallel(model)
-    hook = torchmn.exchange.optimizer.ddp_hook("int8").register(ddp)
+    hook = torchmn.ddp_hook("int8").register(ddp)
     losses = train(comm, ddp, torch.optim.SGD(ddp.parameters(), 0.05), [0] * 20)
     assert_replicas(comm, model)
     assert losses[-1] < losses[0]

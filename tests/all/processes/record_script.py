@@ -124,7 +124,7 @@ def endless(comm: torchmn.Communicator) -> None:
 def ddp(comm: torchmn.Communicator) -> None:
     torch.distributed.init_process_group("gloo")
     net = torch.nn.parallel.DistributedDataParallel(model())
-    torchmn.exchange.optimizer.ddp_hook("int8", comm=comm).register(net)
+    torchmn.ddp_hook("int8", comm=comm).register(net)
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     for (x,) in loader():
         optimizer.zero_grad()

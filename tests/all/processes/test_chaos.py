@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.limits import limit
+
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -37,7 +39,9 @@ def inject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Inject]:
                     pytest.skip(reason="test hosts cannot be made here: they need root")
                 if kind == "disk full" and not testbed.has_disks():
                     pytest.skip(reason="a small disk cannot be mounted here: that needs root")
-                chosen = settings.Setting(num_steps=32, period_steps=4, timeout_s=6.0, **setting)
+                chosen = settings.Setting(
+                    num_steps=32, period_steps=4, timeout_s=limit(6.0), **setting
+                )
                 fault = faults.fault_of(kind, chosen, random.Random(seed))
                 transcript = folder / f"{kind}.txt"
                 record: dict[str, Any] = run.run(chosen, fault, place, references, transcript)
