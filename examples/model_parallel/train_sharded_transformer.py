@@ -5,8 +5,7 @@
 `fully_shard` of torch shards parameters, gradients and optimizer state over the ranks of an island
 (two by default), which gather them layer by layer in every step: a node, or whatever is connected
 fast. Between islands each rank exchanges its own shards with its counterparts: gradients of 32, 8
-or 1 bits in every step, or parameters every few steps (DiLoCo). The model predicts the next
-character of this program's own text.
+or 1 bits in every step, or parameters every few steps (DiLoCo). The model predicts its own text.
 """
 
 from __future__ import annotations

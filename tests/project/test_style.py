@@ -49,3 +49,11 @@ def test_every_skipped_test_says_why() -> None:
 def test_a_skip_without_a_reason_is_found(function: str, arguments: str) -> None:
     assert _skips_without_reason(f"x = 1\npytest.{function}({arguments})") == [2]
     assert _skips_without_reason(f"pytest.{function}({arguments}, reason='no GPU')") == []
+
+
+def test_what_runs_a_module_as_a_program_stands_at_its_end() -> None:
+    """What is defined below it does not exist yet when the program runs."""
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        body = ast.parse(path.read_text()).body
+        guards = [n for n in body if isinstance(n, ast.If) and "__main__" in ast.dump(n.test)]
+        assert all(guard is body[-1] for guard in guards), path

@@ -22,6 +22,20 @@ from torchmn.doctor.network import NetworkCheck
 from torchmn.doctor.processors import ProcessorCheck, machine_of_host
 from torchmn.doctor.versions import VersionCheck
 
+CHECKS: dict[str, Any] = {
+    check.name: check
+    for check in (
+        NetworkCheck(),
+        VersionCheck(),
+        LimitCheck(),
+        GpuCheck(),
+        ProcessorCheck(),
+        DiskCheck(),
+    )
+}
+"""The checks that each host takes part in. A new one is a file, and a line here: ``examine`` reads
+on each host, and ``findings`` follow from the facts of all hosts that answered."""
+
 
 def main() -> None:
     """Carry out orders until there are none."""
@@ -54,18 +68,3 @@ def _reply(descriptor: int, reply: Record) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-CHECKS: dict[str, Any] = {
-    check.name: check
-    for check in (
-        NetworkCheck(),
-        VersionCheck(),
-        LimitCheck(),
-        GpuCheck(),
-        ProcessorCheck(),
-        DiskCheck(),
-    )
-}
-"""The checks that each host takes part in. A new one is a file, and a line here: ``examine`` reads
-on each host, and ``findings`` follow from the facts of all hosts that answered."""
