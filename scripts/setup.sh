@@ -46,7 +46,7 @@ extras_of() {
         extras="$extras $TEST"
         ;;
       docs) extras="$extras docs" ;;
-      lint) extras="$extras dev" ;;
+      lint) extras="$extras $TEST dev" ;; # mypy reads the libraries that the sources import
       dist | check-pythons) extras="$extras dist" ;;
       *) extras="$extras $ALL" ;;
     esac
