@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from torchmn.observe.report.scaling import Scaling
-from torchmn.observe.report.summary import Summary, bits, duration, grouped, megabytes, rank_list
+from torchmn.observe.report.summary import Summary, bits, duration, rank_list
+from torchmn.observe.report.tables import MAX_ROWS, Table, links_table, scaling_table
 from torchmn.record.records import PHASES
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ MAX_LINES = 24
 MAX_BINS = 240
 MAX_HEATMAP_ROWS = 160
 MAX_POINTS = 600
-MAX_TABLE_ROWS = 64
 MAX_VALUES = 6
 
 PHASE_COLORS = {
@@ -41,13 +41,7 @@ PHASE_COLORS = {
 """Of the palette of Okabe and Ito, which people with any vision of colors tell apart."""
 MEASURED, IDEAL, FITTED = "#0072b2", "#7f7f7f", "#d55e00"
 
-
-@dataclass(frozen=True, kw_only=True)
-class Table:
-    """Cells as text, the first column as the heads of rows."""
-
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
+Trace = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,83 +50,55 @@ class Chart:
 
     title: str
     description: str
-    traces: Sequence[dict[str, Any]]
+    traces: Sequence[Trace]
     layout: dict[str, Any]
     table: Table
     height: int = 320
-    is_small: bool = field(default=False)
+    is_small: bool = False
     """Whether several fit beside each other."""
+
+
+def _lines(name: str, x: Any, y: Any, **style: Any) -> Trace:
+    """A line through points, or what else ``style`` makes of plotly's scatter chart."""
+    points = {"x": _rounded(x), "y": _rounded(y)}
+    return {"type": "scatter", "mode": "lines", "name": name, **points, **style}
+
+
+def _axis(title: str = "", **style: Any) -> dict[str, Any]:
+    return {"title": {"text": title}, "automargin": True, **style}
 
 
 def scaling_charts(scaling: Scaling) -> Iterator[Chart]:
     """Throughput, speed-up and efficiency over the number of ranks."""
     points = scaling.points
     sizes = [point.num_ranks for point in points]
-    curve = np.linspace(sizes[0], sizes[-1], 60).tolist()
+    curve = np.linspace(sizes[0], sizes[-1], 60)
+    amdahl = np.array([scaling.amdahl(size) for size in curve])
     per_rank = points[0].rate / points[0].speedup
-    table = Table(
-        columns=("ranks", "hosts", scaling.unit, "speed-up", "Amdahl", "efficiency", "run"),
-        rows=[
-            (
-                str(point.num_ranks),
-                str(point.num_hosts),
-                f"{point.rate:,.1f}",
-                f"{point.speedup:.2f}",
-                f"{scaling.amdahl(point.num_ranks):.2f}",
-                f"{point.efficiency:.1%}",
-                point.folder,
-            )
-            for point in points
-        ],
-    )
-    kinds = (
-        (f"Throughput ({scaling.unit})", per_rank, False, [p.rate for p in points], ""),
-        ("Speed-up", 1.0, False, [p.speedup for p in points], ""),
-        ("Efficiency", 1.0, True, [p.efficiency for p in points], ".0%"),
-    )
-    for title, scale, is_per_rank, measured, tick_format in kinds:
-
-        def line(values: list[float], name: str, color: str, dash: str) -> dict[str, Any]:
-            return {
-                "type": "scatter",
-                "mode": "lines",
-                "name": name,
-                "x": _rounded(curve),
-                "y": _rounded(values),
-                "line": {"color": color, "dash": dash},
-                "hoverinfo": "skip",
-            }
-
-        divisors = curve if is_per_rank else [1.0] * len(curve)
-        ideal = [scale * n / d for n, d in zip(curve, divisors, strict=True)]
-        fitted = [scale * scaling.amdahl(n) / d for n, d in zip(curve, divisors, strict=True)]
-        traces = [line(ideal, "ideal", IDEAL, "dash")]
+    for title, scale, measured, tick_format in (
+        (f"Throughput ({scaling.unit})", per_rank, [p.rate for p in points], ""),
+        ("Speed-up", 1.0, [p.speedup for p in points], ""),
+        ("Efficiency", 1 / curve, [p.efficiency for p in points], ".0%"),
+    ):
+        dash = {"color": IDEAL, "dash": "dash"}
+        traces = [_lines("ideal", curve, scale * curve, line=dash, hoverinfo="skip")]
         if scaling.serial_share is not None:
             name = f"Amdahl, serial part {scaling.serial_share:.1%}"
-            traces.append(line(fitted, name, FITTED, "dot"))
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "measured",
-                "x": sizes,
-                "y": _rounded(measured),
-                "marker": {"color": MEASURED, "size": 10},
-            }
-        )
+            dots = {"color": FITTED, "dash": "dot"}
+            traces.append(_lines(name, curve, scale * amdahl, line=dots, hoverinfo="skip"))
+        marker = {"color": MEASURED, "size": 10}
+        traces.append(_lines("measured", sizes, measured, mode="markers", marker=marker))
+        values = zip(sizes, measured, strict=True)
         yield Chart(
             title=title,
             description=f"{title} over the number of ranks: "
-            + ", ".join(
-                f"{size} ranks {value:{tick_format or ',.2f'}}"
-                for size, value in zip(sizes, measured, strict=True)
-            ),
+            + ", ".join(f"{n} ranks {value:{tick_format or ',.2f'}}" for n, value in values),
             traces=traces,
             layout={
-                "xaxis": {"title": {"text": "ranks"}, "tickvals": sorted(set(sizes))},
-                "yaxis": {"rangemode": "tozero", "tickformat": tick_format},
+                "xaxis": _axis("ranks", tickvals=sorted(set(sizes))),
+                "yaxis": _axis(rangemode="tozero", tickformat=tick_format),
             },
-            table=table,
+            table=scaling_table(scaling),
             is_small=True,
         )
 
@@ -147,47 +113,43 @@ def run_charts(summary: Summary) -> Iterator[Chart]:
     if summary.links:
         yield _links(summary)
     yield from _values(summary)
-    memory = _memory(summary)
-    if memory is not None:
-        yield memory
+    if any(len(rank.memory[0]) for rank in summary.ranks):
+        yield _memory(summary)
 
 
 def _phases_by_rank(summary: Summary) -> Chart:
     names, means, what = _bars(summary)
     totals = means.sum(1)
     shown = [index for index in range(len(PHASES)) if means[:, index].any()]
-    traces = [
-        {
-            "type": "bar",
-            "name": PHASES[index],
-            "x": names,
-            "y": _rounded(1e3 * means[:, index]),
-            "marker": {"color": PHASE_COLORS[PHASES[index]]},
-            "hovertemplate": f"%{{x}}<br>{PHASES[index]} %{{y:.2f}} ms<extra></extra>",
-        }
-        for index in shown
-    ]
-    longest = int(totals.argmax())
+    shares = [f"{PHASES[i]} {means[:, i].mean() / totals.mean():.0%}" for i in shown]
     return Chart(
         title=f"Where the time of a step goes, by {what}",
         description=f"Mean milliseconds of each phase, by {what}. Shares over all: "
-        + ", ".join(
-            f"{PHASES[index]} {means[:, index].mean() / totals.mean():.0%}" for index in shown
-        )
-        + f". The longest step is that of {names[longest]}.",
-        traces=traces,
-        layout={
-            "barmode": "stack",
-            "xaxis": {"type": "category", "automargin": True},
-            "yaxis": {"title": {"text": "ms"}, "automargin": True},
-        },
-        table=Table(
-            columns=(what, "step", *(PHASES[index] for index in shown)),
-            rows=[
-                (names[row], duration(totals[row]), *(duration(means[row, i]) for i in shown))
-                for row in range(min(len(names), MAX_TABLE_ROWS))
-            ],
-        ),
+        f"{', '.join(shares)}. The longest step is that of {names[int(totals.argmax())]}.",
+        traces=[
+            {
+                "type": "bar",
+                "name": PHASES[index],
+                "x": names,
+                "y": _rounded(1e3 * means[:, index]),
+                "marker": {"color": PHASE_COLORS[PHASES[index]]},
+                "hovertemplate": f"%{{x}}<br>{PHASES[index]} %{{y:.2f}} ms<extra></extra>",
+            }
+            for index in shown
+        ],
+        layout={"barmode": "stack", "xaxis": _axis(type="category"), "yaxis": _axis("ms")},
+        table=_phases_table(what, names[:MAX_ROWS], means, shown),
+    )
+
+
+def _phases_table(head: str, names: Sequence[str], seconds: Floats, shown: list[int]) -> Table:
+    """The step and its phases, a row for each name and row of ``seconds``."""
+    return Table(
+        columns=(head, "step", *(PHASES[index] for index in shown)),
+        rows=[
+            (name, *(duration(float(each)) for each in (row.sum(), *row[shown])))
+            for name, row in zip(names, seconds, strict=False)
+        ],
     )
 
 
@@ -211,41 +173,26 @@ def _phases_over_time(summary: Summary) -> Chart:
     steps = [int(summary.step[part][0]) for part in bins]
     shown = [index for index in range(len(PHASES)) if values[:, index].any()]
     totals = values.sum(1)
-    parts = np.array_split(np.arange(len(bins)), min(len(bins), 12))
+    parts = _bins(len(bins), 12)
+    means = np.array([values[part].mean(0) for part in parts])
     return Chart(
         title="Where the time of a step goes, over the run",
         description="Mean milliseconds of each phase over all ranks, by step. The mean step lasts "
         f"{duration(float(totals[0]))} at first and {duration(float(totals[-1]))} at last, "
         f"{duration(float(totals.max()))} at most around step {steps[int(totals.argmax())]:,}.",
         traces=[
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "stackgroup": "phases",
-                "name": PHASES[index],
-                "x": steps,
-                "y": _rounded(1e3 * values[:, index]),
-                "line": {"width": 0},
-                "fillcolor": PHASE_COLORS[PHASES[index]],
-            }
+            _lines(
+                PHASES[index],
+                steps,
+                1e3 * values[:, index],
+                stackgroup="phases",
+                line={"width": 0},
+                fillcolor=PHASE_COLORS[PHASES[index]],
+            )
             for index in shown
         ],
-        layout={
-            "hovermode": "x unified",
-            "xaxis": {"title": {"text": "step"}},
-            "yaxis": {"title": {"text": "ms"}, "automargin": True},
-        },
-        table=Table(
-            columns=("from step", "mean step", *(PHASES[index] for index in shown)),
-            rows=[
-                (
-                    f"{steps[part[0]]:,}",
-                    duration(float(totals[part].mean())),
-                    *(duration(float(values[part, index].mean())) for index in shown),
-                )
-                for part in parts
-            ],
-        ),
+        layout={"hovermode": "x unified", "xaxis": _axis("step"), "yaxis": _axis("ms")},
+        table=_phases_table("from step", [f"{steps[part[0]]:,}" for part in parts], means, shown),
     )
 
 
@@ -282,13 +229,8 @@ def _lateness(summary: Summary) -> Chart:
             }
         ],
         layout={
-            "xaxis": {"title": {"text": "step"}},
-            "yaxis": {
-                "title": {"text": "rank"},
-                "type": "category",
-                "autorange": "reversed",
-                "automargin": True,
-            },
+            "xaxis": _axis("step"),
+            "yaxis": _axis("rank", type="category", autorange="reversed"),
         },
         height=max(220, min(640, 120 + 22 * len(rows))),
         table=Table(
@@ -301,62 +243,39 @@ def _lateness(summary: Summary) -> Chart:
                     f"{spread[index]:.2f} ms",
                     duration(float(summary.own[:, index].mean())),
                 )
-                for index in order[:MAX_TABLE_ROWS]
+                for index in order[:MAX_ROWS]
             ],
         ),
     )
 
 
 def _links(summary: Summary) -> Chart:
-    links = sorted(summary.links, key=lambda link: -link.nbytes_per_step)[:MAX_BARS]
+    links = summary.busiest_links[:MAX_BARS]
     names = [f"{link.source} to {link.target}" for link in links]
     measured = [8e-9 * link.bytes_per_s for link in links]
-    traces: list[dict[str, Any]] = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": "measured",
-            "y": names,
-            "x": _rounded(measured),
-            "marker": {"color": MEASURED},
-        }
-    ]
-    nominal = [link.nominal_bytes_per_s for link in links]
-    if any(rate is not None for rate in nominal):
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": "nominal",
-                "y": names,
-                "x": [None if rate is None else _rounded([8e-9 * rate])[0] for rate in nominal],
-                "marker": {"symbol": "line-ns-open", "size": 16, "color": FITTED},
-            }
-        )
+    known = [link for link in links if link.nominal_bytes_per_s]
+    nominal = {
+        "type": "scatter",
+        "mode": "markers",
+        "name": "nominal",
+        "y": [f"{link.source} to {link.target}" for link in known],
+        "x": _rounded([8e-9 * (link.nominal_bytes_per_s or 0.0) for link in known]),
+        "marker": {"symbol": "line-ns-open", "size": 16, "color": FITTED},
+    }
+    bars: Trace = {"type": "bar", "orientation": "h", "name": "measured", "y": names}
+    bars |= {"x": _rounded(measured), "marker": {"color": MEASURED}}
+    shown = zip(names[:8], links, strict=False)
     return Chart(
         title="Links between hosts",
-        description="Gigabits per second from host to host while gradients are exchanged: "
-        + ", ".join(f"{n} {r:.2f}" for n, r in zip(names[:8], measured, strict=False)),
-        traces=traces,
+        description="Rates from host to host while gradients are exchanged: "
+        + ", ".join(f"{n} {bits(each.bytes_per_s)}" for n, each in shown),
+        traces=[bars, nominal] if known else [bars],
         layout={
-            "xaxis": {"title": {"text": "Gb/s while busy"}, "rangemode": "tozero"},
-            "yaxis": {"type": "category", "autorange": "reversed", "automargin": True},
+            "xaxis": _axis("Gb/s while busy", rangemode="tozero"),
+            "yaxis": _axis(type="category", autorange="reversed"),
         },
         height=max(200, 110 + 26 * len(links)),
-        table=Table(
-            columns=("link", "bytes per step", "rate while busy", "nominal rate"),
-            rows=[
-                (
-                    name,
-                    megabytes(link.nbytes_per_step),
-                    bits(link.bytes_per_s),
-                    "unknown"
-                    if link.nominal_bytes_per_s is None
-                    else bits(link.nominal_bytes_per_s),
-                )
-                for name, link in zip(names, links, strict=True)
-            ],
-        ),
+        table=links_table(summary),
     )
 
 
@@ -367,156 +286,69 @@ def _values(summary: Summary) -> Iterator[Chart]:
     samples = summary.column("samples").mean() * summary.run.size
     for name in names[:MAX_VALUES]:
         pairs = [rank.values[name] for rank in summary.ranks if name in rank.values]
-        steps = np.unique(np.concatenate([each for each, _ in pairs]))
-        sums, counts = np.zeros(len(steps)), np.zeros(len(steps))
-        for each, values in pairs:
-            rows = np.searchsorted(steps, each)
-            np.add.at(sums, rows, values)
-            np.add.at(counts, rows, 1)
-        means = sums / counts
-        chosen = np.array([part[-1] for part in _bins(len(steps), MAX_POINTS)])
-        steps, means = steps[chosen], means[chosen]
+        steps, rows = np.unique(np.concatenate([each for each, _ in pairs]), return_inverse=True)
         if not len(steps):
             continue
+        sums = np.bincount(rows, weights=np.concatenate([values for _, values in pairs]))
+        means = sums / np.bincount(rows)
+        chosen = np.array([part[-1] for part in _bins(len(steps), MAX_POINTS)])
+        steps, means = steps[chosen], means[chosen]
         seconds = np.interp(steps, first.step, first.at_s - summary.ranks[0].start.at_s)
         axes = [("step", steps.astype(np.float64)), ("seconds", seconds)]
         if np.isfinite(samples):
             axes.insert(1, ("samples", (steps + 1.0) * samples))
-        finite = [None if not np.isfinite(value) else value for value in means.tolist()]
-        parts = [part[-1] for part in _bins(len(steps), 12)]
+        buttons = [
+            {
+                "label": label,
+                "method": "update",
+                "args": [{"x": [_rounded(x)]}, {"xaxis.title.text": label}],
+            }
+            for label, x in axes
+        ]
+        place = {"x": 0, "xanchor": "left", "y": 1.18, "pad": {"t": 0}}
+        menu = {"type": "buttons", "direction": "right", **place, "buttons": buttons}
+        mode = "lines" if len(steps) > 1 else "markers"
         yield Chart(
             title=name,
             description=f"{name}, mean over ranks: {means[0]:.4g} at step {steps[0]:,}, "
             f"{means[-1]:.4g} at step {steps[-1]:,}.",
-            traces=[
-                {
-                    "type": "scatter",
-                    "mode": "lines" if len(steps) > 1 else "markers",
-                    "x": _rounded(axes[0][1]),
-                    "y": [None if value is None else _rounded([value])[0] for value in finite],
-                    "line": {"color": MEASURED},
-                }
-            ],
-            layout={
-                "xaxis": {"title": {"text": "step"}},
-                "yaxis": {"automargin": True},
-                "updatemenus": [
-                    {
-                        "type": "buttons",
-                        "direction": "right",
-                        "x": 0,
-                        "xanchor": "left",
-                        "y": 1.18,
-                        "pad": {"t": 0},
-                        "buttons": [
-                            {
-                                "label": label,
-                                "method": "update",
-                                "args": [{"x": [_rounded(x)]}, {"xaxis.title.text": label}],
-                            }
-                            for label, x in axes
-                        ],
-                    }
-                ],
-            },
+            traces=[_lines(name, steps, means, mode=mode, line={"color": MEASURED})],
+            layout={"xaxis": _axis("step"), "yaxis": _axis(), "updatemenus": [menu]},
             table=Table(
                 columns=(*(label for label, _ in axes), name),
                 rows=[
-                    (*(f"{x[index]:,.6g}" for _, x in axes), f"{means[index]:.5g}")
-                    for index in parts
+                    (*(f"{x[part[-1]]:,.6g}" for _, x in axes), f"{means[part[-1]]:.5g}")
+                    for part in _bins(len(steps), 12)
                 ],
             ),
             is_small=True,
         )
 
 
-def _memory(summary: Summary) -> Chart | None:
+def _memory(summary: Summary) -> Chart:
     ranks = [rank for rank in summary.ranks if len(rank.memory[0])]
-    if not ranks:
-        return None
     ranks = sorted(ranks, key=lambda rank: -rank.memory[1].max())[:MAX_LINES]
-    ranks = sorted(ranks, key=lambda rank: rank.start.rank)
     traces, rows = [], []
-    for rank in ranks:
+    for rank in sorted(ranks, key=lambda rank: rank.start.rank):
         at_s, process, device = rank.memory
         chosen = np.array([part[-1] for part in _bins(len(at_s), MAX_POINTS // 4)])
-        at_s = at_s[chosen] - rank.start.at_s
+        seconds = at_s[chosen] - rank.start.at_s
         for kind, nbytes, dash in (("", process, "solid"), (", device", device, "dot")):
             if not nbytes.any():
                 continue
             used = nbytes[chosen] / 1e9
-            traces.append(
-                {
-                    "type": "scatter",
-                    "mode": "lines",
-                    "name": f"rank {rank.start.rank}{kind}",
-                    "x": _rounded(at_s),
-                    "y": _rounded(used),
-                    "line": {"dash": dash},
-                }
-            )
-            rows.append(
-                (
-                    f"{rank.start.rank}{kind}",
-                    rank.start.host,
-                    f"{used[0]:.2f} GB",
-                    f"{used.max():.2f} GB",
-                    f"{used[-1]:.2f} GB",
-                )
-            )
+            name = f"{rank.start.rank}{kind}"
+            traces.append(_lines(f"rank {name}", seconds, used, line={"dash": dash}))
+            sizes = (f"{each:.2f} GB" for each in (used[0], used.max(), used[-1]))
+            rows.append((name, rank.start.host, *sizes))
     return Chart(
         title="Memory",
         description="Gigabytes over the run, by rank; the most is "
         f"{max(rank.memory[1].max() for rank in ranks) / 1e9:.2f} GB.",
         traces=traces,
-        layout={
-            "xaxis": {"title": {"text": "seconds"}},
-            "yaxis": {"title": {"text": "GB"}, "rangemode": "tozero", "automargin": True},
-        },
+        layout={"xaxis": _axis("seconds"), "yaxis": _axis("GB", rangemode="tozero")},
         table=Table(columns=("rank", "host", "at first", "at most", "at last"), rows=rows),
         is_small=True,
-    )
-
-
-def placement_table(summary: Summary) -> Table:
-    """Which rank is where; ranks of one host with consecutive numbers in one row if many."""
-    starts = [rank.start for rank in summary.run.ranks]
-    if len(starts) > MAX_TABLE_ROWS:
-        by_host = grouped({start.rank: start.host for start in starts})
-        return Table(
-            columns=("host", "ranks"),
-            rows=[(host, rank_list(ranks)) for host, ranks in list(by_host.items())[:256]],
-        )
-    return Table(
-        columns=("rank", "host", "local rank", "device", "cores", "process", "clock known to"),
-        rows=[
-            (
-                str(start.rank),
-                start.host,
-                str(start.intra_rank),
-                start.device,
-                rank_list(start.cpus, max_parts=4).split(" ", 1)[1] if start.cpus else "",
-                str(start.pid),
-                duration(float(rank.clock.error_s.max())) if rank.clock.is_known else "",
-            )
-            for rank, start in zip(summary.run.ranks, starts, strict=True)
-        ],
-    )
-
-
-def slow_steps_table(summary: Summary) -> Table:
-    """The slowest steps and their causes."""
-    return Table(
-        columns=("step", "lasted", "because"),
-        rows=[
-            (
-                f"{slow.step:,}",
-                duration(slow.seconds),
-                ("all ranks" if slow.rank is None else f"rank {slow.rank}")
-                + f": {duration(slow.excess_s)} more than usual in {slow.phase}",
-            )
-            for slow in summary.slowest_steps()
-        ],
     )
 
 
@@ -524,6 +356,7 @@ def _bins(count: int, limit: int) -> list[NDArray[np.int64]]:
     return [part for part in np.array_split(np.arange(count), min(count, limit)) if len(part)]
 
 
-def _rounded(values: Any) -> list[float]:
-    """To five digits: the page stays small."""
-    return [float(f"{value:.5g}") for value in np.asarray(values, dtype=np.float64).tolist()]
+def _rounded(values: Any) -> list[Any]:
+    """To five digits, so that the page stays small; None in place of what is not finite."""
+    numbers = np.asarray(values, dtype=np.float64).tolist()
+    return [float(f"{value:.5g}") if np.isfinite(value) else None for value in numbers]

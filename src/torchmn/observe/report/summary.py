@@ -294,11 +294,16 @@ class Summary:
             if source != target
         ]
 
-    def slowest_steps(self, count: int = 5) -> list[SlowStep]:
-        """Those that took at least half as long again as the median, the slowest first."""
+    @property
+    def busiest_links(self) -> list[Link]:
+        """Those that carry most first."""
+        return sorted(self.links, key=lambda link: -link.nbytes_per_step)
+
+    def slowest_steps(self) -> list[SlowStep]:
+        """At most five that took half as long again as the median, the slowest first."""
         totals = self.phases.sum(2).max(1)
         usual = np.median(totals)
-        order = np.argsort(totals)[::-1][:count]
+        order = np.argsort(totals)[::-1][:5]
         return [self._slow_step(int(row)) for row in order if totals[row] > 1.5 * usual]
 
     def _slow_step(self, row: int) -> SlowStep:

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
 
+import rich.table
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from torchmn.cluster.units import counted
 from torchmn.observe.report.findings import Finding
 from torchmn.observe.report.scaling import Scaling
-from torchmn.observe.report.summary import Summary, bits, duration, megabytes
+from torchmn.observe.report.summary import Summary, duration
+from torchmn.observe.report.tables import Table, links_table, scaling_table, slow_steps_table
 from torchmn.record.records import PHASES
 
 MAX_ROWS = 16
@@ -74,16 +75,9 @@ def _run(summary: Summary, findings: Sequence[Finding]) -> RenderableType:
     if summary.batch_advice is not None:
         parts += [summary.batch_advice, ""]
     parts.append(_phases(summary))
-    if summary.links:
-        parts.append(_links(summary))
-    slow = summary.slowest_steps()
-    if slow:
-        table = _table("slowest steps", "step", "lasted", "because")
-        for step in slow:
-            who = "all ranks" if step.rank is None else f"rank {step.rank}"
-            cause = f"{who}: {duration(step.excess_s)} more in {step.phase}"
-            table.add_row(f"{step.step:,}", duration(step.seconds), cause)
-        parts.append(table)
+    for table in (links_table(summary), slow_steps_table(summary)):
+        if table.rows:
+            parts.append(_shown(table))
     return Group(*parts, "")
 
 
@@ -108,41 +102,24 @@ def _phases(summary: Summary) -> RenderableType:
     return table
 
 
-def _links(summary: Summary) -> RenderableType:
-    table = _table("link", "per step", "rate while busy", "nominal")
-    links = sorted(summary.links, key=lambda link: -link.nbytes_per_step)
-    for link in links[:MAX_ROWS]:
-        nominal = link.nominal_bytes_per_s
-        table.add_row(
-            escape(f"{link.source} to {link.target}"),
-            megabytes(link.nbytes_per_step),
-            bits(link.bytes_per_s),
-            "unknown" if nominal is None else bits(nominal),
-        )
-    if len(links) > MAX_ROWS:
-        table.add_row(f"and {len(links) - MAX_ROWS} others")
-    return table
-
-
 def _scaling(scaling: Scaling) -> RenderableType:
-    table = _table("ranks", "hosts", scaling.unit, "speed-up", "Amdahl", "efficiency", "run")
-    for point in scaling.points:
-        table.add_row(
-            str(point.num_ranks),
-            str(point.num_hosts),
-            f"{point.rate:,.1f}",
-            f"{point.speedup:.2f}",
-            f"{scaling.amdahl(point.num_ranks):.2f}",
-            f"{point.efficiency:.0%}",
-            escape(point.folder),
-        )
+    table = _shown(scaling_table(scaling))
     if scaling.serial_share is None:
         return table
     return Group(table, f"Amdahl's law fits with a serial part of {scaling.serial_share:.2%}.")
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
+def _shown(found: Table) -> rich.table.Table:
+    table = _table(*found.columns)
+    for row in found.rows[:MAX_ROWS]:
+        table.add_row(*map(escape, row))
+    if len(found.rows) > MAX_ROWS:
+        table.add_row(f"and {len(found.rows) - MAX_ROWS} others")
+    return table
+
+
+def _table(*columns: str) -> rich.table.Table:
+    table = rich.table.Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left")
     return table
