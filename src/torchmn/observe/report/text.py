@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from torchmn.cluster.units import counted
-from torchmn.observe.report.findings import Finding
+from torchmn.observe.report.finding import Finding
 from torchmn.observe.report.scaling import Scaling
 from torchmn.observe.report.summary import Summary, duration
 from torchmn.observe.report.tables import Table, links_table, scaling_table, slow_steps_table

@@ -11,7 +11,8 @@ import pytest
 
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn.observe.read.run_reader import read_run
-from torchmn.observe.report.findings import MAX_FINDINGS, Finding, find
+from torchmn.observe.report.finding import MAX_FINDINGS, Finding
+from torchmn.observe.report.findings import find
 from torchmn.observe.report.summary import Summary, summarize
 from torchmn.record.records import Phase
 
