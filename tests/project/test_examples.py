@@ -51,7 +51,6 @@ ALONE: dict[str, Callable[[], str | None]] = {
     "torchmn.run.rank_environment.run_as_rank": lambda: None,
     "torchmn.run.start.run_elastic_job": lambda: None,
     "torchmn.run.start.run_job": lambda: None,
-    "torchmn.cntk.readers.in_memory.from_pandas": partial(no_package, "pandas"),
 }
 """Examples that start processes, or need more than torchmn does, and what of that is missing.
 

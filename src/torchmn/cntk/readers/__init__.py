@@ -11,7 +11,7 @@ from torchmn.cntk.readers.deserializer import (
     LatticeDeserializer,
 )
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
-from torchmn.cntk.readers.in_memory import MinibatchSourceFromData, from_csv, from_pandas
+from torchmn.cntk.readers.in_memory import MinibatchSourceFromData
 from torchmn.cntk.readers.iterable import MinibatchDataset, MinibatchIterator
 from torchmn.cntk.readers.mean_image import read_mean_image, write_mean_image
 from torchmn.cntk.readers.minibatch import MinibatchData
@@ -45,8 +45,6 @@ __all__ = [
     "UserDeserializer",
     "UserMinibatchSource",
     "as_minibatch_source",
-    "from_csv",
-    "from_pandas",
     "read_mean_image",
     "write_mean_image",
 ]
