@@ -134,7 +134,8 @@ class LosesTheMinibatchOfAnError:
             try:
                 return _next(self, request, *arguments)
             except Exception:
-                self._pass_over(request)
+                self._ahead.forget()
+                self._progress = self._progress.after(self._plan.take(self._progress, request))
                 raise
 
         patch.setattr(MinibatchSource, "_next", next_one)

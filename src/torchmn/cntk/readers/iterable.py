@@ -17,7 +17,6 @@ from torchmn.errors import UnsupportedError, UsageError
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
 
-NUM_SLOTS = 256
 Collate = Callable[[dict[Any, MinibatchData]], Any]
 
 
@@ -125,9 +124,7 @@ class MinibatchDataset(IterableDataset[Any]):
     minibatch goes over the end of one. Each rank gets its part of each global minibatch, of 0 rows
     if there is nothing for it, so all ranks get the same number of minibatches.
 
-    With ``num_workers`` each worker process reads every n-th minibatch, in place of the threads of
-    the source, and the loader returns them in order. A pass that is left early then counts as a
-    whole one; without workers the next pass continues it.
+    The source reads ahead in threads of its own, so the loader has no workers (``num_workers=0``).
 
     Args:
         source: is read by this data set alone.
@@ -159,28 +156,14 @@ class MinibatchDataset(IterableDataset[Any]):
         self._input_map = wanted_streams(input_map or _by_name(source), source.streams)
         self._partition = (1, 0) if comm is None else (comm.size, comm.rank)
         self._collate_fn = collate_fn
-        self._num_passes = 0
-        """That this process has begun."""
-        self._passes = torch.zeros(NUM_SLOTS, dtype=torch.int64, device="cpu").share_memory_()
-        """The pass that each worker process began last: a number that is the same in all workers
-        of a pass, and above it the number of the sweep after it. See `_sweep_of_pass`."""
-        self._forget_passes()
 
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        if worker is None:
-            return self._batches(0, 1)
-        sweep = self._sweep_of_pass(worker.seed - worker.id, worker.id)
-        if sweep != self.source.sweep or self._num_passes > 1:
-            self.source.go_to_sweep(sweep)
-        self.source.stop_reading_ahead()
-        return self._batches(worker.id, worker.num_workers)
-
-    def _batches(self, first: int, stride: int) -> Iterator[Any]:
-        minibatches = self.source.minibatches_of_sweep(
-            self.minibatch_size, *self._partition, first=first, stride=stride
-        )
-        for found in minibatches:
+        if get_worker_info() is not None:
+            raise UnsupportedError(
+                "A MinibatchDataset is read in the process that trains, where threads of its "
+                "source read ahead: make the DataLoader with num_workers=0."
+            )
+        for found in self.source.minibatches_of_sweep(self.minibatch_size, *self._partition):
             wanted = self._input_map.items()
             yield self._collate_fn({key: found[stream.name] for key, stream in wanted})
 
@@ -190,52 +173,14 @@ class MinibatchDataset(IterableDataset[Any]):
             raise UsageError(f"epoch={epoch} must be 0 or more.")
         if epoch != self.source.sweep:
             self.source.go_to_sweep(epoch)
-        self._forget_passes()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the minibatches that this process has read. The same on all ranks.
-
-        A process whose DataLoader has workers reads none itself: there, save what `state_after`
-        returns.
-        """
+        """The state after the minibatches that were read. The same on all ranks."""
         return self.source.get_checkpoint_state()
 
-    def state_after(self, num_batches: int) -> dict[str, Any]:
-        """The state after ``num_batches``, over one or several passes. Reads nothing.
-
-        They are counted from where this process is. With workers it stays where it was when the
-        data set was made, a state was loaded or `set_epoch` was called.
-        """
-        return self.source.state_after(num_batches, self.minibatch_size)
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with the very next sample, also on another number of ranks or workers."""
+        """Resume with the very next sample, also on another number of ranks."""
         self.source.restore_from_checkpoint(state)
-        self._forget_passes()
-
-    # ---- passes of worker processes
-
-    def _sweep_of_pass(self, base_seed: int, worker: int) -> int:
-        """The sweep of the pass that this worker begins.
-
-        A loader draws a seed for each pass, so it names the pass; workers that are kept for several
-        passes count them. Whichever worker comes first takes the next sweep. Each writes one
-        number, at once, so that no lock is needed.
-        """
-        name = hash((base_seed, self._num_passes)) & 0x7FFFFFFF | 1
-        self._num_passes += 1
-        slots = self._passes.numpy()
-        known = [int(slot) for slot in slots]
-        sweep = next((s >> 32 for s in known if s & 0x7FFFFFFF == name), None)
-        if sweep is None:
-            sweep = max(s >> 32 for s in known) + 1
-            if self._num_passes == 1:  # a new worker, whose source is where the process left it
-                sweep = max(sweep, self.source.sweep + 1)
-        slots[worker % NUM_SLOTS] = sweep << 32 | name
-        return sweep - 1
-
-    def _forget_passes(self) -> None:
-        self._passes.fill_(self.source.sweep << 32)
 
 
 def _by_name(source: MinibatchSource) -> InputMap:

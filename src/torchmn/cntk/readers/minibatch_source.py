@@ -219,38 +219,17 @@ class MinibatchSource:
         return found
 
     def minibatches_of_sweep(
-        self,
-        minibatch_size: int,
-        num_data_partitions: int = 1,
-        partition_index: int = 0,
-        *,
-        first: int = 0,
-        stride: int = 1,
+        self, minibatch_size: int, num_data_partitions: int = 1, partition_index: int = 0
     ) -> Iterator[dict[str, MinibatchData]]:
         """This partition's parts of the minibatches to the end of the sweep, by stream name.
 
-        None goes over the end. With ``stride`` n only every n-th is read, beginning with number
-        ``first``; the others are passed over.
+        None goes over the end.
         """
         request = Request.checked(minibatch_size, num_data_partitions, partition_index)
         request = replace(request, crosses_sweeps=False)
-        sweep, number = self.sweep, 0
-        while self.sweep == sweep:
-            if number % stride == first:
-                found = self._next(request, self._streams)
-                if not found:
-                    return
-                yield found
-            elif not self._pass_over(request):
-                return
-            number += 1
-
-    def _pass_over(self, request: Request) -> bool:
-        self._ahead.forget()
-        minibatch = self._plan.take(self._progress, request)
-        if minibatch is not None:
-            self._progress = self._progress.after(minibatch)
-        return minibatch is not None
+        sweep = self.sweep
+        while self.sweep == sweep and (found := self._next(request, self._streams)):
+            yield found
 
     # ---- sweeps
 
@@ -296,20 +275,6 @@ class MinibatchSource:
         """`restore_from_checkpoint`, by the name that a checkpointer calls."""
         self.restore_from_checkpoint(state)
 
-    def state_after(self, num_minibatches: int, minibatch_size: int) -> dict[str, Any]:
-        """The state after the next minibatches that do not go over the end of a sweep.
-
-        For what reads ahead of the training in other processes. Nothing is read.
-        """
-        progress = self._progress
-        request = replace(Request.checked(minibatch_size, None, None), crosses_sweeps=False)
-        for _ in range(num_minibatches):
-            minibatch = self._plan.take(progress, request)
-            if minibatch is None:
-                break
-            progress = progress.after(minibatch)
-        return self._plan.state(progress)
-
     def restore_from_checkpoint(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state.
 
@@ -320,10 +285,6 @@ class MinibatchSource:
         self._progress = progress
 
     # ---- threads
-
-    def stop_reading_ahead(self) -> None:
-        """Read each minibatch when it is asked for, where something else reads ahead."""
-        self._ahead.stop()
 
     def close(self) -> None:
         """End the threads that read ahead, and drop what they have read. A later call resumes."""

@@ -250,11 +250,6 @@ class MinibatchesAhead:
         self._loader.close()
         self._chunks.keep_only(())
 
-    def stop(self) -> None:
-        """Read each minibatch when it is asked for, from now on."""
-        self.close()
-        self._num_threads = self._num_ahead = 0
-
     def unread_copy(self) -> MinibatchesAhead:
         """The same with nothing read, for a copy of the source."""
         return MinibatchesAhead(

@@ -16,13 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 from tests.limits import limit
+from tests.unit.cntk.readers.forks import forked
 from torchmn.cntk.readers import ctf_index, ctf_parse
 from torchmn.cntk.readers.assembly import gather
 from torchmn.cntk.readers.ctf import CTFDeserializer
-from torchmn.cntk.readers.iterable import MinibatchDataset
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.cntk.readers.streams import StreamDef, StreamDefs
 from torchmn.errors import DataError, UnsupportedError, UsageError
@@ -294,9 +293,7 @@ def test_a_fork_while_a_thread_holds_its_lock(tmp_path: Path) -> None:
     holder = threading.Thread(target=hold, daemon=True)
     holder.start()
     assert held.wait(limit(10))
-    dataset = MinibatchDataset(source, 2)
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, timeout=limit(20))
-    assert sum(len(batch["x"]) for batch in loader) == 5
+    assert forked(lambda: sum(m["x"].num_samples for m in source.minibatches_of_sweep(2))) == 5
     may_end.set()
     holder.join()
 

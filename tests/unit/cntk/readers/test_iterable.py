@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from tests.contracts.suites.source_contracts import Numbers
 from tests.limits import limit
+from tests.unit.cntk.readers.forks import forked
 from tests.unit.data.test_global_sampler import Placement
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.cntk.readers import (
@@ -149,49 +150,25 @@ def test_a_pass_is_a_sweep() -> None:
     assert passes(DataLoader(MinibatchDataset(source(), 4), batch_size=None), 3) == wanted
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_workers_return_the_same_in_order(num_workers: int, keeps: bool) -> None:
+def test_an_epoch_is_a_sweep_and_workers_are_refused() -> None:
     dataset = MinibatchDataset(source(), 4)
-    loader = DataLoader(dataset, batch_size=None, num_workers=num_workers, persistent_workers=keeps)
-    assert passes(loader, 3) == expected(3)
+    loader = DataLoader(dataset, batch_size=None)
     dataset.set_epoch(1)
     assert passes(loader, 1) == expected(2)[1:]
+    with pytest.raises(UnsupportedError, match="num_workers=0"):
+        next(iter(DataLoader(dataset, batch_size=None, num_workers=1)))
 
 
-def test_spawned_workers() -> None:
-    loader = DataLoader(
-        MinibatchDataset(source(), 4),
-        batch_size=None,
-        num_workers=1,
-        multiprocessing_context="spawn",
-    )
-    assert passes(loader, 1) == expected(1)
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_ranks_get_the_parts_of_global_minibatches(num_workers: int) -> None:
+def test_ranks_get_the_parts_of_global_minibatches() -> None:
     def batches(comm: Communicator) -> list[list[float]]:
         dataset = MinibatchDataset(source(), 4, comm=comm)
-        loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+        loader = DataLoader(dataset, batch_size=None)
         return [batch["x"].flatten().tolist() for batch in loader]
 
     for size in (2, 5):
         parts = [batches(Placement(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
         joined = [[x for part in step for x in part] for step in zip(*parts, strict=True)]
         assert joined == expected(1)[0]
-
-
-def test_a_loader_with_workers_is_resumed_by_state_after() -> None:
-    loader = DataLoader(MinibatchDataset(source(), 4), batch_size=None, num_workers=2)
-    wanted = [batch for sweep in passes(loader, 2) for batch in sweep]
-    for done in (0, 2, 6, 8):
-        state = MinibatchDataset(source(), 4).state_after(done)
-        dataset = MinibatchDataset(source(), 4)
-        dataset.load_state_dict(state)
-        resumed = DataLoader(dataset, batch_size=None, num_workers=2)
-        rest = [batch for sweep in passes(resumed, 2) for batch in sweep]
-        assert rest[: len(wanted) - done] == wanted[done:]
 
 
 def test_a_pass_that_is_left_continues_without_workers() -> None:
@@ -211,23 +188,9 @@ def test_a_wrong_epoch_and_a_wrong_stream() -> None:
         MinibatchDataset(source(), 4, input_map={"x": "z"})
 
 
-def test_workers_begin_where_the_source_is() -> None:
-    moved = source()
-    dataset = MinibatchDataset(moved, 4)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2)
-    first = passes(DataLoader(dataset, batch_size=None), 1)
-    assert first + passes(loader, 2) == expected(3)
-    other = source()
-    dataset = MinibatchDataset(other, 4)
-    other.load_state_dict(MinibatchDataset(source(), 4).state_after(8))
-    loader = DataLoader(dataset, batch_size=None, num_workers=2)
-    assert passes(loader, 2) == [expected(2)[1][2:], expected(3)[2]]
-
-
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_max_sweeps_ends_all_later_passes(num_workers: int) -> None:
+def test_max_sweeps_ends_all_later_passes() -> None:
     dataset = MinibatchDataset(source(max_sweeps=2), 4)
-    loader = DataLoader(dataset, batch_size=None, num_workers=num_workers)
+    loader = DataLoader(dataset, batch_size=None)
     assert [sum(map(len, sweep)) for sweep in passes(loader, 5)] == [COUNT, COUNT, 0, 0, 0]
     dataset.set_epoch(7)
     assert passes(loader, 1) == [[]]
@@ -261,10 +224,8 @@ def test_a_fork_while_a_thread_reads() -> None:
     holder = threading.Thread(target=lambda: (read(3), read(3)), name="holder", daemon=True)
     holder.start()
     assert held.is_reading.wait(limit(10))
-    dataset = MinibatchDataset(held_source, 8)
-    dataset.set_epoch(1)
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, timeout=limit(30))
-    assert sum(len(batch["x"]) for batch in loader) == 24
+    held_source.go_to_sweep(1)
+    assert forked(lambda: sum(len(m["x"].data) for m in held_source.minibatches_of_sweep(8))) == 24
     held.may_end.set()
     holder.join()
     held_source.close()
