@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchmn.checkpoint import MultiNodeCheckpointer
-from torchmn.cntk.readers import MinibatchSource
-from torchmn.cntk.readers.user import UserSourceMinibatches
 from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
 from torchmn.record import recording
 
@@ -83,22 +81,13 @@ class SessionUpdater:
         num_samples = self.before[DataUnit.sample]
         size = int(session.sizes.value(num_samples, self.before[DataUnit.sweep]))
         size = limited(size, session.max_samples, num_samples)
-        has_data = self._train_on(0 if self._is_stopped else size)
+        arguments = {}
+        if size and not self._is_stopped:
+            with recording.timed("data"):
+                arguments = session.next_minibatch(session.mb_source, size)
+        has_data = self.trainer.train_minibatch(arguments, device=self._device)
         self.has_ended = not has_data
         self.has_trained |= has_data
-
-    def _train_on(self, size: int) -> bool:
-        """Train on the next minibatch that has samples; False at the end of the data."""
-        session = self.session
-        while True:
-            arguments = {}
-            if size:
-                with recording.timed("data"):
-                    arguments = session.next_minibatch(session.mb_source, size)
-            if self.trainer.train_minibatch(arguments, device=self._device):
-                return True
-            if not (arguments and has_samples_left_out(session.mb_source)):
-                return False
 
     def finalize(self) -> None:
         """Nothing is left to do."""
@@ -174,11 +163,6 @@ class WaitForWrites:
     def finalize(self, loop: object) -> None:
         """Wait, at the end of the loop."""
         self._checkpointer.finalize()
-
-
-def has_samples_left_out(source: MinibatchSource | UserSourceMinibatches) -> bool:
-    """Whether a minibatch in which no rank found samples had some, all of them wrong."""
-    return bool(source.global_num_samples)
 
 
 def limited(size: int, max_samples: int | None, num_samples: int) -> int:

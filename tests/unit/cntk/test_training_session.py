@@ -7,7 +7,6 @@ of 4.
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,39 +158,6 @@ class Single(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight * x.sum(1)
-
-
-@pytest.mark.parametrize(("size", "mb_size"), [(1, 1), (2, 2), (3, 1), (3, 5)])
-def test_wrong_lines_are_left_out(tmp_path: Path, size: int, mb_size: int) -> None:
-    """Also where a minibatch has no other line: the training continues with the next one."""
-    (tmp_path / "wrong").write_text("|x 1 |y 1\n" * 2 + "|x one |y 1\n" * 2 + "|x 3 |y 1\n" * 3)
-    (tmp_path / "right").write_text("|x 1 |y 1\n" * 2 + "|x 3 |y 1\n" * 3)
-
-    def train(comm: Communicator, name: str, size: int) -> list[float]:
-        streams = C.io.StreamDefs(x=C.io.StreamDef(shape=1), y=C.io.StreamDef(shape=1))
-        train, test = (
-            C.io.MinibatchSource(
-                C.io.CTFDeserializer(tmp_path / name, streams, max_errors=2),
-                max_sweeps=1,
-                randomize=False,
-            )
-            for _ in range(2)
-        )
-        model = Single()
-        sgd = C.sgd(model.parameters(), C.learning_rate_schedule(0.0, C.UnitType.sample))
-        learner = C.data_parallel_distributed_learner(sgd, comm=comm)
-        trainer = C.Trainer(model, squared, learner)
-        inputs = {"x": train.streams.x, "y": train.streams.y}
-        config = C.TestConfig(test, size)
-        result = C.training_session(trainer, train, size, inputs, test_config=config).train()
-        assert result is not None
-        return [trainer.total_number_of_samples_seen, result.num_samples, result.error]
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*The sequence is left out", RuntimeWarning)
-        found = run_ranks(lambda comm: train(comm, "wrong", mb_size), size)
-    expected = run_one(lambda comm: train(comm, "right", mb_size))
-    assert found == [expected] * size
 
 
 # ---- progress, sizes and the end ----

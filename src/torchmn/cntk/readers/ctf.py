@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,8 +33,6 @@ class CTFDeserializer:
         filename: of the text, UTF-8 without further marks.
         streams: what to read, by stream name: `StreamDef` with ``shape`` and, unless it is the
             stream's name, ``field``, the name in the file. Other inputs of the file are ignored.
-        max_errors: how many wrong sequences are left out, each with a warning, before a
-            `DataError`; counted on each rank.
         chunk_bytes: of the text that is read at once. A longer sequence is a chunk of its own.
         skip_sequence_ids: each line is a sequence, also where lines begin with numbers.
         fill_with_zeros: a dense sample may end early, as CNTK permits; the rest is zero.
@@ -64,16 +60,12 @@ class CTFDeserializer:
         filename: str | os.PathLike[str],
         streams: Mapping[str, StreamDef],
         *,
-        max_errors: int = 0,
         chunk_bytes: int = 32 * MiB,
         skip_sequence_ids: bool = False,
         fill_with_zeros: bool = False,
     ) -> None:
-        if max_errors < 0 or chunk_bytes < 1:
-            raise UsageError(
-                f"max_errors={max_errors} and chunk_bytes={chunk_bytes}: the first must be at "
-                "least 0, the second at least 1."
-            )
+        if chunk_bytes < 1:
+            raise UsageError(f"chunk_bytes={chunk_bytes} must be at least 1.")
         self._path = os.fspath(filename)
         self._columns = columns_of(streams)
         self._chunk_bytes = chunk_bytes
@@ -81,7 +73,6 @@ class CTFDeserializer:
         self._fill = fill_with_zeros
         self._lock = ProcessLock()
         self._index: Index | None = None
-        self._wrong = _WrongSequences(max_errors)
 
     def stream_infos(self) -> list[StreamInformation]:
         """The streams, in the order of ``streams``."""
@@ -148,53 +139,17 @@ class CTFChunk:
         self.may_have_ids = may_have_ids
 
     def sequences(self, indices: Indices, seed: Seed) -> Mapping[str, StreamData]:
-        """Parse some sequences. One that is wrong, and left out, has length 0 in all streams."""
+        """Parse some sequences. Raises DataError: one is wrong; names file, line and column."""
         return self.assemble([ChunkPart(self, indices, np.arange(len(indices)))], seed)
 
     def assemble(self, parts: Sequence[ChunkPart], seed: Seed) -> Mapping[str, StreamData]:
         """See `Chunk`."""
         return parse(parts, self.of._columns, self.may_have_ids, self.of._fill)
 
-    def leave_out(self, index: int, error: Array) -> None:
-        """Count a wrong sequence. Raises DataError: one too many."""
-        offset = self.place.offset + int(self.begins[index])
-        self.of._wrong.add(offset, functools.partial(self._message, *error.tolist()))
-
-    def _message(self, kind: int, at: int, number: int) -> str:
+    def error(self, kind: int, at: int, number: int) -> DataError:
+        """What is wrong at a byte of the text; see `torchmn.cntk.readers.ctf_parse.describe`."""
         before = self.text[:at].tobytes()
         line = self.place.line + before.count(b"\n")
         column = at - (before.rfind(b"\n") + 1) + 1
         what = describe(kind, self.text[at : at + 64].tobytes(), number, self.of._columns.fields)
-        return f"{self.of._path}, line {line}, column {column}: {what}."
-
-
-class _WrongSequences:
-    """Counts wrong sequences, each once, up to a limit."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._offsets: set[int] = set()
-        self._lock = ProcessLock()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _WrongSequences, (self._limit,)
-
-    def add(self, offset: int, message: Callable[[], str]) -> None:
-        """Warn of a sequence that is left out. Raises DataError: one too many."""
-        with self._lock:
-            if offset in self._offsets:
-                return
-            if len(self._offsets) == self._limit:
-                allowed = (
-                    " CTFDeserializer(..., max_errors=...) leaves wrong sequences out."
-                    if self._limit == 0
-                    else f" max_errors={self._limit} other sequences were wrong before."
-                )
-                raise DataError(message() + allowed)
-            self._offsets.add(offset)
-            num_left_out = len(self._offsets)
-        warnings.warn(
-            f"{message()} The sequence is left out ({num_left_out} of at most {self._limit}).",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        return DataError(f"{self.of._path}, line {line}, column {column}: {what}.")

@@ -245,17 +245,16 @@ def _any_number(text, p, end):
 
 @_entry
 def parse(text, begins, indices, places, may_have_ids, inputs, fill, samples):
-    """Parse sequences of a chunk, each to its place in a minibatch; returns how many are wrong.
+    """Parse sequences of a chunk, each to its place in a minibatch; returns whether one is wrong.
 
     Sequence ``indices[k]`` begins at ``begins[indices[k]]``, ends where the next one begins, and is
     number ``places[k]`` of the minibatch, whose memory is ``samples`` (see `ctf_parse.Samples`).
     Pairs are in the order in which they are parsed.
     """
     names, bounds, is_sparse, dims = inputs
-    first_rows, starts, dense, pair_values, pair_columns, num_pairs, row_pairs, errors = samples
+    first_rows, starts, dense, pair_values, pair_columns, num_pairs, row_pairs, error = samples
     num_streams = dims.size
     rows = np.zeros(num_streams, np.int64)
-    num_wrong = 0
     for which in range(indices.size):
         i = places[which]
         rows[:] = 0
@@ -399,9 +398,9 @@ def parse(text, begins, indices, places, may_have_ids, inputs, fill, samples):
                     kind, at, number = STREAM_MISSING, start, s
                     break
         if kind:
-            errors[i, 0], errors[i, 1], errors[i, 2] = kind, at, number
-            num_wrong += 1
-    return num_wrong
+            error[0], error[1], error[2] = kind, at, number
+            return True
+    return False
 
 
 @_entry

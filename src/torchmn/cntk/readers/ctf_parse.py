@@ -254,7 +254,7 @@ class Samples(NamedTuple):
     In stream s sequence i has the rows ``first_rows[i, s]`` and the following. Those of a dense
     stream are in ``dense[starts[s]:]``. Of a sparse one, ``row_pairs[starts[s]:]`` holds where each
     row begins and ends in ``pair_values`` and ``pair_columns``, and ``num_pairs[s]`` is where the
-    next pair goes. ``errors[i]`` is the first error of a sequence: kind, offset, number.
+    next pair goes. ``error`` is the first error: kind, offset, number.
     """
 
     first_rows: Array
@@ -264,7 +264,7 @@ class Samples(NamedTuple):
     pair_columns: Array
     num_pairs: Array
     row_pairs: Array
-    errors: Array
+    error: Array
 
 
 def parse(
@@ -282,30 +282,18 @@ def parse(
     lengths = _lengths(parts, num, len(columns.infos))
     first_rows, num_rows = _rows(lengths, num, len(columns.infos))
     samples = _memory_for(parts, columns, first_rows, num_rows)
-    num_wrong = 0
     for chunk, indices, places in parts:
-        num_wrong += kernels().parse(
+        if kernels().parse(
             chunk.text, chunk.begins, indices, places, may_have_ids, columns.inputs, fill, samples
-        )
-    right = None
-    if num_wrong:
-        right = samples.errors[:, 0] == 0
-        for chunk, indices, places in parts:
-            for k in np.flatnonzero(~right[places]).tolist():
-                chunk.leave_out(int(indices[k]), samples.errors[places[k]])
-        if lengths is None:
-            lengths = np.ones((num, len(columns.infos)), np.int64)
+        ):
+            raise chunk.error(*samples.error.tolist())
     found: dict[str, StreamData] = {}
     for stream, info in enumerate(columns.infos):
         own = None if lengths is None else lengths[:, stream].copy()
-        keep = None
         if own is not None:
-            if right is not None:
-                keep = np.repeat(right, own)
-                own[~right] = 0
             has_one = all(c.has_one is None or c.has_one[stream] for c, _, _ in parts)
             own = None if has_one and (own == 1).all() else own
-        data = _tensor(samples, columns, stream, num_rows[stream], keep)
+        data = _tensor(samples, columns, stream, num_rows[stream])
         found[info.name] = data, None if own is None else torch.from_numpy(own)
     return found
 
@@ -353,18 +341,14 @@ def _memory_for(
         np.empty(num_sparse * max_pairs, np.int64),
         (np.cumsum(is_sparse) - is_sparse) * max_pairs,
         np.empty((num_sparse_rows, 2), np.int64),
-        np.zeros((len(first_rows), 3), np.int64),
+        np.zeros(3, np.int64),
     )
 
 
-def _tensor(
-    samples: Samples, columns: Columns, stream: int, num_rows: int, keep: Array | None
-) -> torch.Tensor:
-    """The rows of a stream; ``keep`` says which, if not all."""
+def _tensor(samples: Samples, columns: Columns, stream: int, num_rows: int) -> torch.Tensor:
     info, begin = columns.infos[stream], int(samples.starts[stream])
     if info.is_sparse:
         pairs = samples.row_pairs[begin : begin + num_rows]
-        pairs = pairs if keep is None else pairs[keep]
         crow, entries, values = map(
             torch.from_numpy, kernels().csr(samples.pair_values, samples.pair_columns, pairs)
         )
@@ -372,5 +356,4 @@ def _tensor(
     flat = samples.dense[begin : begin + num_rows * math.prod(info.shape)]
     if 2 * len(flat) < len(samples.dense):  # or who keeps these would keep all
         flat = flat.copy()
-    data = torch.from_numpy(flat).view(num_rows, *info.shape)
-    return data if keep is None else data[torch.from_numpy(keep)]
+    return torch.from_numpy(flat).view(num_rows, *info.shape)

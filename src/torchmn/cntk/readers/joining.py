@@ -7,9 +7,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from torchmn.cntk.readers.assembly import gather, select
+from torchmn.cntk.readers.assembly import gather
 from torchmn.cntk.readers.deserializer import (
     Chunk,
     ChunkInfo,
@@ -188,29 +187,8 @@ class _JoinedChunk:
 
     def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
         """See `Chunk`."""
-        return _without_left_out(
-            [part.sequences(indices, seed) for part in (self.first, *self.others)]
-        )
-
-
-def _without_left_out(parts: Sequence[Mapping[str, StreamData]]) -> dict[str, StreamData]:
-    """All streams, without the sequences that one deserializer has left out because of an error.
-
-    Such a sequence has length 0 in all streams of its deserializer, and then in all others, too.
-    """
-    found = {name: data for part in parts for name, data in part.items()}
-    left_out = torch.zeros(1, dtype=torch.bool, device="cpu")
-    for part in parts:
-        of_part = [own for _, own in part.values() if own is not None]
-        if len(of_part) == len(part):
-            left_out = left_out | torch.stack(of_part).eq(0).all(0)
-    if not left_out.any():
-        return found
-    for name, (data, own) in found.items():
-        lengths = torch.ones_like(left_out, dtype=torch.int64) if own is None else own
-        kept = (~left_out).repeat_interleave(lengths).nonzero().flatten()
-        found[name] = select(data, kept.numpy()), lengths.masked_fill(left_out, 0)
-    return found
+        parts = [part.sequences(indices, seed) for part in (self.first, *self.others)]
+        return {name: data for part in parts for name, data in part.items()}
 
 
 def _keys(infos: list[ChunkInfo]) -> list[Hashable] | None:

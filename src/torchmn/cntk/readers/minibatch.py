@@ -102,9 +102,6 @@ def as_in_other_parts(
 ) -> dict[str, MinibatchData]:
     """A part of a minibatch whose streams have lengths if those of all parts have. Local.
 
-    Where each sequence has one sample of a stream, one that has none was left out because of an
-    error: it is then in no stream.
-
     Args:
         streams: by name.
         has_one_sample: of the streams of which it is known whether each sequence has one sample.
@@ -114,16 +111,10 @@ def as_in_other_parts(
         >>> as_in_other_parts({"x": part}, {"x": False})["x"].lengths
         tensor([1, 1])
     """
-    singles = [streams[name] for name, one in has_one_sample.items() if one]
-    own_lengths = [single.lengths for single in singles if single.lengths is not None]
-    is_there = own_lengths[0] > 0 if own_lengths else None
     found = {}
     for name, part in streams.items():
-        lengths = part.lengths
-        if lengths is None and not has_one_sample.get(name, True):
+        found[name] = part
+        if part.lengths is None and not has_one_sample.get(name, True):
             lengths = torch.ones(part.num_sequences, dtype=torch.int64, device="cpu")
-        if is_there is not None and lengths is not None:
-            lengths = None if has_one_sample.get(name, False) else lengths[is_there]
-        num_sequences = part.num_samples if lengths is None else len(lengths)
-        found[name] = replace(part, lengths=lengths, num_sequences=num_sequences)
+            found[name] = replace(part, lengths=lengths)
     return found

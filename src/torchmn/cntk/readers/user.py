@@ -107,9 +107,6 @@ class UserMinibatchSource(ABC):
 class UserSourceMinibatches:
     """A `UserMinibatchSource` with the interface of a `MinibatchSource`. Local."""
 
-    global_num_samples: int | None = None
-    """Not known: a user's source says what its own rank gets."""
-
     def __init__(self, user: UserMinibatchSource) -> None:
         self._user = user
         self.streams = user.streams

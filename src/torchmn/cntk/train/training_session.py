@@ -42,7 +42,6 @@ from torchmn.cntk.session_loop import (
     SessionCheckpoints,
     SessionUpdater,
     WaitForWrites,
-    has_samples_left_out,
     limited,
 )
 from torchmn.cntk.train.distributed import default_communicator
@@ -236,7 +235,7 @@ class TrainingSession:
                 added, count = self.trainer.evaluation_sums(
                     arguments, device, criterion=config.criterion
                 )
-                if count == 0 and not (arguments and has_samples_left_out(source)):
+                if count == 0:
                     break  # on all ranks
                 total, num_samples = total + added, num_samples + count
                 num_minibatches += 1

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +9,7 @@ import torch
 
 from torchmn.cntk.readers import (
     ChunkInfo,
-    CTFDeserializer,
     MinibatchSource,
-    StreamDef,
     StreamInformation,
 )
 from torchmn.errors import DataError, UsageError
@@ -147,20 +144,3 @@ def test_a_pickled_source_continues(options: Any) -> None:
     pairs = drawn(copied)
     assert pairs == drawn(source)
     assert len(pairs) == (18 if "truncation_length" in options else 15)
-
-
-def test_a_sequence_that_one_deserializer_leaves_out_is_missing_in_all_streams(
-    tmp_path: Path,
-) -> None:
-    """Each of the two files has another wrong line; the rest stays together."""
-    lines = {name: [f"|{name} {n}\n" for n in range(6)] for name in "xy"}
-    lines["x"][1], lines["y"][4] = "|x wrong\n", "|y wrong\n"
-    for name, own in lines.items():
-        (tmp_path / name).write_text("".join(own))
-    deserializers = [
-        CTFDeserializer(tmp_path / name, {name: StreamDef(name, shape=1)}, max_errors=1)
-        for name in "xy"
-    ]
-    with pytest.warns(RuntimeWarning, match="The sequence is left out"):
-        pairs = drawn(MinibatchSource(deserializers, max_sweeps=1, randomize=False))
-    assert pairs == [(n, n) for n in (0.0, 2.0, 3.0, 5.0)]
