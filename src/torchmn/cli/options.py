@@ -53,13 +53,8 @@ def add_options(kind: type[Any]) -> Callable[[Command], Command]:
 
 
 def values_of(values: Sequence[str]) -> Callable[[str], list[str]]:
-    """What a shell completes for an option with these values; of a list only its last element."""
-
-    def complete(incomplete: str) -> list[str]:
-        before, comma, begin = incomplete.rpartition(",")
-        return [f"{before}{comma}{value}" for value in values if value.startswith(begin)]
-
-    return complete
+    """What a shell completes for an option with these values."""
+    return lambda begin: [value for value in values if value.startswith(begin)]
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:

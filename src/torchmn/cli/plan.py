@@ -10,36 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchmn.cli.options import values_of
 from torchmn.errors import TorchmnError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.observe.plan.facts import PredictedStep, Training
 
-# What a shell completes. The registries import torch, for which it would wait seconds.
-CODEC_NAMES = ("float32", "float16", "bfloat16", "int8", "int4", "int2", "1bit", "power_sgd")
-SCHEDULE_NAMES = (
-    "every_step",
-    "double_buffering",
-    "periodic_average",
-    "block_momentum",
-    "diloco",
-    "parameter_server",
-)
-ROUTE_NAMES = (
-    "naive",
-    "flat",
-    "hierarchical",
-    "two_dimensional",
-    "single_node",
-    "non_cuda_aware",
-    "pure_nccl",
-)
-
 
 def plan(
-    source: Annotated[
-        list[Path],
+    path: Annotated[
+        Path,
         typer.Argument(metavar="RUN|TABLE", help="Folder of a recorded run, or a .toml table."),
     ],
     hosts: Annotated[
@@ -49,21 +28,11 @@ def plan(
     links: Annotated[
         str | None, typer.Option(help="Rates of the adapters, such as 10gbit,1gbit.")
     ] = None,
-    codecs: Annotated[
-        str | None,
-        typer.Option(help="Codecs, such as float32,int8.", autocompletion=values_of(CODEC_NAMES)),
-    ] = None,
+    codecs: Annotated[str | None, typer.Option(help="Codecs, such as float32,int8.")] = None,
     schedules: Annotated[
-        str | None,
-        typer.Option(
-            help="Schedules, such as every_step,block_momentum.",
-            autocompletion=values_of(SCHEDULE_NAMES),
-        ),
+        str | None, typer.Option(help="Schedules, such as every_step,block_momentum.")
     ] = None,
-    route: Annotated[
-        str | None,
-        typer.Option(help="The route of sums.", autocompletion=values_of(ROUTE_NAMES)),
-    ] = None,
+    route: Annotated[str | None, typer.Option(help="The route of sums.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict steps and efficiency from a recorded run, or from the table of a training.
@@ -79,9 +48,6 @@ def plan(
 
     for rate in _texts(links):
         rate_bytes_per_s(rate)
-    if len(source) > 1:
-        raise UsageError("Give one recorded run, best of several hosts, or one table.")
-    path = source[0]
     known = read_table(path) if path.suffix == ".toml" else facts_of(path)
     grid: dict[str, list[str] | list[int]] = {
         "route": _texts(route),

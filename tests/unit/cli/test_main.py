@@ -56,9 +56,6 @@ def test_a_shell_completes_options() -> None:
         ("torchmn submit --scheduler ", ["pbs", "slurm", "grid_engine"]),
         ("torchmn init --kind t", ["text", "tabular"]),
         ("torchmn init --scheduler n", ["none"]),
-        ("torchmn plan RUN --codecs int8,f", ["int8,float32", "int8,float16"]),
-        ("torchmn plan RUN --schedules dil", ["diloco"]),
-        ("torchmn plan RUN --route fl", ["flat"]),
         ("torchmn run trai", []),  # then the shell completes names of files
     ],
 )
@@ -76,15 +73,9 @@ def completed(words: str) -> list[str]:
 
 
 def test_completed_names_are_the_registered_ones() -> None:
-    from torchmn.cli import plan, submit
-    from torchmn.comm.codecs import CODECS
-    from torchmn.comm.create import ROUTES
-    from torchmn.exchange.optimizer.create import SCHEDULES
+    from torchmn.cli import submit
     from torchmn.submit.choose import NAMES
 
-    assert tuple(CODECS) == plan.CODEC_NAMES
-    assert tuple(SCHEDULES) == plan.SCHEDULE_NAMES
-    assert tuple(ROUTES) == plan.ROUTE_NAMES
     assert submit.SCHEDULER_NAMES == NAMES
 
 

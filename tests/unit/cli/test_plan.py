@@ -71,8 +71,6 @@ def test_nothing_to_predict_is_an_error(file: str, tmp_path: Path) -> None:
         answer(file, "--codecs", "power_sgd")
     with pytest.raises(UsageError, match="--hosts 'two' must be whole numbers"):
         answer(file, "--hosts", "two")
-    with pytest.raises(UsageError, match="Give one recorded run"):
-        answer(file, file)
 
 
 @pytest.mark.parametrize("words", [("--batches", "64"), ("--time-codecs",)])

@@ -124,22 +124,6 @@ def test_the_last_variable_is_one_that_hydra_may_lose() -> None:
     assert list(command.env.items())[-1] == ("HYDRA_LAUNCHER_EXTRA_ARGS", "-q")
 
 
-def test_intel_mpi_on_hosts() -> None:
-    command = hydra("Intel MPI", {}, "-l")
-    worker = " ".join(worker_command())
-    assert " ".join(command.argv[1:]) == (
-        "-localhost 10.1.0.1 -genvlist PATH,TORCHMN_RSH -l "
-        f"-n 1 -host a {worker} : -n 2 -host b {worker}"
-    )
-    own = {name: text for name, text in command.env.items() if name.startswith("I_MPI")}
-    assert own == {
-        "I_MPI_PIN": "0",
-        "I_MPI_HYDRA_BOOTSTRAP": "rsh",
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC": "/usr/bin/env",
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-i sh",
-    }
-
-
 @pytest.mark.parametrize(
     ("shell", "words"),
     [
@@ -159,7 +143,6 @@ def test_remote_shells_that_hydra_cannot_use(shell: str, words: str) -> None:
         ("mpirun (Open MPI) 5.0.11", "Open MPI"),
         ("mpirun (OpenRTE) 1.8", "Open MPI"),
         ("HYDRA build details:", "Hydra"),
-        ("Intel(R) MPI Library for Linux* OS, Version 2021", "Intel MPI"),
     ],
 )
 def test_flavours(tmp_path: Path, words: str, flavour: str) -> None:

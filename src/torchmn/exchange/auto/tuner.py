@@ -279,53 +279,30 @@ class Autotuner:
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The selected plan, or the progress of the measurements. Local."""
-        state = {"using": asdict(self._using), "reason": self.reason}
-        if self.plan is not None:
-            return {**state, "plan": asdict(self.plan), "planned_s": self.planned_s}
-        return {
-            **state,
-            "default": asdict(self._default),
-            "is_trial": self._trying is not None,
-            "untried": [asdict(plan) for plan in self._untried],
-            "trials": [(asdict(trial.plan), trial.step_s) for trial in self.trials],
-        }
+        """The plan in use, and whether it was selected. Local."""
+        state = {"using": asdict(self._using), "planned_s": self.planned_s}
+        return {**state, "is_selected": self.plan is not None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from `state_dict`, before the optimizer loads its own. *Collective*: may switch.
 
-        A state with a plan continues with it. One that was saved during the measurements continues
-        them, with the plan that was in use: its steps are timed again. A plan that is not in the
-        search space is dropped; without a state everything is measured from scratch.
+        A state with a selected plan continues with it. After one of the time before, the plan that
+        was in use makes one step, and everything is measured from scratch; so it is without a
+        state, or if the plan is not in the search space.
         """
         if not state or not self.space.contains(Plan(**state["using"])):
             self._start_over()
-        elif "plan" in state:
-            self._decide(Plan(**state["plan"]), "the plan was saved with the state")
+        elif state["is_selected"]:
+            self._decide(Plan(**state["using"]), "the plan was saved with the state")
             self.planned_s = state["planned_s"]
         else:
             self._start_over()
             self._use(Plan(**state["using"]))
-            self._default = Plan(**state["default"])
-            self.reason = state["reason"]
-            self._trying = self._using if state["is_trial"] else None
-            untried = [Plan(**row) for row in state["untried"]]
-            self._untried = [plan for plan in untried if self.space.contains(plan)]
-            trials = [Trial(Plan(**row), step_s) for row, step_s in state["trials"]]
-            self.trials = [trial for trial in trials if self.space.contains(trial.plan)]
-            self._must_start_over = state.get("is_of_other_ranks", False)
+            self._must_start_over = True
 
     def reshard_state_dict(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """For another number of ranks: the old plan for one step, then all is measured again."""
-        return {
-            "using": states[0]["using"],
-            "default": asdict(self._default),
-            "reason": "",
-            "is_trial": False,
-            "untried": [],
-            "trials": [],
-            "is_of_other_ranks": True,
-        }
+        return {**states[0], "is_selected": False}
 
     def resume_warnings(self) -> list[str]:
         """See `MultiNodeOptimizer.resume_warnings`."""

@@ -18,7 +18,7 @@ from torchmn.errors import LaunchError, UnsupportedError
 from torchmn.run.job import Command, Job, worker_command
 from torchmn.run.starters.remote import NO_SHELL, is_carried, remote_shell
 
-Flavour = Literal["Open MPI", "Hydra", "Intel MPI"]
+Flavour = Literal["Open MPI", "Hydra"]
 
 
 def flavour_of(mpirun: str) -> tuple[Flavour, int]:
@@ -39,13 +39,11 @@ def flavour_of(mpirun: str) -> tuple[Flavour, int]:
     major = int(version[1]) if version else 0
     if "Open MPI" in output or "OpenRTE" in output:
         return "Open MPI", major
-    if "Intel(R) MPI" in output:
-        return "Intel MPI", major
     if "HYDRA" in output:
         return "Hydra", major
     first = output.strip().splitlines()[:1]
     raise LaunchError(
-        f"{mpirun} is neither Open MPI nor MPICH or Intel MPI (it reports {first}). "
+        f"{mpirun} is neither Open MPI nor MPICH (it reports {first}). "
         "Start the script with it directly, or use --backend gloo."
     )
 
@@ -80,12 +78,8 @@ def command(
     the remote shell, or cannot be started by it.
     """
     carried = [name for name in env if is_carried(job, name)]
-    worker = worker_command(input_path)
-    if flavour == "Intel MPI":
-        options, variables = _intel_mpi(job, env, carried, between, worker)
-    elif flavour == "Hydra":
+    if flavour == "Hydra":
         options, variables = _hydra(job, env, carried, between)
-        options += [*job.launcher_args, *worker]
     else:
         options, variables = _open_mpi(job), {}
         if is_root:
@@ -99,7 +93,7 @@ def command(
         if between:
             options += _between_hosts(mpirun, env, between, major)
             options += [word for name in carried for word in ("-x", name)]
-        options += [*job.launcher_args, *worker]
+    options += [*job.launcher_args, *worker_command(input_path)]
     chosen = {name: env.get(name, text) for name, text in variables.items()}
     # ours come last: Hydra loses the last variable of its environment on the way to other hosts
     rest = {name: text for name, text in env.items() if name not in chosen}
@@ -125,35 +119,6 @@ def _hydra(
         options += ["-hosts", hosts, "-launcher", "rsh", "-launcher-exec", path]
         options += ["-localhost", between.route.address, "-genvlist", ",".join(carried)]
         variables["HYDRA_LAUNCHER_EXTRA_ARGS"] = words
-    return options, variables
-
-
-def _intel_mpi(
-    job: Job,
-    env: Mapping[str, str],
-    carried: Sequence[str],
-    between: Between | None,
-    worker: Sequence[str],
-) -> tuple[list[str], dict[str, str]]:
-    """Intel MPI, by its reference of options and variables; it was not tried.
-
-    Its ``-hosts`` takes no numbers of ranks, so each host is a part of a command with several.
-    """
-    variables = {"I_MPI_PIN": "0"}
-    if between is None:
-        options = ["-n", str(job.num_ranks), *job.launcher_args, *worker]
-        return options, {**variables, "I_MPI_HYDRA_BOOTSTRAP": "fork"}
-    path, words = _hydras_remote_shell(env)
-    variables |= {
-        "I_MPI_HYDRA_BOOTSTRAP": "rsh",
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC": path,
-        "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": words,
-    }
-    options = ["-localhost", between.route.address, "-genvlist", ",".join(carried)]
-    options += job.launcher_args
-    for number, host in enumerate(job.hosts):
-        options += [":"] if number else []
-        options += ["-n", str(host.slots), "-host", host.name, *worker]
     return options, variables
 
 
