@@ -12,7 +12,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -174,7 +174,7 @@ class _Examiner:
     def _compare_clocks(self) -> None:
         offsets = self._on_all(list(self._sessions), HostSession.clock_offset_s)
         self.clocks = {host: offset for host, (offset, _) in offsets.items()}
-        self.findings += clock_findings(offsets)
+        self._note("clocks", clock_findings(offsets))
 
     def _check(self, check: Any) -> None:
         self._say(f"checking {check.name.replace('_', ' ')}")
@@ -183,8 +183,10 @@ class _Examiner:
             lambda session: session.call(Examine(check=check.name), check.facts, _CHECK_S),
         )
         self.facts[check.name] = found
-        findings = check.findings(found, self._request)
-        self.findings += [msgspec.structs.replace(each, check=check.name) for each in findings]
+        self._note(check.name, check.findings(found, self._request))
+
+    def _note(self, check: str, findings: Iterable[Finding]) -> None:
+        self.findings += [msgspec.structs.replace(each, check=check) for each in findings]
 
     @property
     def _machines(self) -> dict[str, str]:
@@ -233,7 +235,7 @@ class _Examiner:
                 time.sleep(_PAUSE_S)
                 for pairs in apart(sorted(again), self._machines):
                     self._measure_pairs(pairs, both=False)
-        self.findings += link_findings(list(self.links.values()), facts)
+        self._note("links", link_findings(list(self.links.values()), facts))
 
     def _measure_pairs(self, pairs: Sequence[Pair], *, both: bool = True) -> None:
         """Pairs that share no machine, at once; of each first one direction, then the other."""

@@ -11,14 +11,13 @@ Severity = Literal["error", "warning", "note"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 
 
-class Finding(Record, frozen=True, kw_only=True):
+class Finding(Record, frozen=True):
     """One problem, or with severity ``note`` a fact worth knowing.
 
     ``hosts`` are those where the cause is, as far as can be seen. ``value`` is the number in
     ``seen``, in ``unit``. ``check`` is the name of the check that found it.
     """
 
-    check: str = ""
     severity: Severity
     hosts: list[str]
     seen: str
@@ -26,6 +25,7 @@ class Finding(Record, frozen=True, kw_only=True):
     cure: str
     value: float | None = None
     unit: str = ""
+    check: str = ""
 
 
 def deviating(values: Mapping[str, str]) -> tuple[str, dict[str, list[str]]]:

@@ -70,9 +70,9 @@ class GpuCheck:
         """Each GPU by itself; their number and kind beside other hosts."""
         for host, facts in found.items():
             if facts.error and (facts.num_devices or any(each.gpus for each in found.values())):
-                yield _gpu_finding(
-                    host,
+                yield Finding(
                     "error",
+                    [host],
                     f"the GPU driver of {host} does not answer: {facts.error}",
                     "nvidia-smi lists the GPUs of every host.",
                     "Look for Xid errors in dmesg; load the driver again, or restart the host.",
@@ -81,9 +81,9 @@ class GpuCheck:
                 yield from _one_gpu(host, gpu)
             if facts.without_peer_access:
                 pairs = [" and ".join(pair) for pair in facts.without_peer_access]
-                yield _gpu_finding(
-                    host,
+                yield Finding(
                     "warning",
+                    [host],
                     f"GPUs {listed(pairs)} of {host} have no peer access",
                     "GPUs of one host reach each other's memory, or NCCL copies by the host's.",
                     "Switch off ACS in the BIOS, and give a container all GPUs of the host.",
@@ -113,9 +113,9 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
     name = f"GPU {gpu['index']} of {host}"
     errors = _number(gpu["uncorrected"])
     if errors or gpu["pending"] == "Yes":
-        yield _gpu_finding(
-            host,
+        yield Finding(
             "error",
+            [host],
             f"{name} has {errors:.0f} uncorrected memory errors"
             + (" and a page to be retired" if gpu["pending"] == "Yes" else ""),
             "A GPU has no uncorrected memory errors: results may be wrong.",
@@ -125,9 +125,9 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
         )
     active = [word for word in ("hw_slowdown", "sw_thermal") if gpu[word] == "Active"]
     if active:
-        yield _gpu_finding(
-            host,
+        yield Finding(
             "warning",
+            [host],
             f"{name} is throttled ({listed(active)}) at {gpu['temperature']} degrees",
             "No GPU lowers its clock because of heat or power: all ranks wait for the slowest.",
             "Check fans, air flow and power supply.",
@@ -135,9 +135,9 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
         )
     width, max_width = _number(gpu["width"]), _number(gpu["max_width"])
     if width and width < max_width:
-        yield _gpu_finding(
-            host,
+        yield Finding(
             "warning",
+            [host],
             f"{name} uses {width:.0f} of {max_width:.0f} PCIe lanes",
             "A GPU uses all lanes that it has.",
             "Seat the card again, or look for a riser or a slot with fewer lanes.",
@@ -145,27 +145,14 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
         )
     used, total = _number(gpu["used_mib"]), _number(gpu["memory_mib"])
     if total and used > _MAX_USED * total:
-        yield _gpu_finding(
-            host,
+        yield Finding(
             "warning",
+            [host],
             f"{used:.0f} of {total:.0f} MiB of {name} are in use",
             f"Before a job at most {_MAX_USED:.0%} of a GPU's memory are in use.",
             "End what runs there (nvidia-smi lists the processes).",
             used,
         )
-
-
-def _gpu_finding(
-    host: str, severity: str, seen: str, rule: str, cure: str, value: float | None = None
-) -> Finding:
-    return Finding(
-        severity="error" if severity == "error" else "warning",
-        hosts=[host],
-        seen=seen,
-        rule=rule,
-        cure=cure,
-        value=value,
-    )
 
 
 def _kinds(facts: GpuFacts) -> str:

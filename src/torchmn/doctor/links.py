@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 import msgspec
 
 from torchmn.control.codec import Record
-from torchmn.doctor.findings import Finding, LinkMeasured, Request, Severity, listed
+from torchmn.doctor.findings import Finding, LinkMeasured, Request, listed
 from torchmn.doctor.network import NetworkFacts
 
 _MIN_RATIO, _ERROR_RATIO = 0.5, 0.1
@@ -185,26 +185,11 @@ def _places(
         yield [link.source, link.target], f"where {link.source} sends to {link.target}", [link]
 
 
-def _finding(
-    hosts: list[str], severity: Severity, seen: str, rule: str, cure: str, value: float, unit: str
-) -> Finding:
-    return Finding(
-        check="links",
-        severity=severity,
-        hosts=hosts,
-        seen=seen,
-        rule=rule,
-        cure=cure,
-        value=value,
-        unit=unit,
-    )
-
-
 def _no_connection(hosts: list[str], where: str, links: list[Link]) -> Finding:
     reason = Counter(link.measured.error for link in links).most_common(1)[0][0]
-    return _finding(
-        hosts,
+    return Finding(
         "error" if any(link.is_named for link in links) else "warning",
+        hosts,
         f"no connection {where}, over {links[0].interface} (such as {links[0].address}): {reason}",
         "Every host can connect to every other one, on any port above 1024.",
         "Check that the interface has a carrier (ip link) and is meant for jobs, and open the "
@@ -224,9 +209,9 @@ def _slow(hosts: list[str], where: str, links: list[Link], usual: float) -> Find
     lost = statistics.median(link.measured.retransmitted for link in links)
     if lost > _MAX_RETRANSMITTED:
         others += f"; {lost:.1%} of the packets are sent again"
-    return _finding(
-        hosts,
+    return Finding(
         "error" if rate < _ERROR_RATIO * bound else "warning",
+        hosts,
         f"{links[0].interface} carries {_gbit(rate)}{beside} Gb/s {where}{others}",
         f"A link carries at least {_MIN_RATIO:.0%} of its adapter's speed and of the fastest "
         "quarter of links.",
@@ -239,9 +224,9 @@ def _slow(hosts: list[str], where: str, links: list[Link], usual: float) -> Find
 
 def _long_way(hosts: list[str], where: str, links: list[Link], usual_s: float) -> Finding:
     latency_s = statistics.median(link.measured.latency_s for link in links)
-    return _finding(
-        hosts,
+    return Finding(
         "warning",
+        hosts,
         f"a round trip takes {latency_s * 1e3:.3g} ms {where}, over {links[0].interface}; on "
         f"other links {usual_s * 1e3:.3g} ms",
         f"Round trips take at most {_MAX_LATENCY_RATIO:g} times those of other links.",
@@ -253,9 +238,9 @@ def _long_way(hosts: list[str], where: str, links: list[Link], usual_s: float) -
 
 def _losing(hosts: list[str], where: str, links: list[Link]) -> Finding:
     lost = statistics.median(link.measured.retransmitted for link in links)
-    return _finding(
-        hosts,
+    return Finding(
         "warning",
+        hosts,
         f"{lost:.1%} of the packets are sent again {where}, over {links[0].interface}",
         f"At most {_MAX_RETRANSMITTED:.0%} of the packets are lost.",
         "Check cable, switch port and duplex (ethtool -S INTERFACE), and limits that drop packets.",
@@ -279,9 +264,9 @@ def _wrong_interface(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -
         used = sorted({link.source for link in each if link.is_named})
         if not used or rates[best] < _FASTER * rates[network]:
             continue
-        yield _finding(
-            used,
+        yield Finding(
             "warning",
+            used,
             f"the names of the hosts lead to {slow}, which carries {_gbit(rates[network])} Gb/s, "
             f"and {fast} is idle with {_gbit(rates[best])} Gb/s (gloo would take "
             f"{facts[used[0]].taken['gloo']}, NCCL {facts[used[0]].taken['NCCL']})",

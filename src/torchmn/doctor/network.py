@@ -208,7 +208,6 @@ def clock_findings(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Findi
         way = "ahead of" if off_s > 0 else "slower than"
         if abs(off_s) > _MAX_OFFSET_S + error_s:
             yield Finding(
-                check="clocks",
                 severity="warning",
                 hosts=[host],
                 seen=f"the clock of {host} is {abs(off_s):.3g} s {way} those of other hosts "
