@@ -30,11 +30,8 @@ def report(
         bool, typer.Option("--json", help="Print the report as JSON instead of writing the page.")
     ] = False,
     metrics: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE|PORT|HOST:PORT",
-            help="Write the state of the run as OpenMetrics text, or serve it to Prometheus.",
-        ),
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the last steps as OpenMetrics text."),
     ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Write the phases for TensorBoard.")
@@ -45,7 +42,7 @@ def report(
     Runs may continue meanwhile. Several runs with different numbers of ranks show how the training
     scales.
     """
-    from torchmn.observe.report.metrics import metrics_server, parse_address, write_metrics
+    from torchmn.observe.report.metrics import write_metrics
 
     runs = runs or [Path("torchmn-logs", "latest")]
     if sum((is_text, is_json, metrics is not None)) > 1:
@@ -59,14 +56,7 @@ def report(
         return
     if len(runs) > 1:
         raise UsageError(f"--metrics shows one run, and {len(runs)} are named.")
-    address = parse_address(metrics)
-    if address is None:
-        write_metrics(runs[0], Path(metrics))
-        return
-    with metrics_server(runs[0], address) as server:
-        host, port = server.server_address[:2]
-        typer.echo(f"torchmn: serving http://{host!s}:{port}/metrics until interrupted", err=True)
-        server.serve_forever()
+    write_metrics(runs[0], metrics)
 
 
 def _report(

@@ -1,40 +1,42 @@
 """The state of a run for other tools.
 
-As OpenMetrics text, which Prometheus reads, in a file or from a port; and for TensorBoard.
+As OpenMetrics text, which Prometheus' node exporter reads from a file; and for TensorBoard.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from torchmn.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.summary import Summary, summarize
 from torchmn.record.records import PHASES
 
 LAST_STEPS = 100
 """Means are over this number of steps."""
-CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 Rows = Iterable[tuple[dict[str, str], float]]
 """Labels and value of each sample of a metric."""
 
 
-def metrics_text(path: Path) -> str:
-    """Phases, step, lateness and memory of each rank over its last steps. Raises DataError."""
-    return _text(summarize(read_run(path, last_steps=LAST_STEPS)))
-
-
 def write_metrics(path: Path, file: Path) -> None:
-    """Write the text to a file, at once and whole, so that a collector never reads half of it."""
-    text = metrics_text(path)
+    """Write phases, step, lateness and memory of each rank over its last steps to a file.
+
+    At once and whole, so that a collector never reads half of it. Raises DataError; UsageError: it
+    cannot be written.
+    """
+    if "/" not in str(file) and re.fullmatch(r"[+-]?\d+|.*:.*", str(file)):
+        raise UsageError(
+            f"--metrics={file}: torchmn serves no port. Write a file again and again for the "
+            "textfile collector of Prometheus' node exporter: `while sleep 15; do torchmn report "
+            f"RUN --metrics run.prom; done`; ./{file} if it is the name of a file."
+        )
+    text = _text(summarize(read_run(path, last_steps=LAST_STEPS)))
     new = file.with_name(f".{file.name}.new")
     try:
         new.write_text(text)
@@ -42,59 +44,6 @@ def write_metrics(path: Path, file: Path) -> None:
     except OSError as error:
         new.unlink(missing_ok=True)
         raise UsageError(f"The file {str(file)!r} cannot be written: {error.strerror}.") from None
-
-
-def parse_address(text: str) -> tuple[str, int] | None:
-    """Host and port of ``PORT`` (of this host only) or ``HOST:PORT``; None: it is a file.
-
-    Raises UsageError: it looks like an address and is none. A file of such a name is ``./NAME``.
-    """
-    if "/" in text or not (":" in text or re.fullmatch(r"[+-]?\d+", text)):
-        return None
-    match = re.fullmatch(r"(?:(?P<host>[\w.-]*|\[[\da-fA-F:]+\]):)?(?P<port>\d{1,9})", text)
-    port = int(match["port"]) if match else -1
-    if match is None or not 0 <= port <= 65535:
-        raise UsageError(
-            f"--metrics={text}: a port is a number from 0 to 65535, as in 9100 or 0.0.0.0:9100. "
-            f"Write ./{text} if it is the name of a file."
-        )
-    host = match["host"]
-    return "127.0.0.1" if host is None else host.strip("[]"), port
-
-
-def metrics_server(path: Path, address: tuple[str, int]) -> ThreadingHTTPServer:
-    """A server of ``/metrics``, which reads the records at each request. Not started yet."""
-    try:
-        return ThreadingHTTPServer(address, partial(_Handler, path))
-    except OSError as error:
-        where = f"{address[0]}:{address[1]}"
-        raise UsageError(f"--metrics={where} cannot be served: {error.strerror}.") from None
-
-
-class _Handler(BaseHTTPRequestHandler):
-    def __init__(self, path: Path, *args: object) -> None:
-        self._path = path
-        super().__init__(*args)  # type: ignore[arg-type]
-
-    def do_GET(self) -> None:
-        if self.path.partition("?")[0] != "/metrics":
-            self._answer(404, "see /metrics\n", "text/plain")
-            return
-        try:
-            self._answer(200, metrics_text(self._path), CONTENT_TYPE)
-        except TorchmnError as error:
-            self._answer(503, f"{error}\n", "text/plain")
-
-    def _answer(self, status: int, text: str, kind: str) -> None:
-        body = text.encode()
-        self.send_response(status)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing for each request."""
 
 
 def _text(summary: Summary) -> str:
