@@ -54,7 +54,7 @@ def add_options(kind: type[Any]) -> Callable[[Command], Command]:
 
 def values_of(values: Sequence[str]) -> Callable[[str], list[str]]:
     """What a shell completes for an option with these values."""
-    return lambda begin: [value for value in values if value.startswith(begin)]
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
