@@ -12,7 +12,7 @@ from __future__ import annotations
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE
 from torchmn.errors import SAVED_STATUS
 from torchmn.submit.request import JobRequest
-from torchmn.submit.scheduler import Scheduler
+from torchmn.submit.scheduler import Scheduler, filled
 
 RESUBMITTED = "torchmn: resubmitted as"
 """Start of the line in a job's log that names the job in which training continues."""
@@ -28,31 +28,14 @@ def last_lines(job: JobRequest, scheduler: Scheduler) -> list[str]:
     """The lines after `torchmn run` that check ``$status``."""
     if not job.max_requeues:
         return []
-    history = f'history="$logs/{job.name}.$job.requeues"'
-    limit = job.max_requeues
-    return [
-        "",
-        f"# Exit status {SAVED_STATUS}: saved before the time limit, continue in a new job.",
-        f'if [ "$status" -eq {SAVED_STATUS} ]; then',
-        f"  {history}",
-        '  touch "$history" "$log.progress"',
-        '  num_requeues=$(wc -l <"$history")',
-        "  saved=$(grep '^checkpoint' \"$log.progress\" | tail -n 1)",
-        "  if ! grep -q '^exit' \"$log.progress\"; then",
-        '    echo "torchmn: not resubmitted: a rank exited with '
-        f'{SAVED_STATUS}, but not because torchmn.Preemption ended it" >&2',
-        '  elif [ -n "$saved" ] && [ "$saved" = "$(tail -n 1 "$history")" ]; then',
-        '    echo "torchmn: not resubmitted: no progress since the last time, the newest is the '
-        f'$saved; {_BY_HAND}" >&2',
-        f'  elif [ "$num_requeues" -ge {limit} ]; then',
-        f'    echo "torchmn: not resubmitted: this was done {limit} times already '
-        f'(--max-requeues); {_BY_HAND}" >&2',
-        "  else",
-        '    echo "${saved:-unknown $log}" >>"$history"',
-        *(f"    {line}" for line in scheduler.resubmission(job)),
-        "  fi",
-        "fi",
-    ]
+    return filled(
+        "requeue.sh",
+        saved=str(SAVED_STATUS),
+        name=job.name,
+        limit=str(job.max_requeues),
+        by_hand=_BY_HAND,
+        resubmission=scheduler.resubmission(job),
+    )
 
 
 def before_the_limit() -> list[str]:

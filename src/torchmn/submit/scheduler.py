@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from torchmn.submit.request import JobRequest
@@ -91,3 +93,18 @@ class Scheduler(Protocol):
         None by default: its files are named like the job's own, and so are found with them.
         """
         return ()
+
+
+def filled(name: str, /, **values: str | Sequence[str]) -> list[str]:
+    """The lines of a shell file of this folder, with a value for each ``@name@``.
+
+    A line that has such a name only becomes the lines of its value.
+    """
+    lines: list[str] = []
+    for line in Path(__file__).with_name(name).read_text().splitlines():
+        alone = re.fullmatch(r"( *)@(\w+)@", line)
+        if alone is not None:
+            lines += [f"{alone[1]}{each}" for each in values[alone[2]]]
+        else:
+            lines.append(re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), line))
+    return lines

@@ -1,6 +1,9 @@
 """Write a job script, and submit it to its scheduler.
 
-Directives of the scheduler come first, then plain shell that a user may edit.
+Directives of the scheduler come first, then plain shell that a user may edit: ``job.sh``. It
+changes to the folder of the submission and redirects its own output, since PBS only makes that of a
+job readable after its end. It must receive the scheduler's signals, which a shell would defer until
+a command has ended, and survive them: the lines after `torchmn run` decide what becomes of the job.
 """
 
 from __future__ import annotations
@@ -14,54 +17,43 @@ from torchmn.cluster.walltime import parse_duration
 from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.request import JobRequest, PythonEnvironment
 from torchmn.submit.requeue import first_lines, last_lines
-from torchmn.submit.scheduler import Ask, Scheduler, ask
+from torchmn.submit.scheduler import Ask, Scheduler, ask, filled
 
 ENDED = "torchmn: job ended with exit status"
 """Start of the last line of a job's log, from which `Follower` reads the exit status."""
 
 _MODULE_COMMANDS = frozenset(["load", "unload", "switch", "swap", "use", "unuse", "purge"])
 
-_VERSIONS = """\
-python3 - <<'VERSIONS'
-import importlib.metadata, sys
-wanted = ("torch", "numpy", "mpi4py", "nvidia-nccl", "nvidia-cudnn", "nvidia-cuda-runtime")
-found = {(d.name or "").lower(): d.version for d in importlib.metadata.distributions()}
-versions = [f"{name} {found[name]}" for name in sorted(found) if name.startswith(wanted)]
-print(", ".join([f"python {sys.version.split()[0]}", *versions]))
-VERSIONS"""
-
 
 def job_script(job: JobRequest, scheduler: Scheduler) -> str:
     """The whole script. Pure. Raises UsageError: this scheduler cannot run such a job."""
     _raise_if_foreign(job, scheduler)
-    by_hand = shlex.join([scheduler.submit_command[0], job.file])
-    log_dir = shlex.quote(job.log_dir)
-    lines = [
-        "#!/bin/bash",
-        *scheduler.directives(job),
-        *job.settings.directives,
-        "",
-        f"# Written by `torchmn submit` for {scheduler.title}. Edit it as you like; submit it in",
-        f"# the same folder, with the folder of its logs: mkdir -p {log_dir} && {by_hand}",
-        "",
-        *_output(job, scheduler),
-        *_modules(job.settings.modules),
-        *[f"export {name}={shlex.quote(value)}" for name, value in job.settings.exports],
-        *scheduler.finds_commands,
-        *_activation(job.environment),
-        "command -v torchmn >/dev/null || {",
-        '  echo "torchmn: torchmn is not installed on $(hostname): use --activate" >&2',
-        "  end_job 127",
-        "}",
-        "",
-        f"echo \"{scheduler.title} job $job on $(hostname), $(date '+%Y-%m-%d %H:%M:%S %z')\"",
-        _VERSIONS,
-        "",
-        *first_lines(job),
-        *_work(job, scheduler),
-        *last_lines(job, scheduler),
-        'end_job "$status"',
-    ]
+    settings = job.settings
+    # appended, since a requeued job may run twice within a second
+    to_one, to_two = 'exec >>"$log.log" 2>&1', 'exec >>"$log.out" 2>>"$log.err"'
+    lines = filled(
+        "job.sh",
+        directives=[*scheduler.directives(job), *settings.directives],
+        title=scheduler.title,
+        log_dir=shlex.quote(job.log_dir),
+        by_hand=shlex.join([scheduler.submit_command[0], job.file]),
+        folder=scheduler.folder,
+        job_id=scheduler.job_id,
+        name=job.name,
+        redirection=[to_one if job.joins_output else to_two],
+        ended=ENDED,
+        environment=[
+            *_modules(settings.modules),
+            *[f"export {name}={shlex.quote(value)}" for name, value in settings.exports],
+            *scheduler.finds_commands,
+            *_activation(job.environment),
+        ],
+        progress=first_lines(job),
+        options=shlex.join(_options(job)),
+        command=shlex.join([*(["-m"] if job.is_module else []), job.script, *job.args]),
+        warning=[] if scheduler.sends_warning else _warning(job),
+        requeue=last_lines(job, scheduler),
+    )
     return "\n".join(lines) + "\n"
 
 
@@ -75,28 +67,6 @@ def _raise_if_foreign(job: JobRequest, scheduler: Scheduler) -> None:
             )
 
 
-def _output(job: JobRequest, scheduler: Scheduler) -> list[str]:
-    """Change to the folder of the submission, and redirect the output.
-
-    PBS only makes a job's own standard output readable after the job has ended.
-    """
-    # appended, since a requeued job may run twice within a second
-    to = 'exec >>"$log.log" 2>&1' if job.joins_output else 'exec >>"$log.out" 2>>"$log.err"'
-    return [
-        f'cd "{scheduler.folder}" || exit 1',
-        f"job={scheduler.job_id}",
-        f"logs={shlex.quote(job.log_dir)}",
-        f'log="$logs/{job.name}.$job.$(date +%Y%m%d-%H%M%S)"',
-        'mkdir -m 700 -p "$logs" || exit 1',
-        to,
-        "end_job() {",
-        f'  echo "{ENDED} $1"',
-        '  exit "${2:-$1}"',
-        "}",
-        "",
-    ]
-
-
 def _modules(modules: tuple[str, ...]) -> list[str]:
     """``module load`` for each, or the given command of `module`.
 
@@ -104,13 +74,7 @@ def _modules(modules: tuple[str, ...]) -> list[str]:
     """
     if not modules:
         return []
-    lines = [
-        "type module >/dev/null 2>&1 || {",
-        '  for file in "$MODULESHOME/init/bash" /etc/profile.d/{modules,lmod}.sh; do',
-        '    if [ -r "$file" ]; then . "$file"; break; fi',
-        "  done",
-        "}",
-    ]
+    lines = filled("modules.sh")
     for module in modules:
         words = module.split()
         command = words if words[0] in _MODULE_COMMANDS else ["load", *words]
@@ -129,34 +93,16 @@ def _activation(environment: PythonEnvironment | None) -> list[str]:
     ]
 
 
-def _work(job: JobRequest, scheduler: Scheduler) -> list[str]:
-    """`torchmn run`, which reads the nodes from the scheduler; its logs are in ``$log``.
+def _options(job: JobRequest) -> list[str]:
+    """Those of `torchmn run`, which reads the nodes from the scheduler.
 
-    The number of all ranks, since it refuses to start where the scheduler gave fewer slots. The
-    shell must receive the scheduler's signals, which it would defer until a command has ended, and
-    survive them: the lines after this decide what becomes of the job.
+    The number of all ranks, since it refuses to start where the scheduler gave fewer slots.
     """
     settings = job.settings
     threads = ["--threads", str(settings.threads)] if settings.threads else []
     grace = ["--grace", str(settings.grace)] if settings.grace else []
     exported = [word for name, _ in settings.exports for word in ("-x", name)]
-    options = shlex.join(["-n", str(job.num_ranks), *threads, *grace, *exported])
-    command = shlex.join([*(["-m"] if job.is_module else []), job.script, *job.args])
-    return [
-        "# A signal of the scheduler goes to all ranks; this shell waits for their end.",
-        'pass_on() { signaled=$1; kill -s "$1" "$run"; }',
-        'for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done',
-        f'torchmn run {options} --log-dir "$log" \\',
-        f"  {command} &",
-        "run=$!",
-        *([] if scheduler.sends_warning else _warning(job)),
-        "signaled=no",
-        'until [ -z "$signaled" ]; do',
-        "  last=$signaled signaled=",
-        '  wait "$run"',
-        "  status=$?",
-        "done",
-    ]
+    return ["-n", str(job.num_ranks), *threads, *grace, *exported]
 
 
 def _warning(job: JobRequest) -> list[str]:
@@ -167,14 +113,7 @@ def _warning(job: JobRequest) -> list[str]:
     if limit is None:
         raise UsageError("--signal counts from the time limit: pass --walltime too.")
     after_s = round(parse_duration(limit) or 0) - signal
-    return [
-        f"# The scheduler has no signal before the limit: this shell sends it, {signal} s before.",
-        "(",
-        """  trap '' USR1 USR2; trap 'kill "$!"; exit' TERM""",
-        f'  sleep {after_s} & wait "$!" && kill -s USR1 $$',
-        ") &",
-        "trap 'kill %2 2>/dev/null' EXIT",
-    ]
+    return filled("warning.sh", before_s=str(signal), after_s=str(after_s))
 
 
 def raise_if_folder(path: Path) -> None:
