@@ -9,7 +9,6 @@ batches, and hung if a rank had an empty shard.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -17,11 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from pytorch_pfn_extras import reporting
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
-from torch.utils.data import DataLoader
 
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.data.batch_size import num_samples
-from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
 from torchmn.record import recording
 from torchmn.train.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.train.evaluation.evaluation_batches import evaluation_mode, named_loaders
@@ -40,7 +38,6 @@ def create_multi_node_evaluator(
     *,
     buffers: BufferRule = "average",
     compat: Compatibility | None = None,
-    verify: DataLoader[Any] | None = None,
 ) -> EvaluatorLike:
     """Make an evaluator return the result of the whole set on every rank. *Collective.*
 
@@ -59,16 +56,13 @@ def create_multi_node_evaluator(
         compat: ``chainermn`` computes the unweighted mean over the batches of a rank and the
             unweighted mean over ranks that reported the value. ChainerMN did not change buffers:
             also pass ``buffers="local"`` to reproduce its numbers.
-        verify: a loader over the whole set, on one rank or more. These ranks evaluate it too, and
-            all ranks raise if a value differs beyond rounding from that of the shards.
 
     Raises:
         UnknownNameError, UsageError: an argument is of the wrong kind.
-        UnsupportedError: ``compat`` together with ``verify``.
         RankMismatchError: the ranks' arguments differ.
 
-    ``evaluate()`` then raises UsageError: a value has no mean, or ``verify`` found a difference;
-    CommunicationError: another rank raised.
+    ``evaluate()`` then raises UsageError: a value has no mean; CommunicationError: another rank
+    raised.
 
     Example:
         >>> from pytorch_pfn_extras.reporting import Reporter, report
@@ -81,7 +75,7 @@ def create_multi_node_evaluator(
         >>> round(result["mean"], 4)  # of six samples
         0.6667
     """
-    _raise_if_unusable(evaluator, buffers, compat, verify)
+    _raise_if_unusable(evaluator, buffers, compat)
     evaluator._iterators = named_loaders(evaluator._iterators)
     arguments = {"buffers": buffers, "compat": compat}
     for rank, theirs in enumerate(comm.allgather_obj(arguments)):
@@ -90,16 +84,14 @@ def create_multi_node_evaluator(
                 f"{comm.rank_label}: create_multi_node_evaluator has {arguments} here and {theirs} "
                 f"on rank {rank}. All ranks must pass the same arguments."
             )
-    evaluation = _MultiNodeEvaluation(evaluator, comm, buffers, compat, verify)
+    evaluation = _MultiNodeEvaluation(evaluator, comm, buffers, compat)
     evaluator.evaluate = evaluation  # type: ignore[assignment,method-assign]
     if comm.rank != 0:
         evaluator._progress_bar = False
     return evaluator
 
 
-def _raise_if_unusable(
-    evaluator: object, buffers: str, compat: str | None, verify: object | None
-) -> None:
+def _raise_if_unusable(evaluator: object, buffers: str, compat: str | None) -> None:
     if isinstance(evaluator, DistributedEvaluator) or not isinstance(evaluator, Evaluator):
         raise UsageError(
             f"create_multi_node_evaluator got a {type(evaluator).__name__}. It needs an Evaluator "
@@ -113,11 +105,6 @@ def _raise_if_unusable(
         raise UnknownNameError("rule for buffers", buffers, BUFFER_RULES)
     if compat not in (None, "chainermn"):
         raise UnknownNameError("compat", compat, ("chainermn",))
-    if compat is not None and verify is not None:
-        raise UnsupportedError(
-            "compat='chainermn' computes unweighted means, which differ from one process on the "
-            "whole set. Remove verify= or compat=."
-        )
 
 
 class _MultiNodeEvaluation:
@@ -129,14 +116,12 @@ class _MultiNodeEvaluation:
         comm: Communicator,
         buffers: BufferRule,
         compat: Compatibility | None,
-        whole_set: DataLoader[Any] | None,
     ) -> None:
         self._evaluator = evaluator
         self._evaluate_shard: Callable[[], Mapping[str, Any]] = evaluator.evaluate
         self._comm = comm
         self._buffers = buffers
         self._compat = compat
-        self._whole_set = whole_set
 
     @recording.during("evaluation")
     def __call__(self) -> dict[str, float]:
@@ -145,27 +130,18 @@ class _MultiNodeEvaluation:
         gather = HeartbeatGather(self._comm, f"evaluation '{self._evaluator.name or 'validation'}'")
         try:
             with evaluation_mode(targets):
-                shard = self._measure(self._evaluator.get_all_iterators(), gather)
-                whole = None
-                if self._whole_set is not None:
-                    loaders = {**self._evaluator.get_all_iterators(), "main": self._whole_set}
-                    whole = self._measure(loaders, gather)
+                shard = self._measure(gather)
         except Exception as error:
             gather.fail(error)
             raise
-        gathered = gather.finish((shard, whole))
-        values = _means([shard for shard, _ in gathered])
-        for rank, (_, theirs) in enumerate(gathered):
-            if theirs is not None:
-                self._raise_if_different(values, _means([theirs]), rank)
-        return values
+        return _means(gather.finish(shard))
 
-    def _measure(self, loaders: Mapping[str, Any], gather: HeartbeatGather) -> Sums:
-        """Run the evaluator's own ``evaluate`` over some loaders."""
+    def _measure(self, gather: HeartbeatGather) -> Sums:
+        """Run the evaluator's own ``evaluate`` and note what each batch reports."""
         recorder = Recorder(gather.heartbeat)
         own_loaders = self._evaluator._iterators
         self._evaluator._iterators = {
-            name: recorder.batches_of(loader) for name, loader in loaders.items()
+            name: recorder.batches_of(loader) for name, loader in own_loaders.items()
         }
         try:
             with recorder.recording():
@@ -175,34 +151,6 @@ class _MultiNodeEvaluation:
         if self._compat == "chainermn":
             return {name: (float(value), 1.0) for name, value in result.items()}
         return recorder.sums_of(result)
-
-    def _raise_if_different(
-        self, values: Mapping[str, float], whole: Mapping[str, float], rank: int
-    ) -> None:
-        tolerance = self._tolerance()
-        for name in sorted({*values, *whole}):
-            ours, theirs = values.get(name), whole.get(name)
-            if (
-                ours is None
-                or theirs is None
-                or not (
-                    math.isclose(ours, theirs, rel_tol=tolerance, abs_tol=tolerance / 10)
-                    or (math.isnan(ours) and math.isnan(theirs))
-                )
-            ):
-                raise UsageError(
-                    f"verify: '{name}' is {ours} over the shards of {self._comm.size} ranks, but "
-                    f"{theirs} over the whole set on rank {rank}. The shards must hold every "
-                    "sample exactly once (scatter_dataset(..., force_equal_length=False)), the "
-                    "value must be a mean over samples or a Ratio, and the ranks' models must be "
-                    "the same."
-                )
-
-    def _tolerance(self) -> float:
-        """Relative: sums of a float32 model differ with the sizes of the batches."""
-        targets = self._evaluator.get_all_targets().values()
-        dtypes = {p.dtype for t in targets for p in t.parameters() if p.is_floating_point()}
-        return 100 * max((torch.finfo(d).eps for d in dtypes), default=torch.finfo().eps)
 
 
 def _means(parts: list[Sums]) -> dict[str, float]:

@@ -20,7 +20,6 @@ from torchmn.comm import Communicator
 from torchmn.errors import (
     CommunicationError,
     RankMismatchError,
-    UnsupportedError,
     UsageError,
 )
 from torchmn.testing import run_ranks
@@ -267,30 +266,6 @@ def test_a_subclass_with_its_own_loop() -> None:
         assert result["ratio"] == pytest.approx(11 / 4)
 
 
-class TestVerify:
-    def _run(self, shards: list[list[int]]) -> None:
-        def body(comm: Communicator) -> None:
-            shard = Subset(samples(11), shards[comm.rank])
-            whole = DataLoader(samples(11), batch_size=5) if comm.rank == 0 else None
-            evaluator = plain_evaluator(shard, 2)
-            create_multi_node_evaluator(evaluator, comm, verify=whole)()
-
-        run_ranks(body, len(shards))
-
-    def test_equal(self) -> None:
-        self._run([[0, 1, 2, 3, 4, 5, 6], [], [7, 8, 9, 10]])
-
-    def test_a_sample_that_counts_twice(self) -> None:
-        with pytest.raises(UsageError) as raised:
-            self._run([[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10]])
-        text = str(raised.value)
-        doubled = exact(TensorDataset(*samples(11)[[*range(6), *range(5, 11)]]))
-        name = min(doubled)
-        assert f"'{name}'" in text
-        for value in (doubled[name], exact(samples(11))[name]):
-            assert f"{value:.9f}"[:8] in text
-
-
 class TestRefused:
     def _error(self, make: Callable[[Communicator], object]) -> Exception:
         def body(comm: Communicator) -> Exception | None:
@@ -322,17 +297,6 @@ class TestRefused:
             create_multi_node_evaluator(plain_evaluator(samples(3)), comm, buffers=rule)
 
         assert isinstance(self._error(make), RankMismatchError)
-
-    def test_compat_with_verify(self) -> None:
-        def make(comm: Communicator) -> None:
-            create_multi_node_evaluator(
-                plain_evaluator(samples(3)),
-                comm,
-                compat="chainermn",
-                verify=DataLoader(samples(3)),
-            )
-
-        assert isinstance(self._error(make), UnsupportedError)
 
     @pytest.mark.parametrize(
         ("reported", "message"),
