@@ -2,7 +2,7 @@
 
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, SaveRecord
 from torchmn.checkpoint.create import create_multi_node_checkpointer
-from torchmn.checkpoint.dcp import export_dcp, import_dcp
+from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.manifest import Best
 from torchmn.checkpoint.snapshot import HasReplicatedTensors, Stateful
 from torchmn.checkpoint.storage import FolderStorage
@@ -24,6 +24,5 @@ __all__ = [
     "Stateful",
     "create_multi_node_checkpointer",
     "export_dcp",
-    "import_dcp",
     "seed_ranks",
 ]

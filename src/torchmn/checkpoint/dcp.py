@@ -1,14 +1,10 @@
-"""To and from `torch.distributed.checkpoint`, for tools that read nothing else.
-
-Its metadata is a pickle: anybody with write access to the folder can make a loader run code. Export
-is always possible; import requires that the caller declares the folder trusted.
-"""
+"""To `torch.distributed.checkpoint`, for tools that read nothing else. torch itself loads it."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +13,7 @@ import torch
 
 from torchmn.checkpoint.parts import nowhere, place_parts
 from torchmn.checkpoint.reader import SavedCheckpoint
-from torchmn.checkpoint.snapshot import RANDOM, Stateful
+from torchmn.checkpoint.snapshot import RANDOM
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import read_manifest
 from torchmn.control.private_files import make_private_folder, open_private
@@ -75,55 +71,18 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
         raise DataError(f"{folder} cannot be written by DCP: {_describe(error)}") from error
 
 
-def import_dcp(folder: str | Path, state: Mapping[str, Stateful], *, trust: bool = False) -> None:
-    """Load objects from a folder of DCP, in place. Local: every rank reads all of it.
-
-    Raises UnsupportedError without ``trust=True``; DataError: the folder cannot be loaded.
-
-    >>> import tempfile
-    >>> from torchmn.checkpoint import import_dcp
-    >>> model, folder = torch.nn.Linear(3, 1), tempfile.mkdtemp()
-    >>> checkpointer = torchmn.create_multi_node_checkpointer(comm, folder, "net")
-    >>> checkpointer.save(1, {"model": model})
-    >>> checkpointer.finish()
-    >>> checkpointer.export_dcp(f"{folder}/dcp")
-    >>> other = torch.nn.Linear(3, 1)
-    >>> import_dcp(f"{folder}/dcp", {"model": other}, trust=True)
-    >>> torch.equal(other.weight, model.weight)
-    True
-    """
-    if not trust:
-        raise UnsupportedError(
-            f"Loading {folder} unpickles its metadata, which can run any code. If you trust "
-            "the source of the folder, pass trust=True."
-        )
-    from torch.distributed.checkpoint import state_dict_loader as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    states: dict[str, Any] = {label: obj.state_dict() for label, obj in state.items()}
-    try:
-        with _on_this_rank():
-            dcp.load(states, checkpoint_id=Path(folder), **_alone(dcp.load))
-    except UnsupportedError:
-        raise
-    except (Exception, CheckpointException) as error:
-        raise DataError(f"{folder} cannot be loaded by DCP: {_describe(error)}") from error
-    for label, obj in state.items():
-        obj.load_state_dict(states[label])
-
-
-def _alone(save_or_load: Callable[..., Any]) -> dict[str, bool]:
-    """The option by which a function of DCP runs on this rank alone.
+def _alone(save: Callable[..., Any]) -> dict[str, bool]:
+    """The option by which DCP saves on this rank alone.
 
     torch 2.6 has none, and does so where there is no default process group. Raises
     UnsupportedError: there is one, whose other ranks would have to call it too.
     """
-    if "no_dist" in inspect.signature(save_or_load).parameters:
+    if "no_dist" in inspect.signature(save).parameters:
         return {"no_dist": True}
     if torch.distributed.is_initialized():
         raise UnsupportedError(
-            f"torch {torch.__version__} writes and reads folders of DCP on all ranks of the "
-            "default process group, which this script has initialized. Use a newer torch, or do "
+            f"torch {torch.__version__} writes folders of DCP on all ranks of the default "
+            "process group, which this script has initialized. Use a newer torch, or do "
             "it in a process without init_process_group()."
         )
     return {}

@@ -661,7 +661,9 @@ def through_dcp(comm: Any, folder: Path) -> State:
     optimizer = side.optimizer(adam(model), model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torchmn.checkpoint.import_dcp(folder / "dcp", {"model": model}, trust=True)
+        exported = {"model": model.state_dict()}
+        dcp.load(exported, checkpoint_id=str(folder / "dcp"), no_dist=True)
+        model.load_state_dict(exported["model"])
         checkpointer = torchmn.create_multi_node_checkpointer(grid, folder, "run", read_only=True)
         checkpointer.resume({"optimizer": optimizer})
         saved = get_state_dict(model, optimizer.inner)
