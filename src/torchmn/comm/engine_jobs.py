@@ -211,10 +211,11 @@ class CollectiveJobs:
             self.check.compare(call)
             with torch.no_grad():
                 for tensor in tensors.values():
-                    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+                    # A copy: a transport may fix the size of the memory that it sends.
+                    plain = tensor.resolve_conj().resolve_neg()
+                    flat = plain.clone(memory_format=torch.contiguous_format).view(-1)
                     self._world.broadcast_(object_codec.as_bytes(flat), 0)
-                    if flat.data_ptr() != tensor.data_ptr():
-                        tensor.copy_(flat.view(tensor.shape))
+                    tensor.copy_(flat.view(tensor.shape))
 
         return job
 
