@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from torchmn.comm.local_tensors import local_part
@@ -42,7 +43,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     total = 0
     for tensor in tensors:
         own = local_part(tensor).detach().cpu().contiguous()
-        total = zlib.crc32(as_bytes(own).numpy().data, total)
+        total = zlib.crc32(_memory(own), total)
     return total
 
 
@@ -53,7 +54,7 @@ def digest(*pieces: bytes | memoryview | Tensor) -> str:
     """
     total = hashlib.sha256()
     for piece in pieces:
-        total.update(as_bytes(piece).numpy().data if isinstance(piece, Tensor) else piece)
+        total.update(_memory(piece) if isinstance(piece, Tensor) else piece)
     return total.hexdigest()
 
 
@@ -92,3 +93,12 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 def _is_one(groups: Sequence[Sequence[int]]) -> bool:
     return len(groups) == 1 and len(groups[0]) == 1
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor.
+
+    `Tensor.numpy` would fix the size of its storage, and scripts resize buffers: the observers of
+    quantization-aware training, memory banks that grow.
+    """
+    return np.from_dlpack(as_bytes(tensor)).data

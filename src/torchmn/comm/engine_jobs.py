@@ -22,7 +22,13 @@ from torchmn.comm import object_codec
 from torchmn.comm.collective_checks import INLINE_BYTES, Call, CallCheck, Row
 from torchmn.comm.group import Group
 from torchmn.comm.local_tensors import local_part, placement_of
-from torchmn.comm.reductions import Reduction, dense, dense_parts, described
+from torchmn.comm.reductions import (
+    Reduction,
+    dense,
+    dense_parts,
+    described,
+    without_backward,
+)
 from torchmn.comm.transports.base import fold
 from torchmn.errors import RankMismatchError, UsageError
 
@@ -47,6 +53,27 @@ def _rejecting(make: Maker[Arguments, Result]) -> Maker[Arguments, Result]:
     return make_or_reject
 
 
+def _of_tensors(make: Maker[Arguments, Result]) -> Maker[Arguments, Result]:
+    """As `_rejecting`; if an argument requires a gradient, backward refuses to use the result."""
+    make_or_reject = _rejecting(make)
+
+    @wraps(make)
+    def make_without_backward(
+        jobs: CollectiveJobs, /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Job[Result]:
+        job = make_or_reject(jobs, *args, **kwargs)
+        if torch.is_grad_enabled() and any(map(_requires_grad, args)):
+            return lambda: cast(Result, without_backward(make.__name__, job()))
+        return job
+
+    return make_without_backward
+
+
+def _requires_grad(argument: object) -> bool:
+    parts = argument if isinstance(argument, (list, tuple)) else (argument,)
+    return any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+
+
 class CollectiveJobs:
     """Makes the jobs of a communicator's collectives; each method has the name of its collective.
 
@@ -65,30 +92,30 @@ class CollectiveJobs:
 
     # ---- tensors ----
 
-    @_rejecting
+    @_of_tensors
     def bcast(self, x: Tensor | None, root: int) -> Job[Tensor]:
         self._check_root(root)
         own = _own(dense("bcast", x)) if self.rank == root else None
         call = Call("bcast", root=root)
         return lambda: cast(Tensor, self.objects.broadcast(call, own, root))
 
-    @_rejecting
+    @_of_tensors
     def gather(self, x: Tensor, root: int) -> Job[tuple[Tensor, ...] | None]:
         self._check_root(root)
         own = _own(dense("gather", x))
         return lambda: self._to_root(Call("gather", root=root), own, root)
 
-    @_rejecting
+    @_of_tensors
     def allgather(self, x: Tensor) -> Job[tuple[Tensor, ...]]:
         own = _own(dense("allgather", x))
         return lambda: self._to_all(Call("allgather"), dict.fromkeys(range(self.size), own))
 
-    @_rejecting
+    @_of_tensors
     def alltoall(self, xs: Sequence[Tensor]) -> Job[tuple[Tensor, ...]]:
         parts = [_own(part) for part in dense_parts("alltoall", xs, self.size)]
         return lambda: self._to_all(Call("alltoall"), dict(enumerate(parts)))
 
-    @_rejecting
+    @_of_tensors
     def scatter(self, xs: Sequence[Tensor] | Tensor | None, root: int) -> Job[Tensor]:
         self._check_root(root)
         parts = dense_parts("scatter", xs, self.size) if self.rank == root else []
@@ -100,7 +127,7 @@ class CollectiveJobs:
 
         return job
 
-    @_rejecting
+    @_of_tensors
     def allreduce(
         self, x: Tensor, op: str, prescale_factor: float, postscale_factor: float
     ) -> Job[Tensor]:
@@ -135,7 +162,7 @@ class CollectiveJobs:
                 fold(flat, pieces, reduction.transport_op)
         reduction.finish_(flat)
 
-    @_rejecting
+    @_of_tensors
     def reduce_scatter(
         self,
         xs: Sequence[Tensor] | Tensor,
@@ -183,7 +210,7 @@ class CollectiveJobs:
     def allgather_obj(self, obj: object, name: str = "allgather_obj") -> Job[list[Any]]:
         return lambda: list(self._to_all(Call(name), dict.fromkeys(range(self.size), obj)))
 
-    @_rejecting
+    @_of_tensors
     def sum_over_ranks(self, values: Sequence[Tensor | float]) -> Job[tuple[Tensor | float, ...]]:
         own = tuple(summand(value) for value in values)
 
@@ -211,10 +238,11 @@ class CollectiveJobs:
             self.check.compare(call)
             with torch.no_grad():
                 for tensor in tensors.values():
-                    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+                    # A copy: a transport may fix the size of the memory that it sends.
+                    plain = tensor.resolve_conj().resolve_neg()
+                    flat = plain.clone(memory_format=torch.contiguous_format).view(-1)
                     self._world.broadcast_(object_codec.as_bytes(flat), 0)
-                    if flat.data_ptr() != tensor.data_ptr():
-                        tensor.copy_(flat.view(tensor.shape))
+                    tensor.copy_(flat.view(tensor.shape))
 
         return job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -111,3 +111,38 @@ def described(x: Tensor) -> str:
 
 def _kind(x: object) -> str:
     return "None" if x is None else f"a {type(x).__name__}"
+
+
+def without_backward(name: str, results: object) -> object:
+    """The results of a collective of tensors that require a gradient, which it does not follow.
+
+    They require one too, so that backward reaches them where they are part of a loss, and raises:
+    to leave the gradient out there, silently, would train something else.
+    """
+    several = results if isinstance(results, tuple) else (results,)
+    tensors = [x for x in several if isinstance(x, Tensor)]
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
+    apply: Any = _NoBackward.apply
+    made = iter(apply(name, tensors, anchor) if tensors else ())
+    several = tuple(next(made) if isinstance(x, Tensor) else x for x in several)
+    return several if isinstance(results, tuple) else several[0]
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, results: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        exact = [x for x in results if not (x.is_floating_point() or x.is_complex())]
+        ctx.mark_non_differentiable(*exact)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        name = ctx.name
+        cure = "allreduce" if name == "sum_over_ranks" else name
+        raise UsageError(
+            f"comm.{name} was given a tensor that requires a gradient, and backward() has reached "
+            "its result: this collective has no gradient, and that of the loss would lack a part. "
+            f"Use torchmn.functions.{cure}(comm, ...), whose gradient is summed over ranks, or "
+            "detach() what is meant as a constant."
+        )

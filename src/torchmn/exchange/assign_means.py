@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 from torch import nn
@@ -14,6 +15,15 @@ from torchmn.exchange.exchanged_parameters import ExchangedParameters
 from torchmn.exchange.finiteness import NonfiniteGradients, NonfiniteLog
 from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
 from torchmn.exchange.gradient_norms import NormListener
+
+
+_COUNTS_ZEROS = (
+    "this rank called step() without backward(), which other ranks called, so that it counts in "
+    "their mean as gradients of zero with weight {:g}. That is right if the loss of its batch is "
+    "zero. If its batch is empty, or the loss is a mean over something that the batch has none of "
+    "(positives, labelled samples, tokens), call optimizer.set_weight(their number) before each "
+    "backward(), and set_weight(0) before a step() without one."
+)
 
 
 class MeanAssignment:
@@ -40,6 +50,7 @@ class MeanAssignment:
         self.are_joint = False
         """Whether the last exchange was made in a backward pass that other optimizers share."""
         self._late_states: list[GradientState] = []
+        self._has_warned = False
 
     def assign(self, means: BucketSet) -> None:
         """Wait for the means and make every ``p.grad`` its mean, and None where there is none.
@@ -69,6 +80,13 @@ class MeanAssignment:
         """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
         self.are_late_on_some, self.are_joint = means.is_late_on_some, means.is_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
+        own = means.context
+        counts_zeros = own.is_late and not own.has_gradients and self._buffers.reduction == "mean"
+        if self.are_late_on_some and counts_zeros and own.weight and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{means.comm.rank_label}: {_COUNTS_ZEROS.format(own.weight)}", stacklevel=2
+            )
 
     @property
     def were_changed(self) -> bool:

@@ -17,6 +17,7 @@ from torchmn.exchange.finiteness import Finiteness, NonfiniteGradients
 from torchmn.exchange.footer import (
     ACTIVE,
     CHECKSUM,
+    GIVEN,
     GIVEN_UP,
     JOINT,
     LATE,
@@ -346,7 +347,7 @@ class BucketSet:
         """Wait for all sums and turn them into means; calling it again changes nothing.
 
         Returns whether sums were scaled. Raises UsageError on all ranks: the weights of the active
-        ranks add up to zero.
+        ranks add up to zero, and no script has set one. If one has, the means are zeros.
         """
         self.drain()
         if self._holds_means:
@@ -361,9 +362,10 @@ class BucketSet:
     def _check_footer(self) -> None:
         self.raise_if_flags_differ()
         total = self.total_weight
-        self.next_scale = weight_scale(total, self.num_active)
+        self.next_scale = weight_scale(total, self.num_active) if total else self._scale
         self._factor = self._factor_of(total, self._scale)
-        if total == 0.0 and self.num_active and self._reduction == "mean":
+        is_meant = self._reduction == "sum" or self._row[GIVEN] > 0
+        if total == 0.0 and self.num_active and not is_meant:
             raise UsageError(
                 f"{self.comm.rank_label}: the weights of all ranks are zero. With weight='samples' "
                 "(the default with scatter_loader) the model's forward must see a tensor with a "

@@ -31,8 +31,9 @@ from torchmn.exchange.weights import PassContext, disproportion, miscount
     JOINT,
     NUM_STEPS,
     CHECKSUM,
+    GIVEN,
     FITS,
-) = range(20)
+) = range(21)
 NUM_FOOTER = FITS + NUM_TRIED
 """The elements of a footer, the last ones those of `sample_proportions`. After them come presence
 flags, one per parameter, if asked for.
@@ -73,6 +74,7 @@ def footer_row(
     row[RATE] = context.rate
     row[RATE_SQUARE] = 0.0 if context.may_rate_differ else context.rate**2
     row[JOINT] = float(context.is_joint)
+    row[GIVEN] = float(context.is_weight_given)
     row[LATE] = float(context.is_late and context.is_active)
     if context.is_active:
         steps, checksum = context.replica[:2] if context.replica is not None else (None, None)

@@ -27,6 +27,7 @@ _TABLES = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
     "_load_state_dict_pre_hooks",
+    "_state_dict_pre_hooks",
 )
 
 
@@ -70,6 +71,13 @@ class ModelHooks:
     def before_load(self, module: nn.Module, function: Callable[[], None]) -> None:
         """Call ``function()`` before its `load_state_dict`, or that of a module around it."""
         self._keep(module, module.register_load_state_dict_pre_hook(lambda *_: function()))
+
+    def before_state_dict(
+        self, module: nn.Module, function: Callable[[nn.Module], None]
+    ) -> None:
+        """Call ``function(module)`` before its `state_dict`, or that of a module around it."""
+        handle = module.register_state_dict_pre_hook(lambda module, *_: function(module))
+        self._keep(module, handle)
 
     def before_copy(self, module: nn.Module, function: Callable[[], None]) -> None:
         """Call ``function()`` before the module is copied, pickled or scripted."""

@@ -417,6 +417,7 @@ class GradientReducer:
             weight=weight,
             num_samples=num_samples,
             is_active=is_active,
+            is_weight_given=is_active and own.is_set,
             has_loaded=self._has_loaded,
             index=self._num_exchanges,
             rate=self._rate() if is_active else 0.0,
@@ -562,8 +563,13 @@ class GradientReducer:
                 self._pack(slot, is_mean=is_mean)
                 filling.is_accumulating |= is_mean
         is_active = filling.context.is_active
+        has_gradients = any(slot.has_gradient for slot in filling.slots) or any(
+            parameter.grad is not None for _, parameter in self.parameters.sparse
+        )
         filling.write_footer(
-            context=replace(filling.context, is_joint=self._is_joint),
+            context=replace(
+                filling.context, is_joint=self._is_joint, has_gradients=has_gradients
+            ),
             presence=[]
             if self.buffers.zero_fill
             else [slot.has_gradient and is_active for slot in filling.slots],

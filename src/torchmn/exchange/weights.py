@@ -38,6 +38,10 @@ class PassContext:
     num_samples: float
     is_active: bool
     """Whether the rank has data of its own: not if it has left its loop in `join`."""
+    is_weight_given: bool = False
+    """Whether the script has set the weight: zero on all ranks is meant then."""
+    has_gradients: bool = True
+    """Whether the rank has any gradient to exchange."""
     has_loaded: bool = False
     """Whether it has loaded a state since the last exchange."""
     index: int = 0

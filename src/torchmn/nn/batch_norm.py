@@ -310,7 +310,8 @@ class _BatchNorm(torch.autograd.Function):
             own_weight = layer._ranks.given_weight()
             if own_weight is None:
                 own_weight = ctx.num_samples if layer.loss_weight == "samples" else 1
-            row = torch.cat([own_sum.new_zeros(1), own_sum, own_product]).mul_(own_weight)
+            row = torch.cat([own_sum.new_zeros(1), own_sum, own_product])
+            row = row.mul_(own_weight) if own_weight else row.zero_()  # even NaN is no loss
             row[0] = _call(layer, _BACKWARD)
             table = ctx.ranks.gather_rows(row, _described)
             # A rank of weight 0 has a gradient that counts for nothing.

@@ -158,7 +158,7 @@ class ParallelLayer(nn.Module):
         """A divided parameter as one process has it, on all ranks. *Collective.*"""
         self._raise_if_parametrized()
         comm = _communicator(self)
-        return torch.cat(comm.allgather(getattr(self, name)), self._dim)
+        return torch.cat(comm.allgather(getattr(self, name).detach()), self._dim)
 
     def own_part(self, whole: Tensor) -> Tensor:
         """This rank's part of a parameter of the whole layer. Local."""

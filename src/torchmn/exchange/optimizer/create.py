@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -18,6 +17,7 @@ from torchmn.exchange.codec_state import own_codec, warn_if_it_encodes_nothing
 from torchmn.exchange.finiteness import OnNonfinite
 from torchmn.exchange.optimizer.model_checks import find_chains, warn_of_equal_dropout
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight
+from torchmn.exchange.optimizer.trained_objects import Trained, modules_of
 from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.sample_proportions import BatchShares
 from torchmn.exchange.schedules.base import Schedule
@@ -46,7 +46,7 @@ LOSSY_CODECS = ["float16", "int8", "int4", "1bit"]
 def create_multi_node_optimizer(
     optimizer: Optimizer,
     comm: Communicator,
-    model: nn.Module | Sequence[nn.Module],
+    model: Trained,
     *,
     double_buffering: bool = False,
     zero_fill: bool = False,
@@ -71,9 +71,11 @@ def create_multi_node_optimizer(
         comm: the ranks, and the route between them. They hold the same parameters: where a model is
             sharded or split over ranks, the communicator of those that hold the same part of it, as
             ``Grid(comm, data=-1, model=2).data``. Means are over these ranks.
-        model: the module, or modules, that own the optimizer's parameters: names, buffers. Modules
-            of `fully_shard` and `parallelize_module` are given as they are: each rank exchanges
-            its own part of every parameter.
+        model: the module, or a list or dict of modules, that own the optimizer's parameters: names,
+            buffers, and forward passes, whose samples are counted. In place of a module, or beside
+            modules, tensors that no module owns: ``image``, ``[model, log_variances]``. Modules of
+            `fully_shard` and `parallelize_module` are given as they are: each rank exchanges its
+            own part of every parameter.
         double_buffering: the same as ``schedule="double_buffering"``.
         zero_fill: give a parameter that has no gradient on any rank one of zeros, as ChainerMN did
             by default. Otherwise it keeps ``grad = None``, as in one process, and the optimizer
@@ -173,7 +175,7 @@ def create_multi_node_optimizer(
             f"{comm.rank_label}: the optimizer is a multi-node optimizer already. Pass the one "
             "inside it (optimizer.inner)."
         )
-    models = [model] if isinstance(model, nn.Module) else list(model)
+    models = modules_of(model, comm)
     if any(isinstance(each, DistributedDataParallel) for each in models):
         raise UnsupportedError(
             f"{comm.rank_label}: the model is a DistributedDataParallel, which exchanges its "

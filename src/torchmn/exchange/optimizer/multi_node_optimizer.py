@@ -26,6 +26,7 @@ from torchmn.exchange.finiteness import (
 from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.optimizer import resume
+from torchmn.exchange.optimizer.block_reads import BlockReads
 from torchmn.exchange.optimizer.model_checks import (
     find_chains,
     untrained_parameters,
@@ -135,6 +136,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._uncounted_steps = UncountedSteps()
         self._has_checked_untrained = False
         self._late_scaler_steps = LateScalerSteps()
+        self._block_reads = BlockReads(comm, schedule)
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may hold a step of its own in parameters
         self._unify()
@@ -163,6 +165,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._remove_eager_step)
+            if schedule.has_own_steps:
+                self._block_reads.watch(self._models, self._hooks)
             for model in self._models:
                 self._hooks.before_load(model, lambda: self.schedule.before_load())
             if weight == "samples" or schedule.counts_samples:
@@ -296,6 +300,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
+        self._block_reads.step_ended()
         if self.tuner is not None:
             self.tuner.step_ended()
         return result
@@ -336,6 +341,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         as if nothing had been; on another number see `reshard_state_dict`. Local; what is under way
         is awaited.
         """
+        self._block_reads.state_kept()
         state = resume.save(
             self.inner, self.schedule, self.reducer, has_local_passes=self._has_local_passes
         )
@@ -350,6 +356,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         that were exchanged. Raises UsageError: the state of another schedule or of another class of
         optimizer.
         """
+        self._block_reads.state_kept()
         ours = state_dict.get("torchmn", {})
         raise_if_other_optimizer(self.inner, state_dict, ours.get("optimizer", ""))
         self._remove_eager_step()

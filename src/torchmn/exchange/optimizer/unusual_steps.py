@@ -118,7 +118,7 @@ def _loss_over_ranks(loss: float, reducer: GradientReducer) -> float:
     part = float(value) * weight if weight else 0.0  # the loss of nothing may be NaN
     row = torch.tensor([part, weight], dtype=torch.float64, device="cpu")
     total, total_weight = reducer.comm.allreduce(row).tolist()
-    mean = float(total if reducer.buffers.reduction == "sum" else total / total_weight)
+    mean = float(total if reducer.buffers.reduction == "sum" else total / (total_weight or 1))
     if isinstance(value, Tensor):  # as `loss.item()` is what users write
         return cast(float, torch.full_like(value, mean))
     return mean

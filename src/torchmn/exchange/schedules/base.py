@@ -68,6 +68,11 @@ class Schedule(ABC):
         return 0
 
     @property
+    def is_within_block(self) -> bool:
+        """Whether ranks have trained alone since they last had the same parameters. Local."""
+        return False
+
+    @property
     def counts_samples(self) -> bool:
         """Whether it needs the samples that the model's forward has seen."""
         return False

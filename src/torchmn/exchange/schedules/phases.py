@@ -110,6 +110,11 @@ class Phases(Schedule):
         """That of the phase under way."""
         return self.current.replica_consistency
 
+    @property
+    def is_within_block(self) -> bool:
+        """See `Schedule.is_within_block`."""
+        return self.current.is_within_block
+
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`. Raises UsageError, UnsupportedError: as the schedules do."""
         super().attach(reducer, inner)

@@ -200,7 +200,8 @@ def _made(
             if torch._C._current_graph_task_id() != -1:
                 what += ", in backward"
             is_recorded = any(comm.allgather_for(what, own))
-        return forward(), is_recorded
+        with torch.no_grad():
+            return forward(), is_recorded
 
     with exchange.named():
         results, is_recorded = around.once(make)

@@ -305,6 +305,13 @@ class LocalUpdateSchedule(Schedule):
         """Of the block under way, in samples over all workers. The same on all ranks."""
         return self._length.current
 
+    @property
+    def is_within_block(self) -> bool:
+        """See `Schedule.is_within_block`. With overlap it lasts from the first step to `flush`."""
+        if self._comm.size == (1 if self._node is None else self._node.comm.size):
+            return False
+        return self._pending is not None or any(each.num_samples for each in self._fragments)
+
     def _size_blocks(self) -> None:
         """Let the block under way end when `current_block_size` samples are processed."""
         size, num_workers = self._length.current, self._comm.size
