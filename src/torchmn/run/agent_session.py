@@ -29,7 +29,7 @@ from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
 from torchmn.run.host_checks import differences
 from torchmn.run.job import Job
-from torchmn.run.monitor.hang_report import HangReport
+from torchmn.control.hang_report import HangReport
 from torchmn.run.monitor.job_result import JobResult, RankRecord
 from torchmn.run.monitor.rank_session import (
     RankConnection,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchmn.control.messages import CollectiveStatus, Overdue, ProcessState, StatusReply
-from torchmn.run.monitor.hang_report import RankStatus, report
+from torchmn.control.hang_report import RankStatus, report
 
 HOSTS = {0: "node0", 1: "node0", 2: "node1"}
 OVERDUE = Overdue(group="world", number=5, limit_s=60.0)

@@ -48,6 +48,8 @@ class RankStatus:
     @classmethod
     def of(cls, reply: StatusReply) -> RankStatus:
         """The status that a rank, or its agent, has replied."""
+        if reply.has_ended:
+            return cls(text=f"has reached the end of its script ({EARLY_END})", is_halted=True)
         if reply.process is None:
             return cls(
                 collectives=reply.collectives,
@@ -63,6 +65,10 @@ class RankStatus:
 
 Statuses = Mapping[int, RankStatus]
 """The status of every rank that is known, by rank."""
+EARLY_END = (
+    "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
+)
+"""The causes of a script that has ended while other ranks still need it."""
 
 
 @dataclass(frozen=True, kw_only=True)
