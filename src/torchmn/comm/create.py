@@ -188,9 +188,7 @@ def create_communicator(
     return _ready(comm, timeout, is_recorded=is_recorded, quiet=quiet)
 
 
-def _ready(
-    comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bool
-) -> Communicator:
+def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bool) -> Communicator:
     """The communicator, after what all ranks have to know of it. *Collective.*"""
     if comm.size > 1 and timeout.busy_s > timeout.unreachable_s:
         peers = PeerStatus(comm.addresses, timeout.busy_s)

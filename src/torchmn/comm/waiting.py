@@ -23,7 +23,6 @@ from __future__ import annotations
 import os
 import secrets
 import select
-import socket
 import threading
 import time
 import warnings

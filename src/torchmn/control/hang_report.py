@@ -65,9 +65,7 @@ class RankStatus:
 
 Statuses = Mapping[int, RankStatus]
 """The status of every rank that is known, by rank."""
-EARLY_END = (
-    "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
-)
+EARLY_END = "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
 """The causes of a script that has ended while other ranks still need it."""
 
 
@@ -249,14 +247,15 @@ def _disagreement(waiting: Mapping[int, CollectiveStatus]) -> str:
     """Names the collectives if the ranks are in different ones, or in the same of other steps."""
     kinds: dict[tuple[str, str, str], list[int]] = {}
     for rank, own in waiting.items():
-        kinds.setdefault((own.what, own.where, own.group), []).append(rank)
+        group = f"'{own.group}'" + (f" of {_ranks(own.ranks)}" if own.ranks else "")
+        kinds.setdefault((own.what, own.where, group), []).append(rank)
     if len(kinds) < 2:
         return ""
     num_groups = len({group for _, _, group in kinds})
     parts = [
         f"{_ranks(ranks)} in {what}"
         + (f" ({where})" if where else "")
-        + (f" of group '{group}'" if num_groups > 1 else "")
+        + (f" of group {group}" if num_groups > 1 else "")
         for (what, where, group), ranks in kinds.items()
     ]
     return (

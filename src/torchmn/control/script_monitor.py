@@ -186,7 +186,11 @@ class ScriptMonitor:
             for message in messages:
                 if isinstance(message, StatusRequest):
                     stacks = _format(self._fatal) if self._fatal else _stacks()
-                    of_script = traceback_text(self._fatal) if self._fatal else script_stack(threading.main_thread())
+                    of_script = (
+                        traceback_text(self._fatal)
+                        if self._fatal
+                        else script_stack(threading.main_thread())
+                    )
                     self._post(
                         StatusReply(
                             collectives=tuple(self._collectives()),

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import math
 import os
 import secrets
 import select
