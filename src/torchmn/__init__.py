@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torchmn import train as train
     from torchmn.checkpoint import create_multi_node_checkpointer, seed_ranks
     from torchmn.cluster import RankPlacement, Topology
-    from torchmn.comm import Communicator, Grid, codecs, create_communicator
+    from torchmn.comm import Communicator, Grid, Timeout, codecs, create_communicator
     from torchmn.control.script import run_main
     from torchmn.data import (
         GlobalSampler,
@@ -84,6 +84,7 @@ _HOME = {
     "ReplicaCheck": "torchmn.exchange.replica_check",
     "SerialIterator": "torchmn.data",
     "StandardUpdater": "torchmn.train",
+    "Timeout": "torchmn.comm",
     "Topology": "torchmn.cluster",
     "TorchmnError": "torchmn.errors",
     "Trainer": "torchmn.train",
@@ -120,6 +121,7 @@ __all__ = [
     "ReplicaCheck",
     "SerialIterator",
     "StandardUpdater",
+    "Timeout",
     "Topology",
     "TorchmnError",
     "Trainer",

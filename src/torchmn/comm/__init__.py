@@ -6,6 +6,7 @@ from torchmn.comm.engine import Work
 from torchmn.comm.grid import Grid
 from torchmn.comm.point_to_point import ANY_SOURCE, ANY_TAG, Status
 from torchmn.comm.transports import Transport
+from torchmn.comm.waiting import Timeout
 
 __all__ = [
     "ANY_SOURCE",
@@ -14,6 +15,7 @@ __all__ = [
     "Communicator",
     "Grid",
     "Status",
+    "Timeout",
     "Transport",
     "Work",
     "create_communicator",

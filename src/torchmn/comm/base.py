@@ -449,6 +449,7 @@ class Communicator(Collectives, ABC):
             job_ranks=[self.flight_recorder.job_ranks[rank] for rank in ranks],
         )
         part._steps = self._steps
+        part.flight_recorder.peers = self.flight_recorder.peers
         return part
 
     def add_resume_warning(self, text: str) -> None:

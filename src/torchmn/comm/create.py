@@ -43,6 +43,7 @@ from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.join import choose_transport, join_world
 from torchmn.comm.transports.mpi import MpiTransport
 from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
+from torchmn.comm.waiting import Address, PeerStatus, Timeout
 from torchmn.control import script_monitor
 from torchmn.errors import (
     TopologyError,
@@ -87,7 +88,7 @@ def create_communicator(
     *,
     transport: str | Transport = "auto",
     topology: Topology | None = None,
-    timeout_s: float = 60,
+    timeout_s: float | Timeout = Timeout(),
     first_timeout_s: float | None = None,
     allreduce_grad_dtype: torch.dtype | str | None = None,
     quiet: bool = False,
@@ -101,9 +102,12 @@ def create_communicator(
             ``pure_nccl``.
         transport: ``auto``, ``mpi``, ``torch``, or a `Transport`.
         topology: the host of each rank; by default from the host names.
-        timeout_s: the time limit of every collective in seconds; 0 for none.
-        first_timeout_s: the limit until the end of the first exchange of gradients, while ranks
-            still read data or compile at different speeds; 5 times ``timeout_s`` by default.
+        timeout_s: how long a collective waits for other ranks: a `Timeout` has one limit for ranks
+            that work, such as rank 0 in an evaluation, and one for ranks that will not arrive. A
+            number of seconds is the limit for both, whatever the others do; 0 for none.
+        first_timeout_s: the limit for ranks that will not arrive until the end of the first
+            exchange of gradients, while ranks still read data or compile at different speeds; 5
+            times that of ``timeout_s`` by default.
         allreduce_grad_dtype: float16 or bfloat16 to send gradients in; by default their own dtype.
         quiet: only rank 0 prints: what other ranks write to ``sys.stdout`` is dropped until
             `finalize`. Warnings and errors, on ``sys.stderr``, are shown.
@@ -130,12 +134,13 @@ def create_communicator(
     """
     if name != "auto" and name not in ROUTES:
         raise UnknownNameError("communicator", name, ["auto", *ROUTES])
-    timeout_s, first_s = _limits(timeout_s, first_timeout_s)
+    timeout, first_s = _limits(timeout_s, first_timeout_s)
     codec = _codec_of(allreduce_grad_dtype)
     _raise_if_imported_again()
     with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
+    greeting["timeout_s"] = [timeout.unreachable_s, timeout.busy_s]
     found = _exchange_greetings(world, greeting, first_s)
     is_recorded = all(each["records"] for each in found)
     topology = _checked_topology(topology, [each["host"] for each in found], world)
@@ -154,7 +159,7 @@ def create_communicator(
             own,
             topology,
             device=device,
-            timeout_s=timeout_s,
+            timeout_s=timeout.unreachable_s,
             trust=_trust(own, secret),
             codec=codec,
             reason=reason,
@@ -162,7 +167,7 @@ def create_communicator(
         )
 
     if name != "auto":
-        return _ready(make(name, world, ""), is_recorded=is_recorded, quiet=quiet)
+        return _ready(make(name, world, ""), timeout, is_recorded=is_recorded, quiet=quiet)
     routes = candidate_routes(topology, device, has_nccl=world.supports_nccl)
     worlds = {world.name: world}
     if transport == "auto" and len(topology.nodes) > 1:
@@ -180,11 +185,19 @@ def create_communicator(
     )
     if measured:
         comm.reason = f"{route}; {comm.reason}; {measured}"
-    return _ready(comm, is_recorded=is_recorded, quiet=quiet)
+    return _ready(comm, timeout, is_recorded=is_recorded, quiet=quiet)
 
 
-def _ready(comm: Communicator, *, is_recorded: bool, quiet: bool) -> Communicator:
+def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bool) -> Communicator:
     """The communicator, after what all ranks have to know of it. *Collective.*"""
+    if comm.size > 1 and timeout.busy_s > timeout.unreachable_s:
+        peers = PeerStatus(comm.addresses, timeout.busy_s)
+        comm.on_finalize(peers.close)
+        found = dict(enumerate(comm.allgather_obj(list(peers.address))))
+        del found[comm.rank]
+        others = {rank: Address(*each) for rank, each in found.items()}
+        peers.start(comm.rank, others, dict(enumerate(comm.topology.hosts)))
+        comm.flight_recorder.peers = peers
     _warn_about_fallback(comm)
     if is_recorded:
         recording.start(comm, Path(os.environ[RECORD_VARIABLE]))
@@ -232,15 +245,18 @@ def _warn_about_fallback(comm: Communicator) -> None:
         )
 
 
-def _limits(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
-    """Both limits in seconds; a very long time for no limit. Raises UsageError."""
+def _limits(given: float | Timeout, first_timeout_s: float | None) -> tuple[Timeout, float]:
+    """Both limits, the second in seconds; a very long time for none. Raises UsageError."""
+    timeout_s = given.unreachable_s if isinstance(given, Timeout) else given
     first_s = _FIRST_FACTOR * timeout_s if first_timeout_s is None else first_timeout_s
     for name, seconds in (("timeout_s", timeout_s), ("first_timeout_s", first_s)):
         if not 0 <= seconds < float("inf"):
             raise UsageError(
                 f"{name}={seconds} must be a finite number of seconds, or 0 for no limit."
             )
-    return timeout_s or _NO_LIMIT_S, first_s or _NO_LIMIT_S
+    own_s = timeout_s or _NO_LIMIT_S
+    timeout = given if isinstance(given, Timeout) else Timeout(own_s, own_s)
+    return timeout, first_s or _NO_LIMIT_S
 
 
 def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, bool]:

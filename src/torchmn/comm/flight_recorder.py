@@ -8,14 +8,19 @@ because the engine lets one collective run at a time.
 from __future__ import annotations
 
 import math
+import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torchmn.control import script_monitor
 from torchmn.control.messages import CollectiveStatus
+
+if TYPE_CHECKING:
+    from torchmn.comm.waiting import PeerStatus, Wait
 
 State = Literal["running", "done", "failed", "late"]
 
@@ -43,6 +48,7 @@ class CollectiveRecord:
     limit_s: float
     state: State = "running"
     ended_s: float | None = None
+    wait: Wait | None = None
 
     @property
     def signature(self) -> str:
@@ -67,6 +73,9 @@ class CollectiveRecord:
 class FlightRecorder:
     """The last ``capacity`` collectives of one communicator and everything split from it. Local."""
 
+    _made: ClassVar[weakref.WeakSet[FlightRecorder]] = weakref.WeakSet()
+    _making = threading.Lock()
+
     def __init__(
         self, capacity: int = 512, *, job_ranks: Sequence[int] = (), has_whole_job: bool = False
     ) -> None:
@@ -83,10 +92,23 @@ class FlightRecorder:
         self._first_step: int | None = None
         self.has_stepped = False
         """Whether the sums of the first step are over: from then on ranks run at one speed."""
+        self.peers: PeerStatus | None = None
+        """Asks the other ranks what they do, where waits are longer if they work."""
+        self._owner: threading.Thread | None = threading.current_thread()
+        with self._making:
+            self._made.add(self)
+
+    @classmethod
+    def made_in(cls, thread: threading.Thread) -> list[FlightRecorder]:
+        """Those of all communicators of the rank whose thread this is. From any thread."""
+        with cls._making:
+            return [each for each in cls._made if each._owner is thread]
 
     def for_other_thread(self) -> FlightRecorder:
         """An empty one of the same ranks, for exchanges beside these."""
-        return FlightRecorder(job_ranks=self.job_ranks, has_whole_job=self._has_whole_job)
+        other = FlightRecorder(job_ranks=self.job_ranks, has_whole_job=self._has_whole_job)
+        other._owner = None
+        return other
 
     def begin(
         self,
@@ -95,6 +117,7 @@ class FlightRecorder:
         shape: tuple[int, ...],
         dtype: str,
         limit_s: float = math.inf,
+        wait: Wait | None = None,
     ) -> CollectiveRecord:
         """Number and record a collective that is about to start."""
         self._number += 1
@@ -110,6 +133,7 @@ class FlightRecorder:
             self._step,
             time.monotonic(),
             limit_s,
+            wait=wait,
         )
         self._entries.append(entry)
         self._last_of[group] = entry
@@ -118,7 +142,7 @@ class FlightRecorder:
     def end(self, entry: CollectiveRecord, state: State) -> None:
         """Record how it ended."""
         entry.ended_s = time.monotonic()
-        entry.state = state
+        entry.state, entry.wait = state, None
         if state == "late":
             # Before the error is raised: a script that catches it may exit at once, and the result
             # of the job would depend on a race.
@@ -142,6 +166,10 @@ class FlightRecorder:
     def members(self, group: str) -> tuple[int, ...]:
         """The ranks that were registered for a group; none if it has all."""
         return self._members.get(group, ())
+
+    def running(self) -> list[CollectiveRecord]:
+        """What has not ended yet. From any thread."""
+        return [each for each in self._last_of.copy().values() if each.state == "running"]
 
     def overdue(self) -> CollectiveRecord | None:
         """A collective that has not completed within its limit. From any thread."""

@@ -6,6 +6,8 @@ block and run inside engine jobs; routes and all-reduce algorithms are written i
 
 from __future__ import annotations
 
+import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +22,18 @@ from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.transports.base import Message, ReduceOp, TimeLimit, Transport
 from torchmn.comm.transports.shared_memory import SharedMemoryTransport
 from torchmn.comm.transports.staging import await_stream
+from torchmn.comm.waiting import Wait
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, UnsupportedError
 
 Result = TypeVar("Result")
+_LATE = (
+    "Another rank may be slower than the limit (raise timeout_s=), may have ended, or may be in a "
+    "different collective: check the logs of the other ranks."
+)
+_LOST = (
+    "That rank has ended: the cause is in its output, or it has left its loop before the others "
+    "(optimizer.join() is for uneven data)."
+)
 _DTYPE_NAMES = {
     value: name
     for name, value in vars(torch).items()
@@ -52,6 +63,14 @@ class Group:
     def limit_s(self) -> float:
         """Of the next collective: the first ones wait for what ranks do at different speeds."""
         return self.timeout_s if self.flight_recorder.has_stepped else self.first_timeout_s
+
+    def wait(self) -> Wait:
+        """The next wait, from now on."""
+        limit_s, peers = self.limit_s, self.flight_recorder.peers
+        longest_s = limit_s if peers is None else max(limit_s, peers.busy_s)
+        limit = TimeLimit(longest_s, self.engine.is_eager)
+        ask_s = math.inf if peers is None else limit_s
+        return Wait(limit, self.transport, ask_s, time.monotonic() + ask_s)
 
     def with_transport(self, transport: Transport) -> Group:
         """The same ranks over another transport."""
@@ -139,19 +158,14 @@ class Group:
         dtype = "-"
         if tensor is not None:
             shape, dtype = tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, "?")
-        limit_s = self.limit_s
-        entry = self.flight_recorder.begin(self.name, name, shape, dtype, limit_s)
+        wait = self.wait()
+        entry = self.flight_recorder.begin(self.name, name, shape, dtype, wait.limit.seconds, wait)
         try:
-            limit = TimeLimit(limit_s, self.engine.is_eager)
-            result = method(*arguments, limit=limit, **options)
+            result = method(*arguments, limit=wait.limit, **options)
         except (TimeLimitError, PeerLostError) as error:
-            self.flight_recorder.end(
-                entry, "late" if isinstance(error, TimeLimitError) else "failed"
-            )
-            cure = (
-                "Another rank may be slower than the limit (raise timeout_s=), may have ended, or "
-                "may be in a different collective: check the logs of the other ranks."
-            )
+            is_late = isinstance(error, TimeLimitError)
+            self.flight_recorder.end(entry, "late" if is_late else "failed")
+            cure = wait.limit.reason or (_LATE if is_late else _LOST)
             raise type(error)(f"{self.rank_label}: {entry}: {error} {cure}") from error
         except Exception as error:
             self.flight_recorder.end(entry, "failed")

@@ -231,7 +231,7 @@ class StatusReply(Record, frozen=True, kw_only=True):
 
     ``process`` is set where the script did not answer: the state of its process, which waits in the
     kernel's function ``kernel_function`` if the system tells. ``script_stack`` is the part of
-    ``stacks`` that shows the script's own code.
+    ``stacks`` that shows the script's own code. ``has_ended``: the script has reached its end.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
@@ -239,6 +239,7 @@ class StatusReply(Record, frozen=True, kw_only=True):
     script_stack: str = ""
     process: ProcessState | None = None
     kernel_function: str = ""
+    has_ended: bool = False
 
 
 class HeartbeatRequest(Record, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
@@ -123,6 +124,13 @@ def frames_of_script(stack: Sequence[traceback.FrameSummary]) -> list[str]:
     num_hidden = len(stack) - len(own)
     note = f"  (frames of torchmn and torch: {num_hidden}; {TRACEBACK_VARIABLE}=1 shows them)\n"
     return [*traceback.format_list(own), *[note] * bool(num_hidden)]
+
+
+def script_stack(thread: threading.Thread) -> str:
+    """The stack of a thread of this process, the script's frames alone; empty where it has none."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    lines = frames_of_script(traceback.extract_stack(frame)) if frame else []
+    return "".join([f"{thread.name}:\n", *lines]).rstrip("\n") if lines else ""
 
 
 def _is_internal(file: str) -> bool:

@@ -46,9 +46,9 @@ from torchmn.control.messages import (
     Terminate,
 )
 from torchmn.control.script import (
-    frames_of_script,
     is_consequence,
     on_error,
+    script_stack,
     show_exception,
     traceback_text,
 )
@@ -186,7 +186,11 @@ class ScriptMonitor:
             for message in messages:
                 if isinstance(message, StatusRequest):
                     stacks = _format(self._fatal) if self._fatal else _stacks()
-                    of_script = traceback_text(self._fatal) if self._fatal else _script_stack()
+                    of_script = (
+                        traceback_text(self._fatal)
+                        if self._fatal
+                        else script_stack(threading.main_thread())
+                    )
                     self._post(
                         StatusReply(
                             collectives=tuple(self._collectives()),
@@ -368,14 +372,6 @@ def _end_now(status: int) -> NoReturn:
         except (OSError, ValueError):
             continue
     os._exit(status)
-
-
-def _script_stack() -> str:
-    """The main thread's stack, the script's frames alone; empty where it has none."""
-    thread = threading.main_thread()
-    frame = sys._current_frames().get(thread.ident or 0)
-    lines = frames_of_script(traceback.extract_stack(frame))
-    return "".join([f"{thread.name}:\n", *lines]).rstrip("\n") if lines else ""
 
 
 def _stacks() -> str:

@@ -42,6 +42,7 @@ _HEADER = 8
 _TAG = 1
 _YEAR_S = 365 * 86400.0
 _PAUSE_S = 0.0005
+_LOOK_S = 0.5  # between two looks at a limit that another thread may end
 """The longest pause between two polls of a transport that polls."""
 _KINDS = (FORWARD, BACKWARD)
 
@@ -292,17 +293,20 @@ class Messages:
         # Apart from what the other end records, which waits for other messages of this group.
         group = f"{name}, rank {place.ends[0]} to rank {place.ends[1]}"
         recorder.register_group(group, [own, peer])
-        limit_s = comm.world.limit_s
-        entry = recorder.begin(group, f"{name} of {place}", (), "-", limit_s)
+        wait = comm.world.wait()
+        limit = wait.limit
+        entry = recorder.begin(group, f"{name} of {place}", (), "-", limit.seconds, wait)
         with recording.timed("exchange"):
-            is_done = work.is_done_within(limit_s)
+            while not (is_done := work.is_done_within(min(limit.left_s, _LOOK_S))):
+                if limit.left_s == 0.0:
+                    break
         recorder.end(entry, "done" if is_done else "late")
         if not is_done:
             self.abort()
             does = "waits for" if name == "recv" else "cannot send"
             raise TimeLimitError(
                 f"{comm.rank_label} {does} {place}: rank {peer} has not answered within "
-                f"{limit_s:g} s. It may be slower than the limit (raise timeout_s=), may have "
+                f"{limit.seconds:g} s. {limit.reason} It may be slower than the limit (raise timeout_s=), may have "
                 "ended, or may not have called forward_backward(): check its log."
             )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from torchmn.cluster.units import counted, listed
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
+from torchmn.control.hang_report import HangReport
 from torchmn.control.messages import (
     AgentHello,
     ForwardSignal,
@@ -29,7 +30,6 @@ from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
 from torchmn.run.host_checks import differences
 from torchmn.run.job import Job
-from torchmn.run.monitor.hang_report import HangReport
 from torchmn.run.monitor.job_result import JobResult, RankRecord
 from torchmn.run.monitor.rank_session import (
     RankConnection,

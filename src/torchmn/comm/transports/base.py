@@ -53,12 +53,14 @@ class TimeLimit:
     60.0
     """
 
-    __slots__ = ("deadline", "is_eager", "seconds")
+    __slots__ = ("deadline", "is_eager", "reason", "seconds")
 
     def __init__(self, seconds: float, is_eager: Callable[[], bool] = lambda: True) -> None:
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
         self.is_eager = is_eager
+        self.reason = ""
+        """Why waiting longer made no sense, or for whom it was waited, where that is known."""
 
     @property
     def left_s(self) -> float:
@@ -69,12 +71,13 @@ class TimeLimit:
         """Seconds to sleep between two polls where spinning is not allowed."""
         return _POLL_S
 
+    def end(self) -> None:
+        """Move the deadline to now, from another thread. See also `abort_pending_receives`."""
+        self.deadline = 0.0
+
 
 class BackoffTimeLimit(TimeLimit):
-    """A wait that may be long at little cost: the longer it lasts, the longer the pauses.
-
-    `end` ends it now, from another thread, with the error of an exceeded limit.
-    """
+    """A wait that may be long at little cost: the longer it lasts, the longer the pauses."""
 
     __slots__ = ("_began_s", "_longest_pause_s")
 
@@ -87,10 +90,6 @@ class BackoffTimeLimit(TimeLimit):
         """See `TimeLimit.pause_s`: an eighth of the time waited so far, up to a limit."""
         waited_s = time.monotonic() - self._began_s
         return max(_POLL_S, min(waited_s / 8, self._longest_pause_s))
-
-    def end(self) -> None:
-        """Move the deadline to now."""
-        self.deadline = 0.0
 
 
 def poll_until(is_done: Callable[[], bool], limit: TimeLimit, polls_before_yield: int) -> bool:

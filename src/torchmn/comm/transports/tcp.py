@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import math
 import os
 import secrets
 import select
@@ -60,6 +59,7 @@ MAX_PEERS = 15
 _LARGE_BYTES = 64 * KiB
 _PIECE_BYTES = MiB  # summed and sent on at a time; smaller pieces cost more than they hide
 _CONNECT_S = 5.0
+_LONGEST_POLL_S = 0.5  # another thread may end the wait
 _TOKEN_BYTES = 16
 _ADDRESS_BYTES = 16
 _ROW_BYTES = 256
@@ -269,7 +269,7 @@ class TcpTransport(WrappingTransport):
         """
         streams, poll, polled = self._by_descriptor, self._poll, self._polled
         ready = [(descriptor, select.POLLIN | select.POLLOUT) for descriptor in streams]
-        longest_s = self.progress_period_s or math.inf
+        longest_s = self.progress_period_s or _LONGEST_POLL_S
         while True:
             for descriptor, events in ready:
                 streams[descriptor].advance(events)
@@ -284,7 +284,7 @@ class TcpTransport(WrappingTransport):
                     else:
                         poll.unregister(descriptor)
             ready = poll.poll(min(limit.left_s, longest_s) * 1e3)
-            if longest_s < math.inf:
+            if self.progress_period_s:
                 self.inner.progress()
             if not ready and limit.left_s == 0.0:
                 peers = sorted({s.peer for s in streams.values() if not s.is_done})

@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from torchmn.control.hang_report import (
+    EARLY_END,
+    HangReport,
+    RankStatus,
+    report,
+    report_of_joining,
+)
 from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
 from torchmn.errors import SAVED_STATUS
-from torchmn.run.monitor.hang_report import HangReport, RankStatus, report, report_of_joining
 from torchmn.run.monitor.job_result import RankRecord
 
 _CAUSE_S = 1.0
@@ -22,9 +28,6 @@ core. On two cores, with twenty other programs, the last of 64 took 1.0 s."""
 _AGENT_MARGIN_S, _MAX_REPLIES_S = 1.0, 4.5
 """How much longer the agents may take, and how long at most: with a grace period of 5 s a job that
 hangs then ends within 10 s of its limit."""
-_EARLY_END = (
-    "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
-)
 
 
 class FailureDetector:
@@ -119,11 +122,11 @@ def _status(record: RankRecord) -> RankStatus | None:
     text = ""
     if record.exit is not None and not record.is_consequence:
         text = f"has ended with exit code {record.exit.returncode}"
-        text += f" ({_EARLY_END})" * record.has_left
+        text += f" ({EARLY_END})" * record.has_left
     elif record.lost_at is not None:
         text = "is lost with its agent"
     elif record.is_leaving:
-        text = f"has reached the end of its script ({_EARLY_END})"
+        text = f"has reached the end of its script ({EARLY_END})"
     if text:
         return RankStatus(text=text, is_halted=True)
     return None if record.status_reply is None else RankStatus.of(record.status_reply)

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchmn.control.connection import UNREACHABLE
+from torchmn.control.hang_report import HangReport
 from torchmn.control.messages import Exit, Failed, Joining, Overdue, StatusReply
 from torchmn.control.processes import signal_name
 from torchmn.errors import SAVED_STATUS, shell_code
-from torchmn.run.monitor.hang_report import HangReport
 
 LOG_DIR = Path("torchmn-logs")
 """Where each run makes its log folder, unless the user names another place."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
+from torchmn.control.hang_report import HangReport
 from torchmn.control.heartbeat import Heartbeat, LoopClock, answer
 from torchmn.control.messages import (
     AgentHello,
@@ -34,7 +35,6 @@ from torchmn.control.messages import (
 from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import StoppedProcesses, ancestors, is_stopped
 from torchmn.run.monitor.failure_detector import FailureDetector
-from torchmn.run.monitor.hang_report import HangReport
 from torchmn.run.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
 STOPPED = "is stopped by a signal"

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from torchmn.control.hang_report import HangReport
 from torchmn.control.messages import EndedBy, Exit, Failed
-from torchmn.run.monitor.hang_report import HangReport
 from torchmn.run.monitor.job_result import JobResult, RankRecord, summarize
 
 

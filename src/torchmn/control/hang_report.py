@@ -48,6 +48,8 @@ class RankStatus:
     @classmethod
     def of(cls, reply: StatusReply) -> RankStatus:
         """The status that a rank, or its agent, has replied."""
+        if reply.has_ended:
+            return cls(text=f"has reached the end of its script ({EARLY_END})", is_halted=True)
         if reply.process is None:
             return cls(
                 collectives=reply.collectives,
@@ -63,6 +65,8 @@ class RankStatus:
 
 Statuses = Mapping[int, RankStatus]
 """The status of every rank that is known, by rank."""
+EARLY_END = "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
+"""The causes of a script that has ended while other ranks still need it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,14 +247,15 @@ def _disagreement(waiting: Mapping[int, CollectiveStatus]) -> str:
     """Names the collectives if the ranks are in different ones, or in the same of other steps."""
     kinds: dict[tuple[str, str, str], list[int]] = {}
     for rank, own in waiting.items():
-        kinds.setdefault((own.what, own.where, own.group), []).append(rank)
+        group = f"'{own.group}'" + (f" of {_ranks(own.ranks)}" if own.ranks else "")
+        kinds.setdefault((own.what, own.where, group), []).append(rank)
     if len(kinds) < 2:
         return ""
     num_groups = len({group for _, _, group in kinds})
     parts = [
         f"{_ranks(ranks)} in {what}"
         + (f" ({where})" if where else "")
-        + (f" of group '{group}'" if num_groups > 1 else "")
+        + (f" of group {group}" if num_groups > 1 else "")
         for (what, where, group), ranks in kinds.items()
     ]
     return (

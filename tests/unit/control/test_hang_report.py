@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from torchmn.control.hang_report import RankStatus, report
 from torchmn.control.messages import CollectiveStatus, Overdue, ProcessState, StatusReply
-from torchmn.run.monitor.hang_report import RankStatus, report
 
 HOSTS = {0: "node0", 1: "node0", 2: "node1"}
 OVERDUE = Overdue(group="world", number=5, limit_s=60.0)
@@ -178,3 +178,17 @@ def test_ranks_that_do_the_same_are_listed_once_where_there_are_many() -> None:
     assert "rank 20 on node2:" in lines
     assert "rank 33 on node4: no answer, neither from the rank nor from its agent." in lines
     assert sum("train.py" in line for line in lines[1:]) <= 2 + 2 * 2
+
+
+def test_communicators_that_wait_for_each_other_in_the_same_collective() -> None:
+    """Groups of two communicators may have one name: the ranks tell them apart."""
+    whole = CollectiveStatus(group="world", number=3, what="barrier", state="running")
+    part = CollectiveStatus(group="world", number=1, ranks=(0, 1), what="barrier", state="running")
+    statuses = {0: RankStatus(collectives=(whole,)), 1: RankStatus(collectives=(part,))}
+    overdue = Overdue(group="world", number=3, limit_s=60.0)
+    found = report(overdue, 0, statuses, {0: "a", 1: "a"})
+    assert (
+        "rank 0 in barrier of group 'world'; rank 1 in barrier of group 'world' of ranks 0, 1"
+        in found.summary
+    )
+    assert found.missing == ()

@@ -1,0 +1,248 @@
+"""How long a rank waits for the others, and what it learns of them meanwhile.
+
+A rank that has waited ``unreachable_s`` in a collective asks all other ranks what they do, over
+connections of their own, and asks again after half of that time. Whether it waits on is this rule:
+
+| the rank that is waited for | how that is known | what happens |
+|---|---|---|
+| works outside of collectives, or finishes such work | it answers, and tells its line | one warning says who waits for whom; an error after ``busy_s`` |
+| does not answer, while C code holds its interpreter | its process on this host is not stopped; on another host its monitor has not ended the job | the same |
+| waits in another collective | it answers | an error once all of those ranks have waited for ``unreachable_s`` |
+| is in this collective as well | it answers | the same: the network may be slow or interrupted |
+| has come to the end of its script, or has closed the communicator | it says so, or refuses the connection | an error after ``unreachable_s`` |
+| is stopped by a signal | the state of its process on this host; elsewhere it does not answer | an error after ``unreachable_s`` |
+| cannot be reached | it does not answer | an error after ``unreachable_s`` |
+
+Who waits for a rank that waits for a third one waits for that one. The monitors of ``torchmn run``
+and `install_crash_handler` end a job in which a process is stopped or a host is lost, so there a
+rank of another host may be silent. A rank answers from a thread that does nothing else.
+"""  # noqa: E501 - a table
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchmn.cluster.environment_variables import SECRET_VARIABLE
+from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
+from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_receives
+from torchmn.control import script_monitor
+from torchmn.control.authenticated_listener import AuthenticatedListener, connect
+from torchmn.control.connection import listen_on
+from torchmn.control.hang_report import DONE, RankStatus, report
+from torchmn.control.messages import Overdue, StatusReply, decode, encode
+from torchmn.control.processes import is_stopped
+from torchmn.control.script import script_stack
+from torchmn.errors import LaunchError, UsageError
+
+_ROLE = "status of a rank"
+_ANSWER_S = 5.0
+"""How long a rank may take to answer: it waits for a core and for the interpreter."""
+_NUM_ASKED_AT_ONCE = 16
+_PERIOD_S = 0.5
+
+
+@dataclass(frozen=True)
+class Timeout:
+    """How long a rank waits in a collective for the others, in seconds.
+
+    Args:
+        unreachable_s: for a rank that is stopped, waits in another collective, has ended or cannot
+            be reached.
+        busy_s: for a rank that works by itself, such as rank 0 in an evaluation. After
+            ``unreachable_s`` there is a warning, which says who waits for whom.
+
+    Raises UsageError: not 0 < ``unreachable_s`` <= ``busy_s`` < infinity.
+
+    Example:
+        >>> comm = torchmn.create_communicator(timeout_s=torchmn.Timeout(busy_s=3600))
+    """
+
+    unreachable_s: float = 60.0
+    busy_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.unreachable_s <= self.busy_s < float("inf"):
+            raise UsageError(
+                f"{self}: both must be positive, finite numbers of seconds, and busy_s not less "
+                "than unreachable_s."
+            )
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """One wait of this rank: its limit, and when the other ranks are asked what they do."""
+
+    limit: TimeLimit
+    transport: Transport
+    ask_s: float
+    ask_at_s: float
+    has_warned: bool = False
+
+
+class Address(NamedTuple):
+    """Where a rank answers, its process, and the token that lets the other ranks ask."""
+
+    hosts: list[str]
+    port: int
+    token: str
+    pid: int
+
+
+class PeerStatus:
+    """Answers what this rank does, and asks the others when it waits for long. Local.
+
+    ``addresses`` are those of this host, ``busy_s`` is of `Timeout`.
+    """
+
+    def __init__(self, addresses: Sequence[str], busy_s: float) -> None:
+        self.busy_s = busy_s
+        token = secrets.token_hex(16)
+        listener = listen_on(addresses[0] if len(addresses) == 1 else "")
+        port = listener.getsockname()[1]
+        self.address = Address(list(addresses), port, token, os.getpid())
+        self._listener = AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
+        self._owner = threading.current_thread()
+        self._peers: Mapping[int, Address] = {}
+        self._hosts: Mapping[int, str] = {}
+        self._rank = 0
+        self._has_closed = threading.Event()
+        self._asking: threading.Thread | None = None
+
+    def start(self, rank: int, peers: Mapping[int, Address], hosts: Mapping[int, str]) -> None:
+        """Answer from now on, and ask ``peers``; ``hosts`` has the names of all."""
+        self._rank, self._peers, self._hosts = rank, peers, hosts
+        threading.Thread(
+            target=_serve,
+            args=(weakref.ref(self), self._listener, self._has_closed),
+            name="torchmn-status",
+            daemon=True,
+        ).start()
+
+    def close(self) -> None:
+        """Neither answer nor ask any more."""
+        self._has_closed.set()
+
+    def status(self) -> StatusReply:
+        """What this rank does now. From any thread."""
+        collectives = [
+            each for recorder in FlightRecorder.made_in(self._owner) for each in recorder.describe()
+        ]
+        main = threading.main_thread()
+        return StatusReply(
+            collectives=tuple(collectives),
+            script_stack=script_stack(self._owner),
+            has_ended=self._owner is main and not main.is_alive(),
+        )
+
+    def look(self) -> None:
+        """Ask the others if a collective takes long, and they are not asked already."""
+        if self._asking is not None and self._asking.is_alive():
+            return
+        now = time.monotonic()
+        for recorder in FlightRecorder.made_in(self._owner):
+            for entry in recorder.running():
+                if entry.wait is not None and now >= entry.wait.ask_at_s:
+                    arguments = (recorder, entry, entry.wait)
+                    self._asking = threading.Thread(target=self._ask, args=arguments, daemon=True)
+                    self._asking.start()
+                    return
+
+    def _ask(self, recorder: FlightRecorder, entry: CollectiveRecord, wait: Wait) -> None:
+        with ThreadPoolExecutor(_NUM_ASKED_AT_ONCE) as threads:
+            found = dict(zip(self._peers, threads.map(self._status_of, self._peers), strict=True))
+        found[self._rank] = RankStatus.of(self.status())
+        overdue = Overdue(group=entry.group, number=entry.in_group, limit_s=wait.ask_s)
+        about = report(overdue, self._rank, found, self._hosts)
+        waiting = {
+            rank: min(ages)
+            for rank, status in found.items()
+            if (ages := [own.age_s for own in status.collectives if own.state != DONE])
+        }
+        if entry.state != "running" or not waiting:
+            return
+        wait.ask_at_s = time.monotonic() + wait.ask_s / 2
+        wait.limit.reason = f"{about.summary}."
+        if about.missing and not any(found[rank].is_halted for rank in about.missing):
+            if not wait.has_warned and self._rank == min(waiting):
+                warnings.warn(_warning(about.summary, wait), RuntimeWarning, stacklevel=1)
+            wait.has_warned = True
+        elif about.missing or min(waiting.values()) >= wait.ask_s:
+            entry.limit_s = wait.limit.seconds = wait.ask_s
+            wait.limit.end()
+            abort_pending_receives(wait.transport)
+
+    def _status_of(self, rank: int) -> RankStatus:
+        """What another rank answers, or what is known of one that does not."""
+        peer, is_here = self._peers[rank], self._hosts[rank] == self._hosts[self._rank]
+        if is_here and is_stopped(peer.pid):
+            return RankStatus(text="is stopped by a signal", is_halted=True)
+        was_refused = False
+        for host in peer.hosts:
+            try:
+                return RankStatus.of(_answer_of(f"{host}:{peer.port}", peer.token))
+            except LaunchError as error:
+                was_refused |= isinstance(error.__context__, ConnectionRefusedError)
+            except (OSError, ValueError):
+                continue
+        if was_refused:
+            return RankStatus(text="has ended, or closed its communicator", is_halted=True)
+        is_alive = is_here or script_monitor.current() is not None
+        return RankStatus(text="does not answer", is_halted=not is_alive)
+
+
+def _serve(
+    found: weakref.ref[PeerStatus], listener: AuthenticatedListener, has_closed: threading.Event
+) -> None:
+    """The thread of a `PeerStatus`, which does not keep it."""
+    poll = select.poll()
+    poll.register(listener, select.POLLIN)
+    while not has_closed.is_set():
+        poll.poll(_PERIOD_S * 1e3)
+        peers = found()
+        if peers is None:
+            break
+        for connection, _ in listener.accept():
+            with connection, suppress(OSError):
+                connection.settimeout(_ANSWER_S)
+                connection.sendall(encode(peers.status()))
+        peers.look()
+        del peers
+    listener.close()
+
+
+def _answer_of(address: str, token: str) -> StatusReply:
+    """Raises LaunchError, OSError, ValueError: it does not answer, or not so."""
+    secret, text = _secret(token), b""
+    with connect(
+        address, secret=secret, role=_ROLE, line=b"?\n", limit_s=_ANSWER_S, retries=False
+    ) as connection:
+        connection.settimeout(_ANSWER_S)
+        while chunk := connection.recv(1 << 16):
+            text += chunk
+    answer = decode(text)
+    if not isinstance(answer, StatusReply):
+        raise ValueError(f"{type(answer).__name__} is no answer")
+    return answer
+
+
+def _warning(summary: str, wait: Wait) -> str:
+    return (
+        f"{summary}. It is alive, so it is waited for, up to {wait.limit.seconds:g} s in all; then "
+        "the job ends. If its work may take longer: "
+        "create_communicator(timeout_s=torchmn.Timeout(busy_s=...))."
+    )
+
+
+def _secret(token: str) -> str:
+    return f"{os.environ.get(SECRET_VARIABLE, '')} {token}"

@@ -1,0 +1,221 @@
+"""A rank that works is waited for longer than one that will not arrive."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+import torchmn
+from tests.limits import limit
+from torchmn import Timeout, TorchmnError
+from torchmn.cluster import Topology
+from torchmn.comm import Communicator
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.errors import RankMismatchError, TimeLimitError, UsageError
+from torchmn.testing import run_ranks, run_threads
+
+Result = TypeVar("Result")
+
+
+def run(
+    function: Callable[[Communicator], Result],
+    size: int,
+    timeout: Timeout,
+    *,
+    name: str = "flat",
+    hosts: tuple[str, ...] = (),
+) -> list[Result]:
+    """As `run_ranks`, with both limits."""
+    store = HashStore()
+
+    def rank_main(rank: int) -> Result:
+        comm = torchmn.create_communicator(
+            name,
+            transport=TorchDistributedTransport(store, rank, size, timeout_s=limit(20)),
+            topology=Topology(hosts or ("localhost",) * size),
+            timeout_s=timeout,
+            first_timeout_s=timeout.unreachable_s,
+        )
+        try:
+            return function(comm)
+        finally:
+            comm.finalize()
+
+    return run_threads(rank_main, size)
+
+
+def errors_of(function: Callable[[Communicator], object], size: int, timeout: Timeout) -> list[str]:
+    """What each rank raises, with its kind; empty if it raises nothing."""
+
+    def attempt(comm: Communicator) -> str:
+        try:
+            function(comm)
+        except TorchmnError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return run(attempt, size, timeout)
+
+
+def evaluates_alone(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "hosts"),
+    [("flat", ()), ("hierarchical", ("a", "a", "b", "b"))],
+)
+def test_a_rank_that_works_is_waited_for_with_one_warning(
+    name: str, hosts: tuple[str, ...]
+) -> None:
+    """Also where a rank waits for one that itself waits: for the leader of its node."""
+    ask_s = limit(0.3)
+
+    def train(comm: Communicator) -> float:
+        buffer = torch.ones(4)
+        comm.barrier()
+        if comm.rank == 0:
+            evaluates_alone(3 * ask_s)
+        comm.sum_(buffer)
+        return float(buffer[0])
+
+    size = len(hosts) or 3
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        timeout = Timeout(ask_s, limit(60))
+        assert run(train, size, timeout, name=name, hosts=hosts) == [size] * size
+    texts = [str(each.message) for each in caught if "waited for" in str(each.message)]
+    assert texts, "no warning"
+    assert all("rank 0 did not reach it: rank 0 on" in text for text in texts)
+    assert "test_waiting.py" in texts[0]
+    assert "in evaluates_alone" in texts[0]
+    assert "Timeout(busy_s=...)" in texts[0]
+    assert len(texts) == 1
+
+
+def test_the_limit_of_a_rank_that_works() -> None:
+    ask_s, busy_s = limit(0.2), limit(0.8)
+    is_over = threading.Event()
+
+    def train(comm: Communicator) -> None:
+        if comm.rank == 0:
+            is_over.wait(limit(30))
+        try:
+            comm.barrier()
+        finally:
+            is_over.set()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, found = errors_of(train, 2, Timeout(ask_s, busy_s))
+    assert found.startswith("TimeLimitError")
+    assert f"within {busy_s:g} s" in found
+    assert "rank 0 did not reach it: rank 0 on localhost runs at" in found
+
+
+def test_ranks_in_different_collectives_end_after_the_short_limit() -> None:
+    """Each waits for the other, in groups of their own."""
+
+    def train(comm: Communicator) -> None:
+        other = comm.split(0, comm.rank)
+        began = time.monotonic()
+        (comm if comm.rank == 0 else other).world.barrier()
+        assert time.monotonic() - began < limit(30)
+
+    found = errors_of(train, 2, Timeout(limit(0.3), limit(60)))
+    assert any(text.startswith("TimeLimitError") for text in found), found
+    late = next(text for text in found if text.startswith("TimeLimitError"))
+    assert "the ranks are in different collectives" in late
+
+
+def test_a_rank_that_cannot_be_reached_ends_after_the_short_limit() -> None:
+    is_over = threading.Event()
+
+    def train(comm: Communicator) -> None:
+        if comm.rank == 0:
+            assert comm.flight_recorder.peers is not None
+            comm.flight_recorder.peers.close()
+            is_over.wait(limit(30))
+            return
+        time.sleep(limit(0.5))  # until the other one has stopped to answer
+        try:
+            comm.barrier()
+        finally:
+            is_over.set()
+
+    _, found = errors_of(train, 2, Timeout(limit(0.3), limit(60)))
+    assert found.startswith("TimeLimitError")
+    assert "rank 0 on localhost has ended, or closed its communicator" in found
+
+
+def test_who_arrives_late_has_the_whole_limit_for_the_exchange() -> None:
+    """The others do not end what has only just begun: the limit counts from the last arrival."""
+    ask_s = limit(0.4)
+
+    def train(comm: Communicator) -> float:
+        for delay in (1.0, 1.6):
+            if comm.rank == 0:
+                time.sleep(delay * ask_s)
+            comm.barrier()
+        return 1.0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run(train, 3, Timeout(ask_s, limit(60))) == [1.0] * 3
+
+
+def test_a_number_is_the_limit_for_both() -> None:
+    is_over = threading.Event()
+
+    def train(comm: Communicator) -> float:
+        assert comm.flight_recorder.peers is None
+        began = time.monotonic()
+        if comm.rank == 0:
+            is_over.wait(limit(30))
+            return 0.0
+        with pytest.raises(TimeLimitError):
+            comm.barrier()
+        is_over.set()
+        return time.monotonic() - began
+
+    assert run_ranks(train, 2, timeout_s=limit(0.3))[1] < limit(20)
+
+
+def test_communicators_split_off_ask_as_well() -> None:
+    ask_s = limit(0.3)
+
+    def train(comm: Communicator) -> int:
+        part = comm.subgroup([0, 2])
+        if part is None:
+            return 0
+        if comm.rank == 0:
+            evaluates_alone(2 * ask_s)
+        return len(part.allgather_obj(1))
+
+    with pytest.warns(RuntimeWarning, match="rank 0 did not reach it"):
+        assert run(train, 3, Timeout(ask_s, limit(60))) == [2, 0, 2]
+
+
+def test_values() -> None:
+    for unreachable_s, busy_s in ((0, 1), (2, 1), (1, float("inf")), (-1, 1)):
+        with pytest.raises(UsageError, match="busy_s not less than unreachable_s"):
+            Timeout(unreachable_s, busy_s)
+    assert Timeout() == Timeout(unreachable_s=60, busy_s=600)
+
+
+def test_ranks_that_give_other_limits() -> None:
+    store = HashStore()
+
+    def rank_main(rank: int) -> None:
+        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(20))
+        torchmn.create_communicator("flat", transport=transport, timeout_s=limit(20) + rank)
+
+    with pytest.raises(RankMismatchError, match="timeout_s"):
+        run_threads(rank_main, 2)
