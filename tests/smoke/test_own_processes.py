@@ -10,7 +10,7 @@ from tests.limits import limit
 
 pytestmark = pytest.mark.processes
 
-SPAWN = """
+SPAWN = r"""
 import os, sys
 import torch
 import torch.distributed as dist
