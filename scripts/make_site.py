@@ -85,6 +85,8 @@ SECTIONS = (
             "how-to/large-batch",
             "how-to/imagenet",
             "how-to/translation",
+            "coming-from-ddp",
+            "coming-from-horovod",
             "coming-from-chainermn",
             "coming-from-cntk",
         ),

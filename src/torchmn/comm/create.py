@@ -26,7 +26,7 @@ from torchmn.cluster.environment_variables import (
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
+from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import rdma_adapters
 from torchmn.cluster.units import MiB
 from torchmn.comm.base import Communicator
@@ -42,6 +42,7 @@ from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.join import choose_transport, join_world
 from torchmn.comm.transports.mpi import MpiTransport
+from torchmn.comm.transports.own_rank import own_place
 from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
 from torchmn.comm.waiting import Address, PeerStatus, Timeout
 from torchmn.control import script_monitor
@@ -95,6 +96,9 @@ def create_communicator(
 ) -> Communicator:
     """Join the other ranks of this job. *Collective*: every rank, with the same arguments.
 
+    The ranks are those of the launcher or, in processes that the script has started itself, those
+    of the default process group that it has initialized.
+
     Args:
         name: the route of sums: ``auto`` (rules on one node, between nodes the fastest of some
             trials; `Communicator.reason` holds the choice and the reason), ``naive``, ``flat``,
@@ -120,8 +124,9 @@ def create_communicator(
         LaunchError: there is no rendezvous address, or MPI was finalized.
         RankMismatchError: ranks gave different arguments or run different versions of torch.
         TimeLimitError: not all ranks joined within ``first_timeout_s``.
-        UsageError: a limit is negative or infinite, or a process of multiprocessing calls this
-            while it imports the script.
+        UsageError: a limit is negative or infinite; a process of multiprocessing calls this while
+            it imports the script; or another process has joined as this rank, as where a rank
+            starts a program that calls this.
 
     Example:
         >>> import torchmn
@@ -142,6 +147,8 @@ def create_communicator(
     greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
     greeting["timeout_s"] = [timeout.unreachable_s, timeout.busy_s]
     found = _exchange_greetings(world, greeting, first_s)
+    if world.rank == 0 and not _num_created[id(world)]:
+        _warn_if_hashes_differ({each["hash"] for each in found})
     is_recorded = all(each["records"] for each in found)
     topology = _checked_topology(topology, [each["host"] for each in found], world)
     has_rdma = any(each["rdma"] for each in found)
@@ -245,6 +252,18 @@ def _warn_about_fallback(comm: Communicator) -> None:
         )
 
 
+def _warn_if_hashes_differ(hashes: set[int]) -> None:
+    """Warn if sets of strings have another order on each rank, once for each world."""
+    if len(hashes) > 1:
+        warnings.warn(
+            "The ranks hash strings differently, so that list(set(labels)) has another order on "
+            "each of them, silently. Set PYTHONHASHSEED=0 for all ranks before they start, as "
+            "torchmn run does.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 def _limits(given: float | Timeout, first_timeout_s: float | None) -> tuple[Timeout, float]:
     """Both limits, the second in seconds; a very long time for none. Raises UsageError."""
     timeout_s = given.unreachable_s if isinstance(given, Timeout) else given
@@ -263,7 +282,7 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
     """The transport of all ranks, and whether the caller passed it."""
     if isinstance(transport, Transport):
         return transport, True
-    launched = read_launcher_env(os.environ)
+    launched = own_place()
     kind = choose_transport(transport, launched, os.environ, has_cuda=torch.cuda.is_available())
     return join_world(kind, timeout_s), False
 
@@ -329,7 +348,8 @@ def _exchange_greetings(
     """What all ranks know of each rank.
 
     Its ``host``, the ``gpus`` that it may use, by the beginning of their UUIDs, whether its host
-    has another network than Ethernet (``rdma``), and whether it wants to record its steps.
+    has another network than Ethernet (``rdma``), whether it wants to record its steps, and the
+    ``hash`` of a string.
 
     Raises RankMismatchError: the greetings differ.
     """
@@ -338,6 +358,7 @@ def _exchange_greetings(
         "gpus": _visible_gpus(),
         "rdma": bool(rdma_adapters()),
         "records": recording.wants_record(os.environ),
+        "hash": hash("torchmn"),
     }
     own = json.dumps([facts, greeting]).encode()
     if len(own) > _GREETING_BYTES:
@@ -366,7 +387,7 @@ def _checked_topology(given: Topology | None, found_hosts: list[str], world: Tra
             )
         return given
     topology = Topology(tuple(found_hosts))
-    launched = read_launcher_env(os.environ)
+    launched = own_place()
     if launched is not None and launched.known_size == world.size:
         _raise_if_nodes_differ(launched, topology.place(world.rank), found_hosts)
     return topology

@@ -34,7 +34,7 @@ _LOOKUP_S = 2.0
 _PAUSE_S = 0.05
 _PORT = struct.Struct("!H")
 _ROLE = "port discovery"
-_VARIABLES = (
+JOB_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PALS_APID"),
     *("PBS_JOBID", "JOB_ID"),
@@ -48,7 +48,7 @@ def job_name(env: Mapping[str, str]) -> str:
 
     The scheduler's job ID alone is not enough: one job may start several worlds.
     """
-    names = [name for name in _VARIABLES if env.get(name)]
+    names = [name for name in JOB_VARIABLES if env.get(name)]
     if _OF_ALL_STEPS.issuperset(names):
         return ""
     return " ".join(f"{name}={env[name]}" for name in names)

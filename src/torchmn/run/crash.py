@@ -21,10 +21,11 @@ from collections.abc import Sequence
 
 from torch._C._distributed_c10d import PrefixStore
 
-from torchmn.cluster import LauncherInfo, read_launcher_env, route_to
+from torchmn.cluster import LauncherInfo, route_to
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.comm import Communicator
 from torchmn.comm.transports.join import meet
+from torchmn.comm.transports.own_rank import own_place
 from torchmn.control import script_monitor
 from torchmn.control.codec import Record, encode
 from torchmn.control.processes import python_module
@@ -63,7 +64,7 @@ def install_crash_handler(comm: Communicator | None = None, *, grace_s: float = 
         if comm is not None:
             monitor.follow(comm.flight_recorder)
     if comm is None:
-        launched = read_launcher_env(os.environ)
+        launched = own_place()
         if monitor is None and launched is not None and launched.size > 1:
             _monitor(launched.rank, *_server_through_store(launched), grace_s)
         return

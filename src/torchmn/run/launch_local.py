@@ -32,6 +32,7 @@ from typing import Any, Literal, TextIO, TypeVar, overload
 
 from torchmn.cluster import read_launcher_env
 from torchmn.cluster.units import counted
+from torchmn.control.rank_claim import claimed_by
 from torchmn.control.script import is_consequence
 from torchmn.errors import (
     LaunchError,
@@ -208,7 +209,7 @@ def _checked(num_ranks: int, backend: str) -> Literal["gloo", "nccl", "mpi"]:
     if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
         raise UsageError(f"num_ranks must be an integer, at least 1, got {num_ranks!r}.")
     place = read_launcher_env(os.environ)
-    if place is not None and place.known_size not in (None, 1):
+    if place and place.known_size not in (None, 1) and claimed_by(os.environ) is None:
         raise UsageError(
             f"launch_local starts ranks, and this process is itself one of several: {place}. Call "
             "it in a plain Python process, or let the launcher start the ranks that you need."

@@ -23,6 +23,7 @@ from torchmn.cluster import (
 )
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, parse_variable
 from torchmn.cluster.units import counted
+from torchmn.control.rank_claim import claimed_by
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
@@ -158,7 +159,8 @@ class RunOptions:
 def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> LauncherInfo | None:
     """The rank of this process if a launcher has started it as one of several, else ``None``.
 
-    Then there is nothing to start. Raises TopologyError: the options ask for other ranks.
+    Then there is nothing to start. A program that a rank has started is no rank itself. Raises
+    TopologyError: the options ask for other ranks.
 
     >>> options = RunOptions(argv=("torchmn", "run", "train.py"), script="train.py")
     >>> detect_existing_rank(options, {}) is None
@@ -169,7 +171,7 @@ def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> Launche
     1
     """
     place = read_launcher_env(env)
-    if place is None or place.known_size in (None, 1):
+    if place is None or place.known_size in (None, 1) or claimed_by(env) is not None:
         return None
     asks = options.names_hosts or options.launcher != "auto" or options.elastic is not None
     if options.num_ranks not in (None, place.size) or asks:

@@ -22,14 +22,20 @@ from torchmn.cluster import (
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
     HOSTS_VARIABLE,
+    JOB_VARIABLE,
+    PROGRESS_VARIABLE,
+    RECORD_VARIABLE,
+    ROUND_VARIABLE,
     SECRET_VARIABLE,
     SUPERVISOR_VARIABLE,
     TRANSPORT_VARIABLE,
 )
 from torchmn.cluster.launcher_env import LAUNCHERS
+from torchmn.control.rank_claim import claimed_by
 from torchmn.run.job import Job
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_HASH_SEED = "PYTHONHASHSEED"
 _RENDEZVOUS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 _KEPT_HEAP = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -96,7 +102,8 @@ def script_environment(
 
     ``ordered`` comes from the supervisor and applies where the launcher has set nothing; of the
     rendezvous the supervisor's is used, unless torchrun serves one. gloo and NCCL use the network
-    interface of ``route``, which is known to reach the other hosts.
+    interface of ``route``, which is known to reach the other hosts. Without a number of the user
+    all ranks hash strings as with PYTHONHASHSEED=0: sets have one order on all, in every run.
     """
     threads = env.get("OMP_NUM_THREADS") or str(share.num_threads)
     interfaces = {} if route is None else dict.fromkeys(_INTERFACES, route.interface)
@@ -111,7 +118,9 @@ def script_environment(
     has_rendezvous = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     left = {SUPERVISOR_VARIABLE, *(() if has_rendezvous else _RENDEZVOUS & ordered.keys())}
     given = {name: text for name, text in env.items() if name not in left}
-    return {**chosen, **given, "OMP_NUM_THREADS": threads}
+    own_seed = env.get(_HASH_SEED, "")
+    hash_seed = own_seed if own_seed.isdigit() else "0"  # "random", too, is another on each rank
+    return {**chosen, **given, "OMP_NUM_THREADS": threads, _HASH_SEED: hash_seed}
 
 
 def _heap_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -134,6 +143,11 @@ _DROPPED_PREFIXES = (
     *("OMPI_VERSION", "OMPI_WORLD", "PMIX_", "PRTE_", "PMI_", "HYDI_", "TORCHELASTIC_"),
 )
 """Variables with these names and prefixes make a process believe that it is itself a rank."""
+_OF_OUTER_JOB = frozenset(
+    {HOSTS_VARIABLE, JOB_VARIABLE, PROGRESS_VARIABLE, RECORD_VARIABLE, ROUND_VARIABLE}
+    | {"SLURM_STEP_ID", "SLURM_STEPID"}
+)
+"""What a job that a rank starts must not inherit from the rank's."""
 
 
 def worker_environment(job: Job, env: Mapping[str, str], *, supervisor: str = "") -> dict[str, str]:
@@ -143,10 +157,11 @@ def worker_environment(job: Job, env: Mapping[str, str], *, supervisor: str = ""
     transport and backend. ``supervisor`` is the address that agents connect to. Of the hosts two
     names suffice for every agent to find the way to another one.
     """
+    dropped = _DROPPED_NAMES if claimed_by(env) is None else _DROPPED_NAMES | _OF_OUTER_JOB
     kept = {
         name: text
         for name, text in env.items()
-        if "_MCA_" in name or not (name in _DROPPED_NAMES or name.startswith(_DROPPED_PREFIXES))
+        if "_MCA_" in name or not (name in dropped or name.startswith(_DROPPED_PREFIXES))
     }
     return {
         **kept,

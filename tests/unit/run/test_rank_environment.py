@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from torchmn.cluster import CpuAssignment, assign_cpus, available_processors
+from torchmn.run.job import Job
 from torchmn.run.rank_environment import script_environment, torchrun_variables
+from torchmn.run.starters.remote import is_carried
 
 
 @pytest.fixture
@@ -46,3 +50,16 @@ def test_torchruns_variables_follow_the_hosts() -> None:
         "1 3 0 1 1",
         "2 3 1 2 0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "seed"),
+    [({}, "0"), ({"PYTHONHASHSEED": "random"}, "0"), ({"PYTHONHASHSEED": "7"}, "7")],
+)
+def test_all_ranks_of_all_runs_hash_strings_alike(
+    share: CpuAssignment, given: dict[str, str], seed: str
+) -> None:
+    """On this host and, by the variable that is sent there, on others."""
+    assert script_environment(given, share, {}, None)["PYTHONHASHSEED"] == seed
+    job = Job(argv=("python", "train.py"), num_ranks=2, backend="gloo", log_dir=Path("logs"))
+    assert is_carried(job, "PYTHONHASHSEED")

@@ -18,17 +18,24 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from torchmn.cluster import route_to
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
-from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
+from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted
 from torchmn.cluster.network import addresses_of_host, is_loopback
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.mpi import MpiTransport
+from torchmn.comm.transports.own_rank import (
+    is_adopted,
+    own_place,
+    store_of_group,
+    warn_if_alone_among_children,
+)
 from torchmn.control import port_discovery
 from torchmn.control.connection import listen_on
+from torchmn.control.rank_claim import claim_rank, raise_started_by_rank
 from torchmn.errors import (
     LaunchError,
     PeerLostError,
@@ -48,7 +55,8 @@ TRANSPORTS = ("auto", "mpi", "torch")
 
 _STORE_BACKLOG = 4096
 
-_joined: dict[str, Transport] = {}
+_joined: dict[object, tuple[int, Transport]] = {}
+"""The process that joined, which may be the parent of this one, and its transport of all ranks."""
 _met: list[tuple[str, TCPStore]] = []
 _until_joined = contextlib.ExitStack()
 """Ends the publication of rank 0's port."""
@@ -59,13 +67,15 @@ def choose_transport(
 ) -> str:
     """``auto`` to ``mpi`` or ``torch``. Raises UnknownNameError.
 
-    The choice of ``torchmn run``, else NCCL for GPUs, else MPI under an MPI launcher if mpi4py is
-    installed.
+    torch for a process group of the script, else the choice of ``torchmn run``, else NCCL for GPUs,
+    else MPI under an MPI launcher if mpi4py is installed.
     """
     if name not in TRANSPORTS:
         raise UnknownNameError("transport", name, TRANSPORTS)
     if name != "auto":
         return name
+    if is_adopted(launched):
+        return "torch"
     asked = environment.get(TRANSPORT_VARIABLE, "auto")
     if asked != "auto":
         return choose_transport(asked, launched, environment, has_cuda=has_cuda)
@@ -77,13 +87,19 @@ def join_world(kind: str, timeout_s: float) -> Transport:
     """The transport of all ranks of the job. *Collective* the first time, then cached.
 
     Raises TopologyError: MPI and the launcher's variables contradict each other; LaunchError: there
-    is no rendezvous address; TimeLimitError: not all ranks joined.
+    is no rendezvous address; TimeLimitError: not all ranks joined; UsageError: another process has
+    joined as this rank.
     """
-    if kind in _joined:
-        return _joined[kind]
-    launched = read_launcher_env(os.environ)
-    transport: Transport
+    launched = own_place()
+    key = (kind, id(store_of_group())) if is_adopted(launched) else kind
+    if key in _joined:
+        pid, transport = _joined[key]
+        if launched is not None and transport.size > 1 and pid != os.getpid():  # forked since then
+            raise_started_by_rank(launched, pid)
+        return transport
     if kind == "mpi":
+        if launched is not None:
+            claim_rank(launched, os.environ)
         transport = MpiTransport.world(timeout_s)
         if launched is not None:
             raise_if_contradicted(
@@ -91,12 +107,13 @@ def join_world(kind: str, timeout_s: float) -> Transport:
             )
     else:
         transport = _join_torch(launched, timeout_s)
-    _joined[kind] = transport
+    _joined[key] = os.getpid(), transport
     return transport
 
 
 def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
     if launched is None or launched.size == 1:
+        warn_if_alone_among_children()
         has_secret = bool(os.environ.get(SECRET_VARIABLE))
         return TorchDistributedTransport(
             HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=has_secret
@@ -109,7 +126,8 @@ def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
             launched.rank,
             launched.size,
             timeout_s=timeout_s,
-            own_address=_own_address(launched, address, store),
+            own_address=_own_address(launched, address, store) if address else None,
+            supports_nccl=not is_adopted(launched) or "nccl" in str(dist.get_backend_config()),
         )
         try:
             transport.barrier(TimeLimit(timeout_s))
@@ -121,12 +139,16 @@ def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
     return transport
 
 
-def meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
+def meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, Store]:
     """Rank 0's address as this rank reaches it, and its store; connected once per process.
 
-    Raises as `join_world`.
+    The store of the script's process group, if that is adopted, without an address. Raises as
+    `join_world`.
     """
+    if is_adopted(launched):
+        return "", store_of_group()
     if not _met:
+        claim_rank(launched, os.environ)
         _met.append(_connect_store(launched, timeout_s))
     return _met[0]
 
@@ -364,7 +386,7 @@ def mesh_of_groups(
 
 def _make_default_world(comm: Communicator) -> None:
     """The default group of torch.distributed, of all processes of the job. *Collective.*"""
-    launched = read_launcher_env(os.environ)
+    launched = own_place()
     timeout = timedelta(seconds=comm.timeout_s)
     backend = "gloo" if comm.device.type == "cpu" else "cpu:gloo,cuda:nccl"
     if launched is None or launched.size == 1:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
-import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,17 +11,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchmn.cluster import Topology
-from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.comm import Communicator, create_communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import is_distributed
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.data.scatter_loader import divided_by
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
@@ -84,7 +77,7 @@ class Exchange:
         Raises TopologyError: the framework and torchmn see other ranks; UsageError: other devices.
         """
         if self._comm is None:
-            comm = _communicator(self.options)
+            comm = create_communicator(self.options.communicator, timeout_s=self.options.timeout_s)
             _raise_if_others(comm, device)
             self._comm = comm
         return self._comm
@@ -254,37 +247,6 @@ class Exchange:
                     "gradient, but no optimizer of torchmn exchanges it, and each rank would train "
                     "alone. Give the model and its optimizer to the framework together."
                 )
-
-
-def _communicator(options: ExchangeOptions) -> Communicator:
-    """Over the launcher's variables, or over the store of the framework's process group."""
-    # Lightning starts processes by itself, with WORLD_SIZE and without RANK.
-    has_size, has_rank = (name in os.environ for name in ("WORLD_SIZE", "RANK"))
-    is_lightnings = dist.is_initialized() and has_size and not has_rank
-    launched = None if is_lightnings else read_launcher_env(os.environ)
-    is_ours = not dist.is_initialized() or (
-        launched is not None and launched.known_size == dist.get_world_size()
-    )
-    if is_ours or (dist.get_world_size() == 1 and not is_lightnings):
-        return create_communicator(options.communicator, timeout_s=options.timeout_s)
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, socket.gethostname())
-    default: Any = dist.group.WORLD
-    transport = TorchDistributedTransport(
-        PrefixStore("torchmn/train/frameworks", _get_process_group_store(default)),
-        dist.get_rank(),
-        dist.get_world_size(),
-        timeout_s=options.timeout_s or 24 * 3600,
-        cuda_device=torch.device("cuda", torch.cuda.current_device())
-        if dist.get_backend() == "nccl"
-        else None,
-    )
-    return create_communicator(
-        options.communicator,
-        transport=transport,
-        topology=Topology(tuple(hosts)),
-        timeout_s=options.timeout_s,
-    )
 
 
 def _raise_if_others(comm: Communicator, device: torch.device) -> None:
