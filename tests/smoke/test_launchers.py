@@ -14,9 +14,22 @@ from tests.all.processes.runner import AS_ROOT
 from torchmn.run.backend import find_mpirun
 
 SCRIPT = """
-import json, sys
+import argparse, dataclasses, datetime, enum, json, pathlib, sys
 import torch, torchmn
+
+class Mode(enum.Enum):
+    TRAIN = 1
+
+@dataclasses.dataclass
+class Config:
+    out: pathlib.Path
+    args: argparse.Namespace
+    mode: Mode = Mode.TRAIN
+    began: datetime.date = datetime.date(2020, 1, 2)
+
 comm = torchmn.create_communicator(transport=sys.argv[2])
+config = Config(pathlib.Path("out"), argparse.Namespace(lr=0.1))
+assert comm.bcast_obj(config if comm.rank == 0 else None) == config
 total = int(comm.allreduce(torch.tensor(comm.rank + 1)))
 place = [comm.rank, comm.size, comm.intra_rank, comm.intra_size, comm.inter_rank, comm.inter_size]
 with open(f"{sys.argv[1]}/{comm.rank}.json", "w") as file:

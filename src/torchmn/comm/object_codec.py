@@ -1,20 +1,25 @@
 """Python objects as messages: a JSON description and the raw bytes of the tensors in them.
 
-Values that JSON can describe are not pickled. Others are pickled only where the receiver can trust
-the sender: over MPI, where the ranks of a job are the only peers, or in messages that carry an
-HMAC-SHA256 under the secret of the job (``TORCHMN_SECRET``, set by ``torchmn run``). Otherwise
-they are rejected. Checkpoints hold the same descriptions (`describe`, `build`) and never a pickle.
+Python's own values, dataclasses, NamedTuples and Enums are not pickled (`object_kinds`). Others are
+pickled only where the receiver can trust the sender: over MPI, where the ranks of a job are the
+only peers, or in messages that carry an HMAC-SHA256 under the secret of the job
+(``TORCHMN_SECRET``, set by ``torchmn run``). Otherwise they are rejected. Only such a sender can
+make a receiver import a module. Checkpoints hold the same descriptions (`describe`, `build`), but
+no objects of classes and never a pickle.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import hmac
+import importlib
 import json
 import math
 import pickle
 import re
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,16 +29,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchmn.comm import object_kinds
 from torchmn.comm.local_tensors import describe_part, is_distributed
+from torchmn.comm.object_kinds import torch_dtype
 from torchmn.errors import CommunicationError, DataError, UnsupportedError
+
+_MAX_DEPTH = 200
+"""Containers within containers; the receiver needs a few frames of Python for each."""
 
 
 @dataclass(frozen=True)
 class Trust:
-    """Whether and how pickles are accepted."""
+    """Whether and how pickles and names of modules are accepted."""
 
     is_private: bool = False
     secret: bytes | None = field(default=None, repr=False)
+
+    def seal(self, payload: bytes) -> str:
+        """What proves that this job has made the payload; empty without a secret."""
+        return hmac.new(self.secret, payload, hashlib.sha256).hexdigest() if self.secret else ""
+
+    def accepts(self, payload: bytes, seal: str) -> bool:
+        """Whether a rank of this job has made the payload."""
+        is_sealed = bool(self.secret) and hmac.compare_digest(self.seal(payload), seal)
+        return self.is_private or is_sealed
 
 
 @dataclass
@@ -45,7 +64,7 @@ class Message:
 
 
 Path = tuple[str, ...]
-"""A place in an object, as text: keys and positions from the root."""
+"""A place in an object, as text: keys, positions and ``.name`` of attributes from the root."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +78,11 @@ class Part:
 def pack(obj: object, trust: Trust, *, note: str = "") -> Message:
     """Turn an object into a message. ``note`` is sent with it.
 
-    Raises UnsupportedError: an object needs pickle, which ``trust`` does not allow.
+    Raises UnsupportedError: something in it needs pickle, which ``trust`` does not allow, or cannot
+    be sent at all; the message names its place, such as ``The object['lr'][0]``.
     """
     parts: list[Part] = []
-    body = _describe(obj, parts, trust, ())
+    body = _describe(obj, parts, trust, ("The object",))
     buffers = [as_bytes(part.tensor.contiguous()) for part in parts]
     return Message(json.dumps([note, body], separators=(",", ":")).encode(), buffers)
 
@@ -75,10 +95,7 @@ def describe(obj: object, root: str = "state") -> tuple[Any, list[Part]]:
     the message names its place, such as ``state['scheduler'][0]``.
     """
     parts: list[Part] = []
-    try:
-        return _describe(obj, parts, None, (root,)), parts
-    except RecursionError:
-        raise UnsupportedError(f"{root} contains itself, or is nested too deeply.") from None
+    return _describe(obj, parts, None, (root,)), parts
 
 
 def build(body: Any, tensors: Sequence[Tensor]) -> Any:
@@ -148,25 +165,33 @@ def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> A
     """One JSON value: plain values unchanged, everything else as [kind, ...]."""
     if obj is None or obj is True or obj is False or type(obj) is str:
         return obj
-    if type(obj) is int:
-        return obj if abs(obj) < 2**53 else ["int", hex(obj)]
-    if type(obj) is float:
-        return obj if math.isfinite(obj) else ["float", repr(obj)]
-    if type(obj) is complex:
-        return ["complex", repr(obj.real), repr(obj.imag)]
-    if type(obj) is bytes:
+    kind = type(obj)
+    if (kind is int and abs(obj) < 2**53) or (kind is float and math.isfinite(obj)):
+        return obj
+    if len(path) > _MAX_DEPTH:
+        raise UnsupportedError(
+            f"{place(path[:4])} contains itself, or more than {_MAX_DEPTH} containers within each "
+            "other, and is neither sent nor saved. Leave out what refers back, such as a parent."
+        )
+    if kind in object_kinds.PARTS:
+        values = object_kinds.PARTS[kind](obj)
+        return [kind.__name__, *(_describe(value, parts, trust, path) for value in values)]
+    if kind is bytes:
         flat = torch.frombuffer(bytearray(obj), dtype=torch.uint8) if obj else _EMPTY
         parts.append(Part(path, flat))
         return ["bytes", len(obj)]
-    if type(obj) in _SEQUENCES.values():
+    if kind in _SEQUENCES.values():
         items = [_describe(x, parts, trust, (*path, str(i))) for i, x in enumerate(obj)]
-        return [type(obj).__name__, items]
-    if type(obj) in _MAPPINGS.values():  # the state of a model is an OrderedDict
+        return [kind.__name__, items]
+    if kind in _MAPPINGS.values():  # the state of a model is an OrderedDict
+        at = ".{}".format if kind is object_kinds.Attributes else repr
         pairs = [
-            [_describe(k, parts, trust, path), _describe(v, parts, trust, (*path, repr(k)))]
+            [_describe(k, parts, trust, (*path, "key")), _describe(v, parts, trust, (*path, at(k)))]
             for k, v in obj.items()
         ]
-        return [type(obj).__name__, pairs]
+        return [kind.__name__, pairs]
+    if kind is type and obj in object_kinds.FACTORIES.values():
+        return ["type", obj.__name__]
     if trust is None and is_distributed(obj):
         return _describe(describe_part(obj), parts, trust, path)
     if isinstance(obj, Tensor) and _is_dense(obj) and (trust or type(obj) in _TENSORS):
@@ -174,26 +199,39 @@ def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> A
         return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), obj.is_cuda]
     if (type(obj) is np.ndarray or isinstance(obj, np.generic)) and _is_plain(obj.dtype):
         array = np.ascontiguousarray(obj)
-        kind = "array" if isinstance(obj, np.ndarray) else "scalar"
+        name = "array" if isinstance(obj, np.ndarray) else "scalar"
         flat = torch.from_numpy(np.frombuffer(array.tobytes() or b"", np.uint8).copy())
         parts.append(Part(path, flat))
-        return [kind, array.dtype.str, list(obj.shape)]
-    if isinstance(obj, torch.dtype):
-        return ["dtype", str(obj).removeprefix("torch.")]
-    if isinstance(obj, torch.device):
-        return ["device", str(obj)]
+        return [name, array.dtype.str, list(obj.shape)]
     if trust is None:
         raise UnsupportedError(
             f"{place(path)} is {_kind(obj)}. Only numbers, text, bytes, dense tensors, arrays, and "
             "dicts, lists, tuples and sets of them are saved: nothing in a checkpoint is pickled."
         )
-    return _pickled(obj, trust)
+    if object_kinds.is_rebuilt(kind):
+        held = _describe(object_kinds.content(obj), parts, trust, path)
+        return ["object", *_class_name(obj, trust, path), held]
+    return _pickled(obj, trust, path)
+
+
+def _class_name(obj: Any, trust: Trust, path: Path) -> tuple[str, str, str]:
+    """Module, name in it, and the seal with which a receiver may import the module."""
+    cls = type(obj)
+    # The script of a process that multiprocessing has started is there under both names.
+    module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
+    if object_kinds.find_class(module, cls.__qualname__) is not cls:
+        raise UnsupportedError(
+            f"{place(path)} is {_kind(obj)}, a class that other ranks cannot find: there is no "
+            f"{cls.__qualname__} in the module {module}. Define it at the top level of the script "
+            "or of a module, not in a function or a notebook, or send a dict of its fields."
+        )
+    return module, cls.__qualname__, trust.seal(module.encode())
 
 
 def place(path: Path) -> str:
     """A path as Python writes it: ``state['scheduler']['lr_lambdas'][0]``."""
-    root, *keys = path or ("the object",)
-    return root + "".join(f"[{key}]" for key in keys)
+    root, *keys = path
+    return root + "".join(key if key.startswith(".") else f"[{key}]" for key in keys)
 
 
 def _kind(obj: Any) -> str:
@@ -215,42 +253,36 @@ def _is_plain(dtype: Any) -> bool:
     return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
 
 
-def _pickled(obj: Any, trust: Trust) -> Any:
+def _pickled(obj: Any, trust: Trust, path: Path) -> Any:
     if not trust.is_private and trust.secret is None:
         raise UnsupportedError(
-            f"An object of type {type(obj).__qualname__} needs pickle, which this transport "
-            "accepts only from peers that know the job's secret. Start the job with 'torchmn run', "
-            "or set TORCHMN_SECRET to the same random text on all ranks, or use transport='mpi', "
-            "or send numbers, strings, containers and tensors."
+            f"{place(path)} is {_kind(obj)}, which needs pickle, and this transport accepts that "
+            "only from peers that know the job's secret. Send what it holds as numbers, text, "
+            "tensors, containers, dataclasses or Enums, or start the job with 'torchmn run', or "
+            "set TORCHMN_SECRET to the same random text on all ranks, or use transport='mpi'."
         )
     try:
         payload = pickle.dumps(obj, protocol=pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise UnsupportedError(
-            f"An object of type {type(obj).__qualname__} cannot be pickled: {error}"
+            f"{place(path)} is {_kind(obj)} and cannot be pickled: {error}. Leave it out, or send "
+            "what makes it again, such as a path, a state_dict() or its arguments."
         ) from error
-    seal = "" if trust.secret is None else _seal(payload, trust.secret)
-    return ["pickle", base64.b64encode(payload).decode(), seal]
-
-
-def _seal(payload: bytes, secret: bytes) -> str:
-    return hmac.new(secret, payload, hashlib.sha256).hexdigest()
+    return ["pickle", base64.b64encode(payload).decode(), trust.seal(payload)]
 
 
 def kinds_of(body: Any) -> Iterator[Any]:
     """The entries of tensors in a description, in order: ``["tensor", ...]`` and others."""
     if not isinstance(body, list):
         return
-    kind = body[0]
-    if kind in _SEQUENCES:
-        for item in body[1]:
-            yield from kinds_of(item)
-    elif kind in _MAPPINGS:
-        for key, value in body[1]:
-            yield from kinds_of(key)
-            yield from kinds_of(value)
-    elif kind in ("bytes", "tensor", "array", "scalar"):
+    kind, *items = body
+    if kind in ("bytes", "tensor", "array", "scalar"):
         yield body
+        return
+    if kind in _SEQUENCES or kind in _MAPPINGS:
+        items = items[0] if kind in _SEQUENCES else [each for pair in items[0] for each in pair]
+    for item in items:
+        yield from kinds_of(item)
 
 
 def _allocate(kind: Any, device: torch.device) -> Tensor:
@@ -273,12 +305,10 @@ def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
         return _MAPPINGS[kind](pairs)
     if kind in _SEQUENCES:
         return _SEQUENCES[kind](_build(item, tensors, trust) for item in body[1])
-    if kind == "complex":
-        return complex(float(body[1]), float(body[2]))
-    if kind == "int":
-        return int(body[1], 16)
-    if kind == "float":
-        return float(body[1])
+    if kind in object_kinds.MAKE:
+        return object_kinds.MAKE[kind](*(_build(part, tensors, trust) for part in body[1:]))
+    if kind == "type":
+        return object_kinds.FACTORIES[body[1]]
     if kind == "bytes":
         return next(tensors).numpy().tobytes()
     if kind == "tensor":
@@ -286,16 +316,12 @@ def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
     if kind in ("array", "scalar"):
         array = next(tensors).numpy().view(_plain_dtype(body[1])).reshape(body[2])
         return array if kind == "array" else array[()]
-    if kind == "dtype":
-        return torch_dtype(body[1])
-    if kind == "device":
-        return torch.device(body[1])
+    if kind == "object" and trust is not None:
+        return object_kinds.rebuild(_class_of(trust, *body[1:4]), _build(body[4], tensors, trust))
     if kind != "pickle" or trust is None:
         raise ValueError(f"{kind!r} is not a kind of value that may be read here")
     payload = base64.b64decode(body[1])
-    if not trust.is_private and (
-        trust.secret is None or not hmac.compare_digest(_seal(payload, trust.secret), body[2])
-    ):
+    if not trust.accepts(payload, body[2]):
         raise CommunicationError(
             "A pickled message does not carry the seal of this job and was not unpickled. Start "
             "all ranks with the same TORCHMN_SECRET."
@@ -306,12 +332,18 @@ def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
         raise _PickleError(error) from error
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name such as ``float32``. Raises ValueError: there is no such dtype."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{name!r} is not a dtype of torch")
-    return dtype
+def _class_of(trust: Trust, module: str, qualname: str, seal: str) -> Any:
+    if module not in sys.modules and trust.accepts(module.encode(), seal):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(module)
+    found = object_kinds.find_class(module, qualname)
+    if found is None:
+        raise CommunicationError(
+            f"An object of the class {qualname} of {module} has arrived, which this rank has not "
+            "imported. Define the class at the top level of the script or of a module that all "
+            "ranks import before, or send a dict of its fields."
+        )
+    return found
 
 
 def _plain_dtype(text: str) -> Any:
@@ -330,7 +362,9 @@ _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _SEQUENCES: dict[str, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
 }
-_MAPPINGS: dict[str, Any] = {kind.__name__: kind for kind in (dict, OrderedDict)}
+_MAPPINGS: dict[str, Any] = {
+    kind.__name__: kind for kind in (dict, OrderedDict, object_kinds.Attributes)
+}
 _DESCRIPTION_ERRORS = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RuntimeError, MemoryError, StopIteration),

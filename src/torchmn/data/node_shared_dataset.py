@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from torchmn.cluster.units import MiB
 from torchmn.comm.heartbeat import raise_if_any_failed, run_on_one_rank
-from torchmn.comm.transports.shared_segment import Address, SharedMemorySegment, memory_error_from
+from torchmn.comm.transports.shared_segment import SharedMemorySegment, memory_error_from
 from torchmn.data.packed_samples import COPY, Layout, PackedSamples, pack_dataset
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import TorchmnError
@@ -50,13 +49,13 @@ def copy_to_nodes(
     own_writer = writers[comm.inter_rank]
     memory: SharedMemorySegment | None = None
 
-    def pack(heartbeat: Callable[[], None]) -> tuple[dict[str, Any], int]:
+    def pack(heartbeat: Callable[[], None]) -> tuple[Layout, int]:
         nonlocal memory
         source = cast("SizedDataset[Any]", dataset)
         memory, layout = pack_dataset(source, comm.trust, shared_directory, heartbeat)
-        return layout.to_plain(), memory.size
+        return layout, memory.size
 
-    plain, size = run_on_one_rank(comm, root, pack)
+    layout, size = run_on_one_rank(comm, root, pack)
     if len(writers) > 1:
         is_receiver = comm.rank == own_writer and comm.rank != root
         received, error = _attempt(
@@ -68,12 +67,11 @@ def copy_to_nodes(
         memory = received if is_receiver else memory
         chain = [root, *(writer for writer in writers if writer != root)]
         _pass_along(comm, chain, memory, size, max_buf_len, shared_directory)
-    address = None if memory is None else dataclasses.astuple(memory.address())
-    addresses = comm.allgather_obj(address)
+    addresses = comm.allgather_obj(None if memory is None else memory.address())
 
     def open_here() -> PackedSamples:
-        own = memory or SharedMemorySegment.attach(Address(*addresses[own_writer]))
-        return PackedSamples(own, Layout.from_plain(plain), comm.trust)
+        own = memory or SharedMemorySegment.attach(addresses[own_writer])
+        return PackedSamples(own, layout, comm.trust)
 
     packed, error = _attempt(open_here)
     # After this every rank has its node's memory open, and writers may exit.

@@ -15,7 +15,7 @@ import math
 import operator
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -81,16 +81,6 @@ class Layout:
     keys: tuple[str, ...] = ()
     fields: tuple[Field, ...] = ()
     table: int = 0
-
-    def to_plain(self) -> dict[str, Any]:
-        """Dicts, tuples, strings and numbers, which can be sent without pickle."""
-        return asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Layout:
-        """The inverse of `to_plain`."""
-        fields = tuple(Field(**field) for field in plain["fields"])
-        return cls(**{**plain, "fields": fields})
 
 
 class PackedSamples(Dataset[Any]):

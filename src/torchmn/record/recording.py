@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -240,11 +239,8 @@ def start(comm: World, folder: Path) -> Recording | None:
             folder = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         with contextlib.suppress(OSError):  # without sockets clocks are not compared
             server = ClockServer(comm.addresses)
-        offer = str(folder), None if server is None else asdict(server.address)
-    name, clocks = comm.bcast_obj(offer)
-    address = None
-    if clocks is not None:
-        address = ClockAddress(**{**clocks, "addresses": tuple(clocks["addresses"])})
+        offer = str(folder), None if server is None else server.address
+    name, address = comm.bcast_obj(offer)
     try:
         with _starting:
             if _current:  # ranks as threads of one process: the first one is recorded

@@ -175,7 +175,7 @@ class Trainer(ExtensionsManager):
         state, problem = None, None
         if self._comm is None or self._comm.rank == 0:
             try:
-                state = _plain(torch.load(snapshot, map_location="cpu", weights_only=True))
+                state = torch.load(snapshot, map_location="cpu", weights_only=True)
             except Exception as error:  # of zip, pickle or the file system
                 problem = f"The snapshot {snapshot} cannot be read: {type(error).__name__}: {error}"
         if self._comm is not None:
@@ -291,15 +291,6 @@ class _NoWriter(Writer):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         pass
-
-
-def _plain(state: Any) -> Any:
-    """Convert subclasses of dict to dict, which can be sent without pickle."""
-    if isinstance(state, dict):
-        return {key: _plain(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(_plain(value) for value in state)
-    return state
 
 
 class Updater(Protocol):

@@ -30,7 +30,7 @@ from torchmn.cluster.hostlists import (
     parse_task_counts,
 )
 from torchmn.cluster.walltime import parse_duration
-from torchmn.comm import object_codec
+from torchmn.comm import object_codec, object_kinds
 from torchmn.comm.object_codec import Trust
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import (
@@ -251,12 +251,22 @@ KINDS = st.sampled_from(
     [
         *("list", "tuple", "set", "frozenset", "Size", "dict", "OrderedDict", "complex", "int"),
         *("float", "bytes", "tensor", "array", "scalar", "dtype", "device", "pickle", "no such"),
+        *object_kinds.MAKE,
+    ]
+)
+CLASSES = st.sampled_from(
+    [
+        ("os", "system"),
+        ("argparse", "Namespace"),
+        ("pathlib", "Path"),
+        (__name__, "InMemory"),
+        (1, 2),
     ]
 )
 DESCRIPTIONS = st.recursive(
     JSON
     | st.sampled_from(
-        ["float32", "load", "__name__", "|O", "<f4", "|V0", "<M8[D]", "(1", "cpu", 2**40]
+        ["float32", "load", "__name__", "|O", "<f4", "|V0", "<M8[D]", "(1", "cpu", 2**40, "list"]
     ),
     lambda inner: (
         st.lists(inner, max_size=3)
@@ -265,6 +275,9 @@ DESCRIPTIONS = st.recursive(
         | st.tuples(
             st.just("tensor"), inner, st.lists(st.integers(-1, 4), max_size=3), st.just(False)
         ).map(list)
+        | st.tuples(st.just("object"), CLASSES, st.just(""), inner).map(
+            lambda o: [o[0], *o[1], *o[2:]]
+        )
         | st.tuples(KINDS, st.lists(st.tuples(inner, inner).map(list), max_size=2)).map(list)
     ),
     max_leaves=8,

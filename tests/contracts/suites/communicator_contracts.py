@@ -6,8 +6,12 @@ contract is broken. Ranks may be threads: nothing here touches the shared random
 
 from __future__ import annotations
 
+import enum
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -216,6 +220,22 @@ def check_objects(comm: Communicator) -> None:
     require(comm.allreduce_obj([comm.rank]) == list(range(comm.size)), "lists are added in order")
 
 
+class Mode(enum.Enum):
+    """Sent by its name."""
+
+    TRAIN = 1
+    EVALUATE = 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sent by its attributes."""
+
+    out: Path
+    mode: Mode
+    losses: deque[float]
+
+
 def _sample(rank: int) -> Any:
     return {
         "numbers": [rank, -(2**70), 1.5, float("inf"), True, None],
@@ -225,6 +245,7 @@ def _sample(rank: int) -> Any:
         "scalar": torch.tensor(rank, dtype=torch.int32),
         "array": seeded(rank, 2, 3).numpy(),
         "dtype": torch.bfloat16,
+        "settings": Settings(Path("runs") / str(rank), Mode.EVALUATE, deque([rank], maxlen=2)),
         5: {},
     }
 

@@ -147,7 +147,12 @@ def test_arrays_that_bytes_do_not_describe_are_pickled(array: np.ndarray) -> Non
 def test_pickles_need_trust_or_the_secret() -> None:
     with pytest.raises(UnsupportedError) as caught:
         carry(Own(1))
-    for part in ("type Own", "torchmn run", "TORCHMN_SECRET", "transport='mpi'"):
+    for part in (
+        "The object is an Own, which needs pickle",
+        "torchmn run",
+        "TORCHMN_SECRET",
+        "transport='mpi'",
+    ):
         assert part in str(caught.value)
     assert carry([Own(1)], SECRET, SECRET) == [Own(1)]
     private = Trust(is_private=True)
@@ -156,7 +161,7 @@ def test_pickles_need_trust_or_the_secret() -> None:
 
 
 def test_objects_that_cannot_be_pickled_raise() -> None:
-    with pytest.raises(UnsupportedError, match="type function cannot be pickled"):
+    with pytest.raises(UnsupportedError, match="The object is a function and cannot be pickled"):
         carry(lambda: 1, SECRET, SECRET)
 
 
@@ -282,7 +287,7 @@ def test_a_rejected_object_raises_on_all_ranks(way: str) -> None:
     assert "needs pickle" in str(second)
     for error in (first, third):
         assert isinstance(error, RankMismatchError)
-        assert "rank 1 rejected it: An object of type Own needs pickle" in str(error)
+        assert "rank 1 rejected it: The object is an Own, which needs pickle" in str(error)
 
 
 def test_a_single_rank_keeps_its_objects() -> None:

@@ -18,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,18 +204,16 @@ class Autotuner:
             link = comm.engine.call(lambda: measure_links(group, comm.device))
         mine = self._timer.facts(NUM_TIMED)
         codecs = [timed_codec(name, comm.device) for name in self.space.codecs]
-        gathered = comm.gather_obj(
-            (asdict(mine), [asdict(each) for each in codecs], self._excluded)
-        )
-        decision: tuple[list[dict[str, Any]], str] = ([], "")
+        gathered = comm.gather_obj((replace(mine, deviations=()), codecs, self._excluded))
+        plans: list[Plan] = []
+        text = ""
         if gathered is not None:
-            slowest = max((_step_facts(s) for s, _, _ in gathered), key=lambda s: s.compute_s)
+            slowest = max((step for step, _, _ in gathered), key=lambda step: step.compute_s)
             codecs = [
-                max((CodecFacts(**row[i]) for _, row, _ in gathered), key=lambda c: c.encode_s)
-                for i in range(len(codecs))
+                max(same, key=lambda codec: codec.encode_s)
+                for same in zip(*(own for _, own, _ in gathered), strict=True)
             ]
             excluded = {name: why for _, _, own in gathered for name, why in own.items()}
-            plans: list[Plan] = []
             if link is not None and group is not None:
                 default = self._default.schedule
                 possible = [
@@ -226,9 +224,8 @@ class Autotuner:
                 found = ranked(possible, slowest, codecs, link, group.size)
                 plans = shortlist(found, within=WITHIN, max_plans=MAX_TRIALS)
             text = _describe(link, slowest) + self._describe_excluded(excluded)
-            decision = [asdict(plan) for plan in plans], text
-        chosen, self.reason = comm.bcast_obj(decision)
-        others = [plan for plan in (Plan(**row) for row in chosen) if plan != self._default]
+        chosen, self.reason = comm.bcast_obj((plans, text))
+        others = [plan for plan in chosen if plan != self._default]
         # In turns: a slow phase of a shared machine affects all of them.
         self._untried = [*others, self._default, *others] if others else []
         self._try_next()
@@ -309,11 +306,6 @@ class Autotuner:
         return [
             "'auto' measures again and may select another plan: its plan was for the old ranks."
         ]
-
-
-def _step_facts(row: dict[str, Any]) -> StepFacts:
-    gradients = tuple(ReadyGradient(**gradient) for gradient in row["gradients"])
-    return StepFacts(**{**row, "gradients": gradients, "deviations": ()})
 
 
 def timed_codec(name: str, device: torch.device) -> CodecFacts:

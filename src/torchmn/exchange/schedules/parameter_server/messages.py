@@ -13,7 +13,6 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torchmn.comm.codecs.base import NonfiniteTracker
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
-from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer
+from torchmn.exchange.schedules.parameter_server.server import ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
 
 _REQUEST, _RESPONSE = 1, 2
@@ -149,8 +148,7 @@ class WorkerThread(threading.Thread):
         self._receive(self._messages.timeout_s)
 
     def _send(self, kind: str, content: Any, buffers: Sequence[Tensor] = ()) -> None:
-        answer = asdict(content) if isinstance(content, Reply) else content
-        self._messages.send(_RESPONSE, {self._worker: (kind, answer, buffers)})
+        self._messages.send(_RESPONSE, {self._worker: (kind, content, buffers)})
 
     def _receive(self, limit_s: float) -> tuple[str, Any]:
         # If the transport polls, every thread of this rank does: together not too often.
@@ -255,7 +253,7 @@ class ServerClient:
                     cls = _ERRORS.get(answer[0], CommunicationError)
                     raise cls(f"the server on rank {server} reports: {answer[1]}")
                 if what == "result":
-                    answers[server] = Reply(**answer) if is_pull else answer
+                    answers[server] = answer
         if work is not None:
             while not work.is_done_within(1.0):  # the server itself has a time limit
                 pass
