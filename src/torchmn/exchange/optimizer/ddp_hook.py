@@ -34,6 +34,7 @@ from torchmn.comm.codecs import Codec, Layout
 from torchmn.comm.engine import Work
 from torchmn.comm.object_codec import Trust
 from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.comm.training_start import training_start
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.compiling import not_compiled
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
@@ -96,6 +97,7 @@ class DdpHook:
                 "the module without DistributedDataParallel."
             )
         self._open(model, next(model.module.parameters()).device)
+        training_start.watch([model])
         self._warm_up()
         model.register_comm_hook(None, self)  # with the model as state neither would ever be freed
         return self

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
+from torchmn.comm.training_start import training_start
 from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.auto.tuner import Autotuner
@@ -167,6 +168,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 self._hooks.before_load(model, lambda: self.schedule.before_load())
             if weight == "samples" or schedule.counts_samples:
                 self._count_samples()
+            training_start.watch(self._models)
             self.recorded = RecordedSteps(self, self._models)
             self.recorded.meet()
         except BaseException:
@@ -272,7 +274,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "newer one, or make one optimizer with several parameter groups."
             )
         with self.recorded:
-            return self._step(closure)
+            result = self._step(closure)
+        training_start.begin()  # where no forward pass of a model was seen, in compiled code too
+        return result
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer
