@@ -275,15 +275,18 @@ def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
 def share_equal_numbers(comm: Communicator) -> None:
     """Treat equal generators as those of `seed_ranks`, for a framework that seeds. *Collective.*
 
-    Does nothing if the script has called `seed_ranks`, or if ranks would draw different numbers.
+    Where ranks would draw different numbers, as in a state that the framework has restored, it only
+    notes that nothing is shared.
     """
-    own = (_position(), process_id(), _current is not None)
-    gathered = comm.allgather_obj(own)
-    if len({position for position, _, _ in gathered}) > 1 or any(has for _, _, has in gathered):
-        return
-    seed = torch.initial_seed() % _NUM_SEEDS
-    streams = RandomStreams(seed, comm.rank, comm.device, keeps_generators=True)
-    _begin_shared(streams, comm, [process for _, process, _ in gathered])
+    is_shared = _current is not None and _current.is_shared
+    gathered = comm.allgather_obj((_position(), process_id(), is_shared))
+    if len({position for position, _, _ in gathered}) > 1:
+        if _current is not None:
+            _current.loaded({})
+    elif not any(theirs for _, _, theirs in gathered):
+        seed = torch.initial_seed() % _NUM_SEEDS
+        streams = RandomStreams(seed, comm.rank, comm.device, keeps_generators=True)
+        _begin_shared(streams, comm, [process for _, process, _ in gathered])
 
 
 def _begin_shared(streams: RandomStreams, comm: Communicator, processes: Sequence[str]) -> None:

@@ -34,7 +34,6 @@ from torchmn.comm.codecs import Codec, Layout
 from torchmn.comm.engine import Work
 from torchmn.comm.object_codec import Trust
 from torchmn.comm.routes.flat import FlatCommunicator
-from torchmn.comm.training_start import training_start
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.compiling import not_compiled
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
@@ -46,6 +45,7 @@ from torchmn.exchange.codec_state import (
     warn_if_it_encodes_nothing,
 )
 from torchmn.exchange.finiteness import NonfiniteGradients
+from torchmn.exchange.first_forward import FirstForward
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.resharding import reshard_codec
@@ -97,7 +97,7 @@ class DdpHook:
                 "the module without DistributedDataParallel."
             )
         self._open(model, next(model.module.parameters()).device)
-        training_start.watch([model])
+        FirstForward([model])
         self._warm_up()
         model.register_comm_hook(None, self)  # with the model as state neither would ever be freed
         return self
