@@ -21,7 +21,7 @@ from torchmn.checkpoint.restore import RestoreOperation
 from torchmn.checkpoint.snapshot import CopyMemory, Stateful
 from torchmn.checkpoint.writer import Outcome, Request, Writer, read_manifest
 from torchmn.comm import Communicator, Grid
-from torchmn.data import rng_state
+from torchmn.data import rank_seeds
 from torchmn.errors import (
     CommunicationError,
     DataError,
@@ -151,7 +151,7 @@ class MultiNodeCheckpointer:
         try:
             copy = self._memory.copy(
                 state,
-                rng_state.capture(self._comm.device),
+                rank_seeds.capture(self._comm.device),
                 with_replicated=self._checks_replicas,
                 compares_parts=self._grid is not None,
             )

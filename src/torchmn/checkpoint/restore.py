@@ -15,7 +15,7 @@ from torchmn.checkpoint.snapshot import RANDOM, HasReplicatedTensors, Stateful
 from torchmn.comm import Communicator, Grid
 from torchmn.comm.grid import num_model_parts
 from torchmn.comm.local_tensors import is_divided
-from torchmn.data import rng_state
+from torchmn.data import rank_seeds, rng_state
 from torchmn.data.batch_settings import batch_settings_by_name
 from torchmn.errors import UsageError
 from torchmn.exchange.replicas import parameters_of
@@ -99,10 +99,7 @@ class RestoreOperation:
                 else:
                     theirs = self._states.pop(label)
                 obj.load_state_dict(theirs)
-            if comm.rank < self._manifest.world_size:
-                rng_state.restore(self._random, comm.device)
-            else:
-                rng_state.start(self._random["seed"], self._manifest.step, comm.rank, comm.device)
+            rank_seeds.restore(self._random, self._manifest.step, comm, self._manifest.world_size)
         except Exception as error:  # reported to the other ranks before it is raised
             return error
         return None

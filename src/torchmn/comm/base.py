@@ -36,6 +36,7 @@ from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.group import Group, Groups
 from torchmn.comm.point_to_point import PointToPoint
 from torchmn.comm.scattered_loaders import DividedBatches
+from torchmn.comm.training_start import training_start
 from torchmn.comm.transports.base import Transport
 from torchmn.comm.transports.join import make_process_group, mesh_of_groups
 from torchmn.control import script_monitor
@@ -380,6 +381,7 @@ class Communicator(Collectives, ABC):
         Raises RankMismatchError on all ranks, before anything is written: their gradients differ in
         names, shapes or dtypes.
         """
+        training_start.begin()  # in a loop without a multi-node optimizer
         grads = self.engine.call(self._jobs.multi_node_mean_grad(model, zero_fill))
         for grad in grads.values():
             mean = grad.clone(memory_format=torch.contiguous_format).div_(self.size)

@@ -1,19 +1,24 @@
-"""Random numbers that differ between ranks, are derived from one seed, and can be resumed.
+"""Random numbers of ranks, derived from one seed: the same until training begins, then different.
 
-With the same `torch.manual_seed` on all ranks, all draw the same dropout masks and augmentations,
-unlike a single rank on the whole batch.
+What comes before the first step (splits of the data, initial values, masks, features) must be that
+of one process, and so all ranks draw the same numbers for it. Dropout masks and augmentations must
+differ between ranks, unlike under the same `torch.manual_seed` on all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import random
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
+from torchmn.comm.training_start import training_start
 from torchmn.data import rng_state
 from torchmn.errors import RankMismatchError, UsageError
 
@@ -22,6 +27,10 @@ if TYPE_CHECKING:
 
 
 _NUM_SEEDS = 2**32  # numpy's
+_CPU = torch.device("cpu")
+_PROCESS = secrets.token_hex(8)
+_NUM_APART = "num_apart"
+"""In a state where numbers are shared."""
 
 
 class RandomStreams:
@@ -39,27 +48,59 @@ class RandomStreams:
         True
     """
 
-    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, seed: int, rank: int, device: torch.device, *, keeps_generators: bool = False
+    ) -> None:
         self.seed = _rank_seed(seed, rank)
         """The seed of this rank, 0 .. 2**32 - 1, for generators of your own."""
+        self.is_shared = True
+        """Whether all ranks draw the same numbers: until training begins, or `fork`."""
         self._job_seed = seed
         self._rank = rank
         self._device = device
-        random.seed(self.seed)
-        np.random.seed(self.seed)
-        torch.manual_seed(self.seed)
+        self._num_apart = 0
+        self._together: dict[str, Any] | None = None
+        """Where the shared numbers are while the rank draws its own."""
+        self._first = torch.empty(0)
+        """Where torch's own ones have begun."""
+        if not keeps_generators:
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)
+
+    def fork(self) -> None:
+        """Let each rank draw different numbers from now on; rank 0 continues as before. Local.
+
+        It happens by itself at the first forward pass in training mode of a model of a multi-node
+        optimizer, or at its first step. Call it, on all ranks, where they must draw different
+        numbers before, as for rollouts before the first update. Calling it again does nothing.
+        """
+        if not self.is_shared:
+            return
+        self._set_shared(False)
+        if self._rank > 0:
+            self._begin_own(f"{self._job_seed} {_position()}")
+        else:
+            self.draw_together()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all streams are now. Local."""
-        return rng_state.capture(self._device)
+        """Where all streams are now, and whether they are shared. Local."""
+        state = rng_state.capture(self._device)
+        return {**state, _NUM_APART: self._num_apart} if self.is_shared else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue with the numbers that would have come next. Local."""
         if "begin" in state:
             seed, step = state["begin"]
             rng_state.start(seed, step, self._rank, self._device)
-            return
-        rng_state.restore(state, self._device)
+        else:
+            rng_state.restore(state, self._device)
+        self.loaded(state)
+
+    def loaded(self, state: Mapping[str, Any]) -> None:
+        """The generators have been set to those of a `state_dict`. Local."""
+        self._num_apart, self._together = state.get(_NUM_APART, 0), None
+        self._set_shared(_NUM_APART in state)
 
     def reshard_state_dict(
         self, states: Sequence[Mapping[str, Any]], comm: Communicator
@@ -67,22 +108,142 @@ class RandomStreams:
         """The state that this rank loads, from those of all old ranks, in rank order. Local.
 
         A rank that was there before continues with its own streams; a new one begins streams that
-        no other rank has.
+        no other rank has, or shares those that all ranks share.
         """
         if comm.rank < len(states):
             return states[comm.rank]
-        position = hashlib.sha256(bytes(states[0]["torch"].tolist())).digest()[:4]
-        return {"begin": (self._job_seed, int.from_bytes(position, "little"))}
+        if _NUM_APART in states[0]:
+            return states[0]
+        return {"begin": (self._job_seed, _position(states[0]["torch"]))}
+
+    # ---- for loaders, while numbers are shared ----
+
+    def draw_apart(self) -> None:
+        """Draw numbers that no other rank draws until `draw_together`, if they are shared. Local.
+
+        Ranks draw them for parts of the data, in no common number.
+        """
+        if not self.is_shared or self._together is not None:
+            return
+        self._together = rng_state.capture(self._device)
+        self._num_apart += 1
+        self._begin_own(f"apart {self._num_apart} {_position()}")
+        self._first = torch.get_rng_state()
+
+    def draw_together(self, *, has_seed_of_workers: bool = False) -> None:
+        """Continue with the shared numbers where `draw_apart` has left them. Local.
+
+        With ``has_seed_of_workers``, a number that torch has drawn meanwhile as the seed of a
+        DataLoader's workers counts as drawn from the shared ones, as on rank 0.
+        """
+        state, self._together = self._together, None
+        if state is None or not (self.is_shared or self._rank == 0):
+            return
+        has_drawn = has_seed_of_workers and not torch.equal(torch.get_rng_state(), self._first)
+        rng_state.restore(state, self._device)
+        if has_drawn:
+            torch.empty((), dtype=torch.int64).random_()
+
+    # ---- inside ----
+
+    def _begin_own(self, text: str) -> None:
+        # A worker of a DataLoader, a forked process, cannot use the GPU.
+        device = self._device if get_worker_info() is None else _CPU
+        rng_state.start(text, 0, self._rank, device)
+
+    def _set_shared(self, is_shared: bool) -> None:
+        self.is_shared = is_shared
+        if _current is self:
+            training_start.wait(self.fork if is_shared else None)
+
+
+_current: RandomStreams | None = None
+"""Those of this process, unless its ranks are threads, which share generators, or there is one."""
+
+
+def current() -> RandomStreams | None:
+    """Return the streams of this process, if its numbers were ever shared with other ranks."""
+    return _current
+
+
+def adopt(streams: RandomStreams | None) -> None:
+    """Make them those of this process, or let it have none. Local."""
+    global _current
+    _current = streams
+    training_start.wait(streams.fork if streams is not None and streams.is_shared else None)
+
+
+def shared_state() -> dict[str, Any] | None:
+    """Where the numbers are that all ranks share; None if they are not shared. Local."""
+    if _current is None or not _current.is_shared:
+        return None
+    return rng_state.capture(_current._device)
+
+
+def follow(state: Mapping[str, Any] | None) -> None:
+    """Continue from the `shared_state` of another rank, where numbers are shared. Local.
+
+    Ranks come to draw in other numbers where one of them alone shows a sample, or draws the order
+    of a pass for all.
+    """
+    if state is not None and _current is not None and _current.is_shared:
+        rng_state.restore(state, _current._device)
+
+
+def fork_in_worker() -> None:
+    """Let a DataLoader's worker draw numbers that no worker of another rank draws. Local.
+
+    Does nothing in the process of a rank: it is for data of which each rank has its part, in
+    DataLoaders whose workers torch seeds from shared numbers.
+    """
+    if _current is not None and _current.is_shared and get_worker_info() is not None:
+        _current.fork()
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of the process's generators for a checkpoint: of its streams, if it has any."""
+    return rng_state.capture(device) if _current is None else _current.state_dict()
+
+
+def restore(state: Mapping[str, Any], step: int, comm: Communicator, num_old: int) -> None:
+    """Continue from `capture` of this rank, or of rank 0 on one that was not there. Local.
+
+    Args:
+        state: what was saved.
+        step: when it was saved.
+        comm: the ranks now.
+        num_old: the number of ranks then.
+    """
+    if comm.rank < num_old or _NUM_APART in state:
+        rng_state.restore(state, comm.device)
+    else:
+        rng_state.start(state["seed"], step, comm.rank, comm.device)
+    if _current is not None:
+        _current.loaded(state)
+
+
+def process_id() -> str:
+    """The same on ranks that are threads of one process, and on no others. Local."""
+    return f"{_PROCESS} {os.getpid()}"
 
 
 def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
-    """Seed Python's, numpy's and torch's generators, differently on each rank. *Collective.*
+    """Seed Python's, numpy's and torch's generators for training on many ranks. *Collective.*
 
-    Use it in place of ``torch.manual_seed(seed)``. Rank 0 draws the numbers of
-    ``torch.manual_seed(seed)``, so that a model starts with the same parameters on any number of
-    ranks (rank 0's are used); dropout masks and augmentations differ between ranks, also in the
-    workers of a DataLoader, which torch seeds from the generator of their rank. Seed your own
-    generators with the rank's seed: ``torch.Generator().manual_seed(streams.seed)``.
+    Use it in place of ``torch.manual_seed(seed)``. All ranks draw the numbers of
+    ``torch.manual_seed(seed)``, so that splits of the data, initial parameters and masks are those
+    of one process, until training begins. From then on rank 0 continues, and each other rank has
+    numbers of its own: dropout masks and augmentations differ.
+
+    Training begins at the first forward pass in training mode, with gradients enabled, of a model
+    of `create_multi_node_optimizer`, or at the latest at its first step. A look at a batch, a mean
+    over the data or an evaluation is no training. Workers of a DataLoader with the batches of
+    `scatter_loader` or `GlobalSampler`, or of a shard of `scatter_dataset`, draw different numbers
+    on each rank at any time. Call `RandomStreams.fork` where ranks must draw different numbers
+    before. Seed your own generators with the rank's seed:
+    ``torch.Generator().manual_seed(streams.seed)``.
+
+    A second call begins once more with numbers that all ranks share.
 
     Args:
         seed: 0 .. 2**32 - 1, the same on all ranks.
@@ -95,18 +256,51 @@ def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
     >>> streams = seed_ranks(0, comm)
     """
     is_seed = isinstance(seed, (int, np.integer)) and 0 <= int(seed) < _NUM_SEEDS
-    everyone = comm.allgather_obj(int(seed) if is_seed else repr(seed))
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
+    gathered = comm.allgather_obj((int(seed) if is_seed else repr(seed), process_id()))
+    for rank, (theirs, _) in enumerate(gathered):
+        if theirs != gathered[0][0]:
             raise RankMismatchError(
-                f"{comm.rank_label}: seed_ranks got {everyone[0]} on rank 0 and {theirs} on rank "
-                f"{rank}. Give all ranks one seed: the ranks' own seeds are derived from it."
+                f"{comm.rank_label}: seed_ranks got {gathered[0][0]} on rank 0 and {theirs} on "
+                f"rank {rank}. Give all ranks one seed: the ranks' own seeds are derived from it."
             )
     if not is_seed:
         raise UsageError(
             f"{comm.rank_label}: seed_ranks got {seed!r}. It needs an integer from 0 to 2**32 - 1."
         )
-    return RandomStreams(int(seed), comm.rank, comm.device)
+    streams = RandomStreams(int(seed), comm.rank, comm.device)
+    _begin_shared(streams, comm, [process for _, process in gathered])
+    return streams
+
+
+def share_equal_numbers(comm: Communicator) -> None:
+    """Treat equal generators as those of `seed_ranks`, for a framework that seeds. *Collective.*
+
+    Where ranks would draw different numbers, as in a state that the framework has restored, it only
+    notes that nothing is shared.
+    """
+    is_shared = _current is not None and _current.is_shared
+    gathered = comm.allgather_obj((_position(), process_id(), is_shared))
+    if len({position for position, _, _ in gathered}) > 1:
+        if _current is not None:
+            _current.loaded({})
+    elif not any(theirs for _, _, theirs in gathered):
+        seed = torch.initial_seed() % _NUM_SEEDS
+        streams = RandomStreams(seed, comm.rank, comm.device, keeps_generators=True)
+        _begin_shared(streams, comm, [process for _, process, _ in gathered])
+
+
+def _begin_shared(streams: RandomStreams, comm: Communicator, processes: Sequence[str]) -> None:
+    if comm.size > 1 and len(set(processes)) == comm.size:
+        adopt(streams)
+        comm.on_finalize(lambda: adopt(None) if _current is streams else None)
+    else:
+        streams.is_shared = False
+
+
+def _position(state: torch.Tensor | None = None) -> int:
+    """A number for where torch's generator on the CPU is now, or was."""
+    raw = bytes((torch.get_rng_state() if state is None else state).tolist())
+    return int.from_bytes(hashlib.sha256(raw).digest()[:4], "little")
 
 
 def _rank_seed(seed: int, rank: int) -> int:

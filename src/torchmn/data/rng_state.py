@@ -58,7 +58,7 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
         torch.cuda.set_rng_state(state["cuda"], device)
 
 
-def start(seed: int, step: int, rank: int, device: torch.device) -> None:
+def start(seed: int | str, step: int, rank: int, device: torch.device) -> None:
     """Seed the generators of a rank that did not exist when the state was saved. Local."""
     text = f"torchmn {seed} {step} {rank}".encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")

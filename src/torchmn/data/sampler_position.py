@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchmn.data import rank_seeds
 from torchmn.errors import UsageError
 
 if TYPE_CHECKING:
@@ -52,12 +53,18 @@ class SamplerPass:
         self._fields: dict[str, Any] | None = None
         self._owner: weakref.ref[Any] | None = None
         self._keeper: weakref.ref[Any] | None = None
+        self._streams = None if comm.size == 1 else rank_seeds.current()
+        """Those of the rank, whose numbers may be shared until training begins."""
+        self._fetches = False
+        """Whether the iterator fetches batches itself, and not in workers."""
         if source is not None:
             # Its fields outlive it briefly, so that the last count can still be read.
             self._fields = vars(source.iterator)
             self._owner = weakref.ref(source.iterator, self._record_count)
             self._keeper = None if source.loader is None else weakref.ref(source.loader)
             self._watch_end(source.iterator)
+            if self._streams is not None and comm.rank > 0 and not self._fetches:
+                self._streams.draw_apart()  # the seed of workers, which comes next
 
     def batches(self, indices: Iterator[list[int]]) -> Iterator[list[int]]:
         """The iterator for the loop."""
@@ -67,8 +74,12 @@ class SamplerPass:
         return batches
 
     def _counted(self, indices: Iterator[list[int]]) -> Iterator[list[int]]:
+        if self._streams is not None:
+            self._streams.draw_together(has_seed_of_workers=True)
         for batch in indices:
             self.count_drawn()
+            if self._streams is not None and self._fetches:
+                self._streams.draw_apart()  # until the batch is fetched
             yield batch
         self.is_exhausted = True
 
@@ -115,7 +126,8 @@ class SamplerPass:
         original: Callable[[Any], Any] | None = getattr(type(iterator), _NEXT, None)
         if original is None:
             return
-        self._has_ended, owner = False, weakref.ref(iterator)
+        self._has_ended, owner, streams = False, weakref.ref(iterator), self._streams
+        self._fetches = iterator._num_workers == 0
 
         def next_data() -> Any:
             try:
@@ -123,6 +135,9 @@ class SamplerPass:
             except StopIteration:
                 self._has_ended = True
                 raise
+            finally:
+                if streams is not None:
+                    streams.draw_together()
 
         vars(iterator)[_NEXT] = next_data
 

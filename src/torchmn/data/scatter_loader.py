@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from torchmn.cluster.units import counted
 from torchmn.comm.scattered_loaders import PassParts
+from torchmn.data import rank_seeds
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_position import SamplerPass, iterating_loader
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
@@ -322,9 +323,12 @@ class ScatteredBatches(Sampler[list[Any]]):
             except Exception as raised:
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
+            message["random"] = rank_seeds.shared_state()  # the others' have not drawn the order
         purpose = "train" if torch.is_grad_enabled() else "evaluate"
         name = f"a pass over loader {self._number} of scatter_loader to {purpose}"
         message = self._comm.bcast_for(name, message)
+        if self._comm.rank > 0:
+            rank_seeds.follow(message["random"])
         if own.before is not None and is_first:
             torch.set_rng_state(own.before)
             self._resumed = self._before = None

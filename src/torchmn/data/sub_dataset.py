@@ -11,10 +11,13 @@ from typing import Any, Protocol, TypeVar, cast, overload, runtime_checkable
 import numpy as np
 from torch.utils.data import Dataset
 
+from torchmn.data import rank_seeds
 from torchmn.data.permutations import draw_seed, permutation
 from torchmn.errors import UsageError
 
 Sample = TypeVar("Sample", covariant=True)
+_STREAMS = "streams"
+"""Of the process of the rank, in what a worker receives."""
 
 
 @runtime_checkable
@@ -99,6 +102,8 @@ class SubDataset(Dataset[Sample]):
             position += len(self)
         if not 0 <= position < len(self):
             raise IndexError(f"Sample {index} of a part with {len(self)} samples.")
+        if self.is_of_one_rank:
+            rank_seeds.fork_in_worker()
         if self._indices is None:
             return self.dataset[self.begin + position]
         return self.dataset[int(self._indices[position])]
@@ -109,7 +114,14 @@ class SubDataset(Dataset[Sample]):
         only = getattr(self.dataset, "only", None)  # of `PackedSamples`
         if only is not None and not is_starting_process():
             state["dataset"] = only(self.indices)
+        if is_starting_process():
+            state[_STREAMS] = rank_seeds.current()
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if (streams := state.pop(_STREAMS, None)) is not None:
+            rank_seeds.adopt(streams)
+        self.__dict__.update(state)
 
     def __copy__(self) -> SubDataset[Sample]:
         twin = object.__new__(type(self))

@@ -1,4 +1,4 @@
-"""Streams of random numbers: other ones on each rank, the same again, continued after a resume."""
+"""Streams of random numbers: the same on all ranks, then other ones on each; resuming."""
 
 from __future__ import annotations
 
@@ -34,40 +34,116 @@ def _own_generators():  # type: ignore[no-untyped-def]
     torch.set_rng_state(states[2])
 
 
-def test_ranks_and_seeds_draw_other_numbers_and_each_the_same_again() -> None:
+def forked(seed: int, rank: int) -> RandomStreams:
+    streams = RandomStreams(seed, rank, CPU)
+    streams.fork()
+    return streams
+
+
+def test_all_ranks_draw_the_numbers_of_one_process_until_they_fork() -> None:
+    random.seed(7)
+    np.random.seed(7)
+    torch.manual_seed(7)
+    wanted = [draw(), draw()]
+    for rank in range(3):
+        streams = RandomStreams(7, rank, CPU)
+        assert draw() == wanted[0]
+        assert streams.is_shared
+        streams.fork()
+        assert not streams.is_shared
+        assert (draw() == wanted[1]) == (rank == 0)
+
+
+def test_forked_ranks_and_seeds_draw_other_numbers_and_each_the_same_again() -> None:
     drawn = {}
     for seed in range(3):
         for rank in range(4):
-            RandomStreams(seed, rank, CPU)
+            forked(seed, rank)
             drawn[seed, rank] = draw()
-            RandomStreams(seed, rank, CPU)
+            streams = forked(seed, rank)
             assert draw() == drawn[seed, rank]
+            streams.fork()  # does nothing
+            assert draw() not in drawn.values()
     for kind in range(4):
         assert len({str(numbers[kind]) for numbers in drawn.values()}) == len(drawn)
 
 
-def test_rank_0_has_the_numbers_of_a_script_for_one_worker() -> None:
-    RandomStreams(7, 0, CPU)
-    ours = draw()
-    random.seed(7)
-    np.random.seed(7)
-    torch.manual_seed(7)
-    assert ours == draw()
+def test_where_ranks_fork_decides_what_they_draw() -> None:
+    seen = []
+    for num_drawn in range(3):
+        streams = RandomStreams(0, 1, CPU)
+        torch.rand(num_drawn)
+        streams.fork()
+        seen.append(draw())
+    assert seen[0] != seen[1] != seen[2]
+
+
+def test_numbers_drawn_apart_leave_the_shared_ones_alone() -> None:
+    apart = []
+    for rank in range(3):
+        streams = RandomStreams(0, rank, CPU)
+        wanted = [draw(), draw()]
+        streams = RandomStreams(0, rank, CPU)
+        for _ in range(2):
+            streams.draw_apart()
+            streams.draw_apart()  # does nothing
+            apart.append(draw())
+            streams.draw_together()
+        assert [draw(), draw()] == wanted
+        streams.draw_together()  # does nothing
+    assert len({*map(str, apart)}) == 6
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fork_while_drawing_apart(rank: int) -> None:
+    streams = RandomStreams(0, rank, CPU)
+    state = streams.state_dict()
+    wanted = draw()
+    streams.load_state_dict(state)
+    streams.draw_apart()
+    streams.fork()
+    first = draw()
+    streams.draw_together()
+    assert (first == wanted) == (rank == 0)
+    assert draw() not in (wanted, first)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_resume(rank: int, tmp_path: Path) -> None:
-    streams = RandomStreams(7, rank, CPU)
+    streams = forked(7, rank)
     draw()
     torch.save(streams.state_dict(), tmp_path / "state")
     expected = [draw(), draw()]
     other = RandomStreams(0, rank, CPU)
     other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    other.fork()  # as training begins: does nothing
     assert [draw(), draw()] == expected
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_resume_before_the_fork(rank: int, tmp_path: Path) -> None:
+    streams = RandomStreams(7, rank, CPU)
+    streams.draw_apart()
+    streams.draw_together()
+    torch.save(streams.state_dict(), tmp_path / "state")
+
+    def go_on(streams: RandomStreams) -> list[object]:
+        seen = [draw()]
+        streams.draw_apart()
+        seen.append(draw())
+        streams.draw_together()
+        streams.fork()
+        return [*seen, draw()]
+
+    expected = go_on(streams)
+    other = forked(7, rank)
+    other.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    assert other.is_shared
+    assert go_on(other) == expected
+
+
 def test_resume_on_more_ranks() -> None:
-    streams = [RandomStreams(7, 0, CPU), RandomStreams(7, 1, CPU)]
+    streams = [forked(7, 0), forked(7, 1)]
     states = []
     for one in streams:
         draw()
@@ -77,12 +153,24 @@ def test_resume_on_more_ranks() -> None:
         new = RandomStreams(7, rank, CPU)
         own = new.reshard_state_dict(states, SimpleNamespace(rank=rank, size=4))
         new.load_state_dict(own)
+        assert not new.is_shared
         seen.append(draw())
         new.load_state_dict(own)
         assert draw() == seen[-1]
     streams[1].load_state_dict(states[1])
     assert seen[1] == draw()
     assert len({str(numbers) for numbers in seen}) == 4
+
+
+def test_resume_on_more_ranks_before_the_fork() -> None:
+    states = [RandomStreams(7, rank, CPU).state_dict() for rank in range(2)]
+    seen = []
+    for rank in range(4):
+        new = forked(3, rank)
+        new.load_state_dict(new.reshard_state_dict(states, SimpleNamespace(rank=rank, size=4)))
+        assert new.is_shared
+        seen.append(draw())
+    assert seen.count(seen[0]) == 4
 
 
 class Augmented(Dataset):  # type: ignore[type-arg]
@@ -98,7 +186,7 @@ class Augmented(Dataset):  # type: ignore[type-arg]
 def test_loader_workers_of_ranks_draw_other_numbers() -> None:
     seen = []
     for rank in range(3):
-        RandomStreams(1, rank, CPU)
+        forked(1, rank)
         for batch in DataLoader(Augmented(), batch_size=2, num_workers=2):
             seen += [value for column in batch for value in column.tolist()]
     assert len(set(seen)) == len(seen) == 36

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
 import warnings
 from collections.abc import Sequence
 
@@ -14,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
+from torchmn.data import rank_seeds
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.parameter_hook import owners_of
@@ -84,15 +83,17 @@ def find_chains(
 def warn_of_equal_dropout(comm: Communicator, models: Sequence[nn.Module]) -> None:
     """Warn on rank 0 if a model draws masks and all ranks would draw the same. *Collective.*
 
-    Ranks that are threads of one process share one generator and count as one.
+    Ranks that are threads of one process share one generator and count as one. Those that share
+    their numbers until training begins will draw different masks.
     """
     if comm.size == 1 or not any(_draws_masks(m) for model in models for m in model.modules()):
         return
     is_cuda = comm.device.type == "cuda"
     state = torch.cuda.get_rng_state(comm.device) if is_cuda else torch.get_rng_state()
     digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
-    gathered = comm.allgather_obj((socket.gethostname(), os.getpid(), digest))
-    processes = {(host, pid): theirs for host, pid, theirs in gathered}
+    will_differ = rank_seeds.shared_state() is not None
+    gathered = comm.allgather_obj((rank_seeds.process_id(), comm.rank if will_differ else digest))
+    processes = dict(gathered)
     if comm.rank == 0 and len(processes) > len(set(processes.values())):
         warnings.warn(
             f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as "

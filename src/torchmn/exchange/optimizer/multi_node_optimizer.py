@@ -23,6 +23,7 @@ from torchmn.exchange.finiteness import (
     act_on_nonfinite,
     record_own_nonfinite,
 )
+from torchmn.exchange.first_forward import FirstForward
 from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.optimizer import resume
@@ -122,6 +123,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._has_closure = False
         """Whether the inner optimizer's step calls what computes gradients."""
         self._hooks = ModelHooks()
+        self._first_forward = FirstForward([])
         self._has_local_passes = False
         """Whether p.grad may hold gradients of passes under no_sync()."""
         self._asked = {
@@ -171,6 +173,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 self._hooks.before_load(model, lambda: self.schedule.before_load())
             if weight == "samples" or schedule.counts_samples:
                 self._count_samples()
+            self._first_forward = FirstForward(self._models)
             self.recorded = RecordedSteps(self, self._models)
             self.recorded.meet()
         except BaseException:
@@ -213,6 +216,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if self._remove_step_hook is not None:
             self._remove_step_hook()
         self._hooks.remove()
+        self._first_forward.close()
 
     # ---- what makes it an Optimizer ----
 
@@ -276,7 +280,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "newer one, or make one optimizer with several parameter groups."
             )
         with self.recorded:
-            return self._step(closure)
+            result = self._step(closure)
+        self._first_forward.begin()  # where it was not seen, as in compiled code
+        return result
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer

@@ -145,6 +145,12 @@ class AcceleratorExchange(_Base):
         with self.exchange.gathered_states():
             return super().save_state(*args, **kwargs)
 
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """See Accelerate's ``load_state``; random numbers continue, too. *Collective.*"""
+        result = super().load_state(*args, **kwargs)
+        self.exchange.share_equal_numbers(self.device)
+        return result
+
     def free_memory(self, *objects: Any) -> Any:
         """See Accelerate's ``free_memory``. Local."""
         self.exchange.forget()
@@ -205,6 +211,10 @@ class TrainerExchange(_Base):
     def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
         with self.exchange.gathered_states():  # rank 0 alone asks for the state
             super()._save_optimizer_and_scheduler(*args, **kwargs)
+
+    def _load_rng_state(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_rng_state(*args, **kwargs)
+        self.exchange.share_equal_numbers(self.accelerator.device)
 
     def flush(self) -> None:
         """Apply all that was exchanged, and end a block of local updates. *Collective.*"""

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torchmn.comm import Communicator, create_communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import is_distributed
+from torchmn.data import rank_seeds
 from torchmn.data.scatter_loader import divided_by
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
@@ -109,6 +110,7 @@ class Exchange:
                 "framework reduces their gradients itself. Give it whole parameters, or write the "
                 "loop with torchmn.create_multi_node_optimizer() and a torchmn.Grid."
             )
+        self.share_equal_numbers(device)
         made = create_multi_node_optimizer(
             optimizer,
             self.connect(device),
@@ -124,6 +126,13 @@ class Exchange:
         own = cast(FrameworkOptimizer, made)
         self.keep(own, models)
         return own
+
+    def share_equal_numbers(self, device: torch.device) -> None:
+        """Let ranks that the framework has seeded alike differ once training begins. *Collective.*
+
+        Not where it has restored what each rank draws next.
+        """
+        rank_seeds.share_equal_numbers(self.connect(device))
 
     def keep(self, optimizer: FrameworkOptimizer, models: Sequence[nn.Module]) -> None:
         """Flush, save and join this optimizer with the others from now on. Local."""

@@ -23,6 +23,7 @@ comm = torchmn.create_communicator()
 model = nn.Sequential(nn.Linear(2, 64), nn.Dropout({p}), nn.Linear(64, 1))
 sgd = torch.optim.SGD(model.parameters(), 0.1)
 optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+model(torch.ones(1, 2))  # training begins
 mask = (nn.Dropout(0.5)(torch.ones(64)) > 0).tolist()
 if comm.rank == 0:
     print("equal" if len(set(map(str, comm.allgather_obj(mask)))) == 1 else "different")

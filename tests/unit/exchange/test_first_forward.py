@@ -1,0 +1,153 @@
+"""Training begins at a forward pass in training mode of a model that is trained, and no other."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from torchmn import create_multi_node_optimizer
+from torchmn.comm.training_start import training_start
+from torchmn.exchange.first_forward import FirstForward
+from torchmn.testing import run_ranks
+
+X = torch.ones(2, 3)
+
+
+class Model(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[1](self[0](x))
+
+
+class Watched:
+    """A model that is trained, and how often training has begun."""
+
+    def __init__(self) -> None:
+        self.model = Model(nn.Linear(3, 3), nn.Dropout(0.5))
+        self.num_begun = 0
+        self.first = self.wait()
+
+    def wait(self) -> FirstForward:
+        training_start.wait(self.note)
+        return FirstForward([self.model])
+
+    def note(self) -> None:
+        self.num_begun += 1
+
+    def num_hooks(self) -> int:
+        return sum(len(module._forward_pre_hooks) for module in self.model.modules())
+
+
+@pytest.fixture
+def watched() -> Iterator[Watched]:
+    yield Watched()
+    training_start.wait(None)
+
+
+def test_once_at_the_first_training_pass(watched: Watched) -> None:
+    assert watched.num_hooks() == 3
+    for _ in range(2):
+        watched.model(X)
+        assert watched.num_begun == 1
+        assert watched.num_hooks() == 0
+    assert vars(watched.model).keys() == vars(nn.Sequential()).keys()
+    watched.first.begin()
+    assert watched.num_begun == 1
+    watched.wait().begin()
+    assert watched.num_begun == 2
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_part_of_the_model_and_a_module_around_it(watched: Watched, part: int) -> None:
+    watched.model[part](X)
+    assert watched.num_begun == 1
+    watched.wait()
+    nn.Sequential(nn.Identity(), watched.model)(X)
+    assert watched.num_begun == 2
+
+
+def test_evaluations_and_other_models_do_not_begin_it(watched: Watched) -> None:
+    with torch.no_grad():
+        watched.model(X)
+    with torch.inference_mode():
+        watched.model(X)
+    copy.deepcopy(watched.model)(X)
+    pickle.loads(pickle.dumps(watched.model))[0](X)
+    nn.Linear(3, 3)(X)
+    watched.model.eval()(X)
+    assert watched.num_begun == 0
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_not_where_checkpointing_draws_numbers_twice(watched: Watched, use_reentrant: bool) -> None:
+    x = X.clone().requires_grad_()
+    checkpoint(watched.model, x, use_reentrant=use_reentrant).sum().backward()
+    assert watched.num_begun == 0
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.vmap])
+def test_within_transforms_of_functions(
+    watched: Watched, transform: Callable[..., Callable[..., Any]]
+) -> None:
+    linear = watched.model[0]
+    parameters = {name: p.detach().clone() for name, p in linear.named_parameters()}
+    if transform is torch.vmap:
+        parameters = {name: p[None] for name, p in parameters.items()}
+
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(linear, parameters, (X,)).sum()
+
+    transform(loss)(parameters)
+    assert watched.num_begun == 1
+
+
+@pytest.mark.parametrize("form", ["given", "later", "in place", "function"])
+@pytest.mark.filterwarnings("error")
+def test_compiled_models(watched: Watched, form: str) -> None:
+    model: Any = watched.model
+    options: dict[str, Any] = {"backend": "eager", "fullgraph": True}
+    if form == "in place":
+        model.compile(**options)
+    elif form == "function":
+        model = torch.compile(lambda x: watched.model(x), **options)
+    else:
+        model = torch.compile(model, **options)
+    first = FirstForward([model]) if form == "given" else watched.first
+    model(X)
+    assert watched.num_begun == (form != "function")
+    first.begin()  # the step at the latest
+    assert watched.num_begun == 1
+    model(X)
+
+
+def test_an_optimizer_sees_it_and_its_first_step_is_the_latest() -> None:
+    def train(comm):  # type: ignore[no-untyped-def]
+        begun = []
+        for is_called in (True, False):
+            training_start.wait(lambda: begun.append(len(begun)))
+            model = nn.Linear(3, 1)
+            sgd = torch.optim.SGD(model.parameters(), 0.1)
+            optimizer = create_multi_node_optimizer(sgd, comm, model)
+            loss = model(X).sum() if is_called else (model.weight @ X.T).sum()
+            assert bool(begun) == is_called
+            loss.backward()
+            optimizer.step()
+            assert begun.pop() == 0
+            training_start.wait(lambda: begun.append(len(begun)))
+            optimizer.step()  # of an optimizer made before
+            assert begun.pop() == 0
+            optimizer.close()
+        training_start.wait(lambda: begun.append(len(begun)))
+        comm.multi_node_mean_grad(model)
+        return begun
+
+    try:
+        assert run_ranks(train, 1) == [[0]]
+    finally:
+        training_start.wait(None)
