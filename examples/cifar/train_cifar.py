@@ -43,7 +43,7 @@ def main() -> None:
     optimizer = build_optimizer(options, model)
 
     # The order of images depends on the seed only: it is the same for any number of workers.
-    sampler = torchmn.GlobalSampler(len(images.train), comm, options.batchsize, options.seed)
+    sampler = torchmn.GlobalSampler(images.train, comm, options.batchsize, options.seed)
     updater = torchmn.StandardUpdater(
         DataLoader(images.train, batch_sampler=sampler), optimizer, model, device=device
     )

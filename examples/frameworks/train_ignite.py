@@ -38,9 +38,7 @@ def training(local_rank: int, options: argparse.Namespace) -> None:
         codec=options.codec,
         weight="samples",
     )
-    train = DataLoader(
-        images.train, batch_sampler=torchmn.GlobalSampler(len(images.train), comm, 64)
-    )
+    train = DataLoader(images.train, batch_sampler=torchmn.GlobalSampler(images.train, comm, 64))
     test = torchmn.scatter_dataset(images.test, comm, force_equal_length=False)  # (3)
     trainer = create_supervised_trainer(
         model, optimizer, torch.nn.functional.cross_entropy, device=comm.device

@@ -71,7 +71,7 @@ def main() -> None:
         part,
         weight="samples",
     )
-    sampler = torchmn.GlobalSampler(len(images.train), data_comm, options.batchsize, options.seed)
+    sampler = torchmn.GlobalSampler(images.train, data_comm, options.batchsize, options.seed)
     train = DataLoader(images.train, batch_sampler=sampler)
     is_last = model_comm.rank == model_comm.size - 1
 

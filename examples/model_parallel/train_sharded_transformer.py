@@ -88,7 +88,7 @@ def main() -> None:
     )
     data = Excerpts(Path(__file__).read_bytes())
     # fully_shard is data parallel too: all ranks have samples of their own.
-    sampler = torchmn.GlobalSampler(len(data), comm, options.batchsize, drop_last=True)
+    sampler = torchmn.GlobalSampler(data, comm, options.batchsize, drop_last=True)
     loader = DataLoader(data, batch_sampler=sampler)
     checkpointer = torchmn.create_multi_node_checkpointer(grid, options.out, "transformer")
     state = {"model": model, "optimizer": optimizer, "sampler": sampler}

@@ -52,9 +52,7 @@ def main(options: Options) -> None:
         codec=options.codec,
         weight="samples",
     )
-    train = DataLoader(
-        images.train, batch_sampler=torchmn.GlobalSampler(len(images.train), comm, 64)
-    )
+    train = DataLoader(images.train, batch_sampler=torchmn.GlobalSampler(images.train, comm, 64))
     for _ in range(options.epochs):
         for inputs, labels in train:
             optimizer.zero_grad()

@@ -71,9 +71,7 @@ def main() -> None:
     optimizer = torchmn.create_multi_node_optimizer(
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), comm, model, weight="samples"
     )
-    train = DataLoader(
-        images.train, batch_sampler=torchmn.GlobalSampler(len(images.train), comm, 64)
-    )
+    train = DataLoader(images.train, batch_sampler=torchmn.GlobalSampler(images.train, comm, 64))
     test = torchmn.scatter_dataset(images.test, comm, force_equal_length=False)
 
     def gather(part: Tensor, group: object = None) -> list[Tensor]:

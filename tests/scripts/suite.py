@@ -7,6 +7,7 @@ from . import (
     clipping,
     compiled,
     copies,
+    datasets,
     exceptions,
     gradients,
     layers,
@@ -39,6 +40,7 @@ _MODULES = (
     exceptions,
     loaders,
     whole_loaders,
+    datasets,
 )
 
 

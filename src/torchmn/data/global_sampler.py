@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Sampler, default_collate
 
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
+from torchmn.data.dataset_comparison import raise_if_datasets_differ
 from torchmn.data.permutations import Order, keyed_permutation
 from torchmn.data.sampler_position import IteratingLoader, SamplerPass, iterating_loader
 from torchmn.data.scatter import shard_bounds
@@ -58,7 +59,7 @@ class GlobalSampler(Sampler[list[int]]):
     on all ranks when the pass begins.
 
     Args:
-        dataset_length: samples in the whole data set.
+        dataset_length: the whole data set, which ranks then compare, or the number of its samples.
         comm: gives rank and size.
         global_batch: samples per step over all ranks together.
         seed: 0 or more; same on all ranks.
@@ -70,7 +71,8 @@ class GlobalSampler(Sampler[list[int]]):
 
     Raises:
         UsageError: an argument is out of range, or an epoch would be empty.
-        RankMismatchError: ranks passed different arguments; all ranks raise.
+        RankMismatchError: ranks passed different arguments, or data sets whose samples or their
+            order differ, as far as that shows; all ranks raise.
 
     Example:
         >>> sampler = torchmn.GlobalSampler(10, comm, global_batch=4, shuffle=False)
@@ -80,7 +82,7 @@ class GlobalSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        dataset_length: int,
+        dataset_length: int | SizedDataset[Any],
         comm: Communicator,
         global_batch: int,
         seed: int = 0,
@@ -89,9 +91,13 @@ class GlobalSampler(Sampler[list[int]]):
         drop_last: bool = False,
         pad_last: bool = False,
     ) -> None:
+        dataset = None
+        if not isinstance(dataset_length, (int, np.integer)):
+            dataset, dataset_length = dataset_length, len(dataset_length)
         _raise_if_ranks_disagree(
             comm,
             {
+                "is a data set": dataset is not None,
                 "dataset_length": dataset_length,
                 "global_batch": global_batch,
                 "seed": seed,
@@ -100,6 +106,8 @@ class GlobalSampler(Sampler[list[int]]):
                 "pad_last": pad_last,
             },
         )
+        if dataset is not None:
+            raise_if_datasets_differ("GlobalSampler", [(dataset, False)], comm)
         if dataset_length < 0:
             raise UsageError(f"dataset_length={dataset_length} must be 0 or more.")
         if global_batch < 1:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torchmn.cluster.units import MiB
 from torchmn.comm.transports.shared_segment import SHARED_DIRECTORY
+from torchmn.data.dataset_comparison import raise_if_datasets_differ
 from torchmn.data.node_shared_dataset import copy_to_nodes
 from torchmn.data.permutations import SEED_RULE, draw_seed, is_seed, permutation
 from torchmn.data.sub_dataset import SizedDataset, SubDataset
@@ -103,8 +104,8 @@ def scatter_dataset(
 
     What is sent depends on which ranks have the data set:
 
-    - Every rank passes one, all of the same length: only the seed is sent, and every rank reads its
-      samples from its own. They must be the same data set, which is not checked.
+    - Every rank passes one, all of the same samples in the same order: only the seed is sent, and
+      every rank reads its samples from its own.
     - Only the root has it and the others pass None: the root reads every sample once, and each
       *node* gets one copy in memory that its ranks share. Samples (tensors, arrays, numbers, texts,
       tuples, lists, dicts) are received as they were read, so apply random augmentation to the
@@ -127,7 +128,8 @@ def scatter_dataset(
 
     Raises:
         UsageError: an argument is out of range, or the root's data set has no length.
-        RankMismatchError: ranks passed different roots, or data sets of different lengths.
+        RankMismatchError: ranks passed different roots, or data sets whose lengths differ or, as
+            far as that shows, samples or their order.
         DataError: the data set raised an exception.
         SharedMemoryError: a node's memory is too small.
         UnsupportedError: a sample cannot be sent.
@@ -151,6 +153,7 @@ def scatter_dataset(
             "data set."
         )
     _raise_if_lengths_differ(lengths, root)
+    raise_if_datasets_differ("scatter_dataset", [(dataset, False)], comm, root)
     samples = (
         copy_to_nodes(
             dataset,

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from torchmn.cluster.units import counted
 from torchmn.comm.scattered_loaders import PassParts
 from torchmn.data import rank_seeds
+from torchmn.data.dataset_comparison import raise_if_datasets_differ
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_position import SamplerPass, iterating_loader
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
@@ -92,7 +93,8 @@ def scatter_loader(
     Raises:
         UsageError: it is no DataLoader with batches of a data set with indices, or it gives each
             rank its part already; on all ranks.
-        RankMismatchError: ranks passed loaders of different lengths; on all ranks.
+        RankMismatchError: ranks passed loaders of different lengths, or of data sets whose samples
+            or their order differ, as far as that shows; on all ranks.
         When a pass begins: DataError, the sampler of rank 0 raised (rank 0 raises its error);
         UsageError, a state that was loaded belongs to another order.
 
@@ -106,6 +108,8 @@ def scatter_loader(
     loaders: list[Any] = [loader] if is_one else list(loader)
     gathered = comm.allgather_obj([_facts(each) for each in loaders])
     _raise_if_unfit(gathered)
+    datasets = [(each.dataset, each.num_workers == 0) for each in loaders]
+    raise_if_datasets_differ("scatter_loader", datasets, comm)
     comm.divided_batches.note()
     scattered = tuple(_scattered(each, comm) for each in loaders)
     return scattered[0] if is_one else scattered

@@ -91,7 +91,7 @@ def main() -> None:
     torchmn.seed_ranks(options.seed, comm)
     train, test = load_data(options.data)
     # One order for any number of workers; each takes its part of every batch.
-    sampler = torchmn.GlobalSampler(len(train), comm, options.batch, options.seed, drop_last=True)
+    sampler = torchmn.GlobalSampler(train, comm, options.batch, options.seed, drop_last=True)
     loader = DataLoader(train, batch_sampler=sampler)
     test_loader = torchmn.scatter_loader(DataLoader(test, 256), comm)
 

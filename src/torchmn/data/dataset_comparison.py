@@ -1,0 +1,223 @@
+"""Whether the ranks' data sets hold the same samples in the same order.
+
+Equal lengths do not tell: a directory lists its files in another order, a split is drawn from other
+random numbers, a set has another order. What is compared is what a data set, and the data sets in
+it, have as attributes for their samples (tensors, arrays, frames, lists of files, labels, indices)
+or for their classes (lists of strings, numberings of strings); of each at most 1024 entries.
+
+- Integers and texts must be equal. Of paths only the part below their common folder counts: hosts
+  may keep copies in different places. Floating-point numbers and bytes may differ a little:
+  processors round, and versions of a library decode images differently.
+- ``__getitem__`` of a class of the user's is called only where the class has no such attribute and
+  its loader has no workers, which would inherit from here what the call opens and starts: files,
+  threads of libraries. A copy is read several times, each time with the same random numbers, so
+  that neither the data set nor the random numbers of the training change. If it is slow, has random
+  numbers of its own, or raises, it does not count. Nor does a list with a None in it, which may be
+  a cache that each rank fills for itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from torchmn.data import rng_state
+from torchmn.data.sub_dataset import SubDataset
+from torchmn.errors import RankMismatchError
+
+if TYPE_CHECKING:
+    from torchmn.comm import Communicator
+
+_MAX_ENTRIES = 1024
+"""Of an attribute, evenly spaced."""
+_MAX_PARTS, _MAX_DEPTH = 64, 8
+"""Data sets in one, such as those that are joined, and levels of them."""
+_NUM_READINGS, _READING_S = 8, 0.5
+"""Of three samples. A random flip is the same in all of them once in 2 million data sets."""
+_TOLERANCE = 0.02
+"""Of a floating-point number, relative to its value and to the standard deviation of all."""
+_CPU = torch.device("cpu")
+_generators_are_in_use = threading.Lock()
+"""Ranks that are threads share the random generators of their process."""
+
+Content = tuple[str, np.ndarray[Any, Any]]
+"""The digest of texts and integers, and the floating-point numbers."""
+
+
+def raise_if_datasets_differ(
+    caller: str, datasets: Sequence[tuple[Any, bool]], comm: Communicator, root: int = 0
+) -> None:
+    """Compare the data sets of all ranks with those of ``root``, in order. *Collective.*
+
+    Args:
+        caller: the name of the public function, for the error.
+        datasets: as many on every rank, None where a rank has none, each with whether the
+            ``__getitem__`` of a class of the user's may be called.
+
+    Raises RankMismatchError, on all ranks: they differ.
+    """
+    own = [_contents(dataset, may_read) for dataset, may_read in datasets]
+    differing = [
+        f"{name} of data set {number}" if len(own) > 1 else name
+        for number, (mine, others) in enumerate(zip(own, comm.bcast_obj(own, root), strict=True))
+        for name in mine
+        if name in others and not _are_equal(mine[name], others[name])
+    ]
+    for rank_label, names in comm.allgather_obj((comm.rank_label, differing[:3])):
+        if names:
+            raise RankMismatchError(
+                f"{caller}: the data set of {rank_label} has as many samples as that of rank "
+                f"{root}, but others, or in another order; they differ in {', '.join(names)}. With "
+                "data sets that differ, ranks train on some samples twice and on some never. Usual "
+                "causes: files in the order of a directory (sorted(os.listdir(...))); a split or a "
+                "shuffle from random numbers of this rank (call torchmn.seed_ranks before, or pass "
+                "generator=torch.Generator().manual_seed(0)); the order of a set "
+                "(sorted(set(...))); only this rank's part of the data (pass all of it)."
+            )
+
+
+def _contents(dataset: Any, may_read: bool) -> dict[str, Content]:
+    """What is known of a data set, by the names of attributes. Local; never raises."""
+    found: dict[str, Content] = {}
+    if dataset is not None:
+        _add(found, "", dataset, _length(dataset), may_read, 0)
+    return found
+
+
+def _add(
+    found: dict[str, Content], name: str, data: Any, length: int, may_read: bool, depth: int
+) -> None:
+    """Add what is known of a data set of this length, or of a short container in one."""
+    if depth > _MAX_DEPTH:
+        return
+    if hasattr(data, "with_format"):  # of Hugging Face: its rows without the user's transform
+        may_read, data = True, data.with_format(None)
+    if isinstance(data, SubDataset):
+        parts: Any = {"dataset": data.dataset, "indices": data.indices}
+    elif isinstance(data, (Mapping, list, tuple)) and depth:
+        items = data.items() if isinstance(data, Mapping) else enumerate(data)
+        parts = {f"[{key!r}]": value for key, value in items}
+    else:
+        parts = getattr(data, "__dict__", None) or {"its samples": data}
+    num_before, is_large = len(found), False
+    for key, value in parts.items():
+        label = f"{name}{'.' if name and key[0] != '[' else ''}{key}"
+        is_large |= _length(value) > _MAX_ENTRIES
+        if _is_dataset(value) and value is not data:
+            _add(found, label, value, _length(value), may_read, depth + 1)
+        elif value is data or _is_of_samples(value, length) or _is_of_classes(value):
+            found.update(_known(label, value))
+        elif isinstance(value, (Mapping, list, tuple)) and len(value) <= _MAX_PARTS:
+            _add(found, label, value, length, False, depth + 1)
+    if may_read and length and not is_large and len(found) == num_before:
+        found.update(_read(name or "its samples", data, length))
+
+
+def _length(value: Any) -> int:
+    try:
+        return len(value)
+    except Exception:
+        return 0
+
+
+def _is_dataset(value: Any) -> bool:
+    return isinstance(value, Dataset) or hasattr(value, "with_format")
+
+
+def _is_of_samples(value: Any, length: int) -> bool:
+    """Whether it may hold something for each sample, or all samples in a row."""
+    is_sized = isinstance(value, (Tensor, np.ndarray, list, tuple)) or hasattr(value, "iloc")
+    is_cache = isinstance(value, list) and any(item is None for item in value)
+    return is_sized and not is_cache and _length(value) >= max(length, 1)
+
+
+def _is_of_classes(value: Any) -> bool:
+    """Whether it is a list of strings, or numbers strings from 0."""
+    if isinstance(value, dict):
+        return sorted(map(str, value.values())) == sorted(map(str, range(len(value))))
+    is_list = isinstance(value, (list, tuple)) and len(value) > 1
+    return is_list and all(isinstance(item, str) for item in value)
+
+
+def _known(name: str, value: Any) -> dict[str, Content]:
+    """The entries of a value by its name; nothing if none is of a kind that can be compared."""
+    texts: list[str] = []
+    numbers: list[float] = []
+    try:
+        _collect(value, texts, numbers, _MAX_ENTRIES)
+        folders = [os.path.dirname(text) for text in texts if os.path.isabs(text)]
+        common = os.path.commonpath(folders) if folders else ""
+    except Exception:  # of a user's class, or of a tensor of a rare kind
+        return {}
+    relative = [text.removeprefix(common) for text in texts]
+    digest = hashlib.sha256(repr([relative, len(numbers)]).encode()).hexdigest()
+    chosen = np.asarray(numbers, np.float64)[_spaced(len(numbers), _MAX_ENTRIES)]
+    return {name: (digest, chosen)} if texts or numbers else {}
+
+
+def _spaced(num: int, most: int) -> np.ndarray[Any, Any]:
+    """At most this many of the indices 0 .. num - 1."""
+    return np.linspace(0, num - 1, min(num, most)).astype(np.int64)
+
+
+def _collect(value: Any, texts: list[str], numbers: list[float], most: int) -> None:
+    """Append the entries of a value: at most this many, and fewer of each that has more."""
+    if hasattr(value, "iloc"):
+        value = value.iloc[_spaced(len(value), most)].to_numpy()
+    if isinstance(value, (Tensor, np.ndarray)):
+        where = np.unravel_index(_spaced(math.prod(value.shape), most), (1, *value.shape))
+        entries = value[None][where]
+        value = entries.tolist()
+        if any(kind in str(entries.dtype) for kind in ("float", "uint8")):
+            numbers += value
+            return
+    if isinstance(value, (float, np.floating)):
+        numbers.append(float(value))
+    elif isinstance(value, (str, bytes, int, np.generic, type(None))):
+        texts.append(str(value))
+    elif isinstance(value, os.PathLike):
+        texts.append(os.fspath(value))
+    elif isinstance(value, Mapping):
+        _collect(sorted(value.items(), key=str), texts, numbers, most)
+    elif isinstance(value, Sequence):
+        for index in _spaced(len(value), most).tolist():
+            _collect(value[index], texts, numbers, max(most // 16, 1))
+
+
+def _read(name: str, dataset: Any, length: int) -> dict[str, Content]:
+    """Three samples by a name; nothing if reading them raises, is slow or random."""
+    with _generators_are_in_use:
+        before, end_s = rng_state.capture(_CPU), time.monotonic() + _READING_S
+        try:
+            mine, first = copy.deepcopy(dataset), None
+            for _ in range(_NUM_READINGS):
+                rng_state.start(0, 0, 0, _CPU)
+                seen = _known(name, [mine[index] for index in (0, length // 2, length - 1)])
+                first = first or seen
+                if not _are_equal(seen[name], first[name]) or time.monotonic() > end_s:
+                    return {}
+            return first or {}
+        except Exception:
+            return {}
+        finally:
+            rng_state.restore(before, _CPU)
+
+
+def _are_equal(content: Content, other: Content) -> bool:
+    (digest, numbers), (other_digest, others) = content, other
+    finite = others[np.isfinite(others)]
+    tolerance = _TOLERANCE * float(finite.std()) if len(finite) else 0.0
+    return digest == other_digest and np.allclose(
+        numbers, others, rtol=_TOLERANCE, atol=tolerance, equal_nan=True
+    )
