@@ -144,8 +144,12 @@ def create_communicator(
     _raise_if_imported_again()
     with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
-    greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
-    greeting["timeout_s"] = [timeout.unreachable_s, timeout.busy_s]
+    greeting: dict[str, Any] = {
+        "name": name,
+        "dtype": codec.name if codec else None,
+        "torch": torch.__version__,
+        "timeout_s": [timeout.unreachable_s, timeout.busy_s],
+    }
     found = _exchange_greetings(world, greeting, first_s)
     if world.rank == 0 and not _num_created[id(world)]:
         _warn_if_hashes_differ({each["hash"] for each in found})
