@@ -74,6 +74,10 @@ def _instead_of(error: Exception) -> str:
             "torchmn doctor measures no loading of data: torchmn report shows the seconds in which "
             "each rank waited for data."
         )
+    if option == "--rendezvous" and command == "run":
+        return "--rendezvous is gone: all hosts reach the launcher's, where the rendezvous runs."
+    if option == "--tensorboard" and command == "report":
+        return "--tensorboard is gone: the page has the same curves, and --json the numbers."
     if option in _GONE_FROM_PLAN and command == "plan":
         return (
             f"{', '.join(_GONE_FROM_PLAN)} are gone: record a run with such settings, or write "

@@ -33,9 +33,6 @@ def report(
         Path | None,
         typer.Option(metavar="FILE", help="Write the last steps as OpenMetrics text."),
     ] = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Write the phases for TensorBoard.")
-    ] = None,
 ) -> None:
     """Show where the time of the steps of a run goes, what limits it and what to do.
 
@@ -49,44 +46,29 @@ def report(
         raise UsageError("--text, --json and --metrics exclude each other: give one of them.")
     if output is not None and (is_text or is_json or metrics is not None):
         raise UsageError("--output is for the page: leave out --text, --json and --metrics.")
-    if tensorboard is not None and metrics is not None:
-        raise UsageError("--metrics and --tensorboard exclude each other: run the command twice.")
     if metrics is None:
-        _report(runs, output, is_text=is_text, is_json=is_json, tensorboard=tensorboard)
+        _report(runs, output, is_text=is_text, is_json=is_json)
         return
     if len(runs) > 1:
         raise UsageError(f"--metrics shows one run, and {len(runs)} are named.")
     write_metrics(runs[0], metrics)
 
 
-def _report(
-    folders: list[Path],
-    output: Path | None,
-    *,
-    is_text: bool,
-    is_json: bool,
-    tensorboard: Path | None,
-) -> None:
+def _report(folders: list[Path], output: Path | None, *, is_text: bool, is_json: bool) -> None:
     from rich.console import Console
 
     from torchmn.observe.read.run_reader import MAX_NBYTES, read_run
     from torchmn.observe.report.findings import find
-    from torchmn.observe.report.metrics import summary_writer, write_scalars
     from torchmn.observe.report.page import page, plotly_script
     from torchmn.observe.report.scaling import scaling_of
     from torchmn.observe.report.summary import summarize
     from torchmn.observe.report.text import as_json, show, show_findings
 
-    writer_class = None if tensorboard is None else summary_writer()
     script = "" if is_text or is_json else plotly_script()
     max_nbytes = MAX_NBYTES // len(folders)
     summaries = [summarize(read_run(folder, max_nbytes=max_nbytes)) for folder in folders]
     reports = [(summary, find(summary)) for summary in summaries]
     scaling = scaling_of(summaries) if len(summaries) > 1 else None
-    if tensorboard is not None:
-        for number, summary in enumerate(summaries):
-            own = tensorboard if len(summaries) == 1 else tensorboard / f"run{number}"
-            write_scalars(summary, own, writer_class=writer_class)
     if is_json:
         typer.echo(json.dumps(as_json(reports, scaling), indent=1))
     elif is_text:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import functools
-import inspect
 import io
 import linecache
 import os
@@ -143,7 +142,10 @@ def launch_local(
     which is the ``__cause__``, or was ended; LaunchError: the ranks could not be started.
     """
     _pickler()  # or an error that names the extra
-    _check_call(function, args)
+    if not callable(function):
+        raise UsageError(
+            f"launch_local needs a function first, got {function!r}: launch_local(train, 2)."
+        )
     chosen = _checked(num_ranks, backend)
     logs = _log_folder(log_dir)
     folder = Path(tempfile.mkdtemp(prefix="torchmn-"))  # readable by this user alone
@@ -167,26 +169,6 @@ def launch_local(
             ranks.end(_KILL_LIMIT_S)
         shutil.rmtree(folder, ignore_errors=True)
     return results if all_results else results[0]
-
-
-def _check_call(function: Callable[..., object], args: tuple[object, ...]) -> None:
-    """Raise UsageError if it cannot be called like this: here, not on every rank."""
-    if not callable(function):
-        raise UsageError(
-            f"launch_local needs a function first, got {function!r}: launch_local(train, 2)."
-        )
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions have none
-        return
-    try:
-        signature.bind(*args)
-    except TypeError as error:
-        name = getattr(function, "__name__", "the function")
-        raise UsageError(
-            f"{name}{signature} does not take {counted(len(args), 'argument')}: {error}. They "
-            "follow the number of ranks, as in launch_local(train, 2, 5)."
-        ) from None
 
 
 def _log_folder(log_dir: str | Path | None) -> Path:

@@ -34,7 +34,6 @@ from torchmn.errors import (
     CommunicationError,
     LaunchError,
     PeerLostError,
-    UnknownNameError,
     UnsupportedError,
     UsageError,
 )
@@ -44,7 +43,6 @@ from torchmn.run.local_ranks import LocalRanks, raise_if_imported_by_rank, start
 from torchmn.run.updater_replica import MAIN, Order, Replica, run_worker
 from torchmn.train.batch_source import batch_source
 from torchmn.train.evaluation import Ratio
-from torchmn.train.log_report import OBSERVATIONS, Observations
 from torchmn.train.standard_updater import StandardUpdater
 
 _START_LIMIT_S = 300.0
@@ -70,8 +68,6 @@ class MultiprocessParallelUpdater(StandardUpdater):
         devices: ``{"main": 0, "gpu1": 1}`` or a list, main first; GPU numbers, ``"cuda:1"`` or
             ``"cpu"``, all of one kind.
         loss_func: is called in place of the model.
-        observations: what ``main/...`` is: the ``mean`` over all ranks, or main's only with
-            ``rank0``, as in Chainer.
         timeout_s: the limit of one exchange in seconds.
 
     Raises UsageError, UnsupportedError: the arguments do not fit together.
@@ -99,7 +95,6 @@ class MultiprocessParallelUpdater(StandardUpdater):
         *,
         devices: Mapping[str, Device] | Sequence[Device],
         loss_func: Callable[..., Tensor] | None = None,
-        observations: Observations = "mean",
         timeout_s: float = 60.0,
     ) -> None:
         raise_if_imported_by_rank()
@@ -110,12 +105,9 @@ class MultiprocessParallelUpdater(StandardUpdater):
                 "MultiprocessParallelUpdater exchanges gradients itself. Give it the plain "
                 "optimizer, not that of create_multi_node_optimizer."
             )
-        if observations not in OBSERVATIONS:
-            raise UnknownNameError("choice of observations", observations, OBSERVATIONS)
         named_parameters(optimizer, [model])  # rejects parameters that are not in the model
         main = self.devices["main"]
         super().__init__(iterators[0], optimizer, model.to(main), loss_func=loss_func, device=main)
-        self.observations = observations
         self.timeout_s = timeout_s
         self._sources = [self.source, *map(batch_source, iterators[1:])]
         self._workers: LocalRanks | None = None
@@ -133,9 +125,8 @@ class MultiprocessParallelUpdater(StandardUpdater):
         with self._report_of_failure():
             self._replica.control.bcast_obj("update", MAIN)
             sums = self._replica.update(self.optimizer)
-        num_ranks = len(self.devices) if self.observations == "mean" else 1
         means: dict[str, Any] = {  # what each rank reported once is a number
-            name: total / weight if weight == num_ranks else Ratio(total, weight)
+            name: total / weight if weight == len(self.devices) else Ratio(total, weight)
             for name, (total, weight) in sums.items()
         }
         from pytorch_pfn_extras.reporting import report
@@ -233,7 +224,6 @@ class MultiprocessParallelUpdater(StandardUpdater):
             secret=secret,
             timeout_s=self.timeout_s,
             seed=(torch.initial_seed() + rank) % 2**63,
-            observes=rank == MAIN or self.observations == "mean",
             payload=b"" if rank == MAIN else self._pickled(rank),
         )
 

@@ -27,7 +27,7 @@ from torchmn.control.rank_claim import claimed_by
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
-from torchmn.run.elastic.job import ElasticJob, parse_elastic, parse_rendezvous
+from torchmn.run.elastic.job import ElasticJob, parse_elastic
 from torchmn.run.elastic.rendezvous_state import Limits
 from torchmn.run.job import FAILURE_GRACE_S, SIGNAL_GRACE_S, THIS_HOST, Backend, Job, Launcher
 from torchmn.run.monitor.job_result import LOG_DIR
@@ -104,9 +104,6 @@ class RunOptions:
         "Elastic: minimum and maximum number of hosts.", metavar="MIN:MAX"
     )
     max_restarts: int | None = _option("Elastic: maximum restarts after a failure (default: 3).")
-    rendezvous: str | None = _option(
-        "Elastic: rendezvous endpoint (default: this host).", metavar="HOST:PORT"
-    )
     join_timeout_s: float | None = _option(
         "Elastic: seconds to wait for MIN hosts (default: 120).", "--join-timeout"
     )
@@ -279,8 +276,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     is_remote = not all(is_this_host(host.name) for host in hosts)
     backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)
     job = options.job(hosts, "ssh" if is_remote else "local", backend, env)
-    host, port = parse_rendezvous(options.rendezvous) if options.rendezvous else ("", 0)
-    return ElasticJob(job=job, limits=limits, rendezvous=host, rendezvous_port=port), reasons
+    return ElasticJob(job=job, limits=limits), reasons
 
 
 def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, ...]:
@@ -323,7 +319,6 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
 def _check_elastic_options(options: RunOptions) -> None:
     for name, value in (
         ("--max-restarts", options.max_restarts),
-        ("--rendezvous", options.rendezvous),
         ("--join-timeout", options.join_timeout_s),
     ):
         if value is not None:

@@ -40,7 +40,6 @@ class Order:
     timeout_s: float
     seed: int
     """Of the default random generator: dropout differs between ranks."""
-    observes: bool
     payload: bytes
     """Pickled (model, loss function, source of batches)."""
 
@@ -102,7 +101,7 @@ class Replica:
             with self._reporter.scope(observation):
                 compute_gradients(self._loss_func, batch_to(batch, self._order.device))
         own = WeightedSums()
-        for name, value in scalars_of(observation).items() if self._order.observes else ():
+        for name, value in scalars_of(observation).items():
             own.add(name, value)
         weight = float(1 if num is None else num)
         has_gradient = bytes(parameter.grad is not None for parameter in self._parameters)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pytorch_pfn_extras.training.extensions import log_report
 from pytorch_pfn_extras.training.trigger import TriggerLike  # type: ignore[attr-defined]
 
-from torchmn.errors import UnknownNameError
 from torchmn.record import recording
 from torchmn.train.evaluation import WeightedSums, means_of, merge_sums, scalars_of
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
-
-Observations = Literal["mean", "rank0"]
-OBSERVATIONS: tuple[Observations, ...] = ("mean", "rank0")
 
 
 class LogReport(log_report.LogReport):
@@ -27,8 +23,6 @@ class LogReport(log_report.LogReport):
 
     Args:
         comm: the ranks that participate.
-        observations: ``mean`` over the iterations of all ranks, or ``rank0``: those of rank 0
-            only, as ChainerMN and Chainer's MultiprocessParallelUpdater reported.
         keys, trigger, postprocess, filename: as for pytorch-pfn-extras' LogReport.
 
     Example:
@@ -39,23 +33,16 @@ class LogReport(log_report.LogReport):
         self,
         comm: Communicator,
         *,
-        observations: Observations = "mean",
         keys: list[str] | None = None,
         trigger: TriggerLike = (1, "epoch"),
         postprocess: Callable[[Mapping[str, Any]], None] | None = None,
         filename: str | None = None,
     ) -> None:
-        if observations not in OBSERVATIONS:
-            raise UnknownNameError("choice of observations", observations, OBSERVATIONS)
         self._comm = comm
-        self._observations = observations
         super().__init__(keys, trigger, postprocess, filename)
 
     def _init_summary(self) -> None:
-        if self._observations == "rank0":
-            super()._init_summary()
-        else:
-            self._summary: Any = SummaryOverRanks(self._comm)
+        self._summary: Any = SummaryOverRanks(self._comm)
 
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
@@ -64,8 +51,6 @@ class LogReport(log_report.LogReport):
 
         Values since the last entry are counted once: rank 0 keeps them all.
         """
-        if self._observations == "rank0":
-            return states[0]
         parts = [
             {name: (pair[0], pair[1]) for name, pair in state["_summary"].items()}
             for state in states

@@ -10,7 +10,7 @@ from pytorch_pfn_extras.training import extensions
 from pytorch_pfn_extras.training.extensions.plot_report import PlotReport
 
 from torchmn.train.allreduce_persistent import AllreducePersistent
-from torchmn.train.log_report import LogReport, Observations
+from torchmn.train.log_report import LogReport
 from torchmn.train.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ def extend_with_reports(
     *,
     images_per_epoch: int,
     columns: Sequence[str] = COLUMNS,
-    observations: Observations = "mean",
     has_snapshot: bool = True,
 ) -> None:
     """Add log, table, progress bar, plots and snapshots to a trainer. Called on all ranks.
@@ -48,7 +47,6 @@ def extend_with_reports(
         images_per_epoch: images of all ranks together in an epoch; for the column ``images/s``,
             which includes the time of evaluations.
         columns: of the table.
-        observations: ``mean`` over all ranks or ``rank0``.
         has_snapshot: whether to write snapshots.
 
     >>> import tempfile
@@ -74,7 +72,7 @@ def extend_with_reports(
         num_epochs, elapsed_s = (row[name] - before[name] for name in ("epoch", "elapsed_time"))
         row["images/s"] = num_epochs * images_per_epoch / max(elapsed_s, 1e-9)
 
-    log = LogReport(comm, observations=observations, postprocess=add_speed)
+    log = LogReport(comm, postprocess=add_speed)
     trainer.extend(log)
     if comm.rank != 0:
         return

@@ -252,7 +252,7 @@ class TestHosts:
         assert run.steps_of(1)[-1] - 6 <= run.steps_of(2)[0] - 1
         assert left_of(run) == []
 
-    def test_too_few_hosts_and_a_rendezvous_elsewhere(self, lab: Lab, tmp_path: Path) -> None:
+    def test_too_few_hosts(self, lab: Lab, tmp_path: Path) -> None:
         """A host that stays away: the job waits, and ends with who is missing. No MIN, no job."""
         refusing = tmp_path / "rsh"
         refusing.write_text(
@@ -260,7 +260,7 @@ class TestHosts:
             f'exec "{lab.rsh_agent}" "$@"\n'
         )
         refusing.chmod(0o755)
-        words = ("--elastic", "2:2", "--join-timeout", "3", "--rendezvous", "n1:29123")
+        words = ("--elastic", "2:2", "--join-timeout", "3")
         run = on_two_hosts(lab, tmp_path, *words, "-x", f"TORCHMN_RSH={refusing}", script=(0.05, 0))
         run.wait_for("[0] step 3")
         (tmp_path / "away").touch()

@@ -13,14 +13,14 @@ def _with(server_class):
 
 
 class _LosesAPush(ShardServer):
-    def push(self, push, stay):
-        return super().push(replace(push, has_gradients=push.clock != 3), stay)
+    def push(self, worker, *, clock, **options):
+        return super().push(worker, clock=clock, **options | {"has_gradients": clock != 3})
 
 
 class _StepsTwice(ShardServer):
-    def _apply(self, push, base):
-        super()._apply(push, base)
-        super()._apply(push, base)
+    def _apply(self, *arguments):
+        super()._apply(*arguments)
+        super()._apply(*arguments)
 
 
 class _IgnoresTheBound(ShardServer):
@@ -29,13 +29,13 @@ class _IgnoresTheBound(ShardServer):
 
 
 class _AlwaysVersionSeven(ShardServer):
-    def push(self, push, stay):
-        return replace(super().push(push, stay), version=7)
+    def push(self, worker, **options):
+        return replace(super().push(worker, **options), version=7)
 
 
 class _AddsNoise(ShardServer):
-    def _apply(self, push, base):
-        super()._apply(push, base)
+    def _apply(self, *arguments):
+        super()._apply(*arguments)
         for buffer in self._values.buffers:
             buffer += 1e-12
 

@@ -92,9 +92,7 @@ def test_wrong_requests(
     assert "it does not exist" in error_of(capsys, tmp_path / "none", "--text")
     assert "exclude each other" in error_of(capsys, runs[0], "--text", "--json")
     assert "--output is for the page" in error_of(capsys, runs[0], "--text", "--output", "x.html")
-    assert "run the command twice" in error_of(
-        capsys, runs[0], "--metrics", tmp_path / "file", "--tensorboard", tmp_path
-    )
+    assert "the page has the same curves" in error_of(capsys, runs[0], "--tensorboard", tmp_path)
     assert "shows one run" in error_of(capsys, *runs, "--metrics", "file")
     assert "cannot be written" in error_of(capsys, runs[0], "--metrics", tmp_path / "no" / "file")
 
@@ -129,27 +127,3 @@ def test_without_plotly(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     assert "pip install 'torchmn[report]'" in error_of(capsys, runs[0])
-
-
-def test_without_a_summary_writer(
-    capsys: pytest.CaptureFixture[str],
-    runs: Sequence[Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    line = error_of(capsys, runs[0], "--text", "--tensorboard", tmp_path)
-    assert "pip install tensorboard" in line
-
-
-def test_scalars_of_tensorboard(runs: Sequence[Path], tmp_path: Path) -> None:
-    events = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="no tensorboard"
-    )
-    report(runs[2], "--text", "--tensorboard", tmp_path)
-    found = events.EventAccumulator(str(tmp_path))
-    found.Reload()
-    scalars = found.Scalars("phase_ms/backward")
-    assert [each.step for each in scalars] == list(range(60))
-    assert 40 < scalars[-1].value < 80

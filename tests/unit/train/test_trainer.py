@@ -256,15 +256,6 @@ class TestLog:
         assert first["rare"] == (1 + 2 + 3 + 11 + 13) / 5
         assert "text" not in first
 
-    def test_rank_0_as_the_ancestors(self, tmp_path: Path) -> None:
-        first, second = self._log(tmp_path, observations="rank0", keys=["main/loss"])
-        assert first["main/loss"] == 2
-        assert second["main/loss"] == 4.5
-
-    def test_unknown_choice(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="mean, rank0"):
-            self._log(tmp_path, observations="all")
-
 
 @pytest.mark.parametrize(
     ("make_iterator", "message"),

@@ -11,12 +11,15 @@ from torchmn.cntk.readers.deserializer import (
     LatticeDeserializer,
 )
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
-from torchmn.cntk.readers.in_memory import MinibatchSourceFromData
-from torchmn.cntk.readers.iterable import MinibatchDataset, MinibatchIterator
+from torchmn.cntk.readers.iterable import MinibatchIterator
 from torchmn.cntk.readers.mean_image import read_mean_image, write_mean_image
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.minibatch_plan import FULL_DATA_SWEEP, INFINITELY_REPEAT
-from torchmn.cntk.readers.minibatch_source import MinibatchSource, as_minibatch_source
+from torchmn.cntk.readers.minibatch_source import (
+    MinibatchSource,
+    MinibatchSourceFromData,
+    as_minibatch_source,
+)
 from torchmn.cntk.readers.streams import Record, StreamDef, StreamDefs, StreamInformation
 from torchmn.cntk.readers.user import UserDeserializer, UserMinibatchSource
 
@@ -34,7 +37,6 @@ __all__ = [
     "ImageDeserializer",
     "LatticeDeserializer",
     "MinibatchData",
-    "MinibatchDataset",
     "MinibatchIterator",
     "MinibatchSource",
     "MinibatchSourceFromData",

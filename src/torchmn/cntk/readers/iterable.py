@@ -1,18 +1,17 @@
-"""Minibatch sources as what PyTorch's loops iterate over."""
+"""Minibatch sources as the iterator of an updater."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
 
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
-from torchmn.cntk.readers.streams import InputMap, wanted_streams
-from torchmn.errors import UnsupportedError, UsageError
+from torchmn.cntk.readers.streams import InputMap
+from torchmn.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
@@ -115,72 +114,6 @@ class MinibatchIterator:
         """Resume with the very next sample."""
         self.source.restore_from_checkpoint(state)
         self.is_new_epoch, self.previous_epoch_detail = False, self.epoch_detail
-
-
-class MinibatchDataset(IterableDataset[Any]):
-    """A source for ``DataLoader(dataset, batch_size=None)``. Local.
-
-    One pass (one ``for``) goes to the end of the sweep, and the next pass is the next sweep; no
-    minibatch goes over the end of one. Each rank gets its part of each global minibatch, of 0 rows
-    if there is nothing for it, so all ranks get the same number of minibatches.
-
-    The source reads ahead in threads of its own, so the loader has no workers (``num_workers=0``).
-
-    Args:
-        source: is read by this data set alone.
-        minibatch_size: samples over all ranks.
-        input_map: the keys of a batch; None: the names of the streams.
-        comm: whose ranks divide each minibatch; None: there is one.
-        collate_fn: makes a batch of a dict of `MinibatchData`; without it a batch is a dict of
-            tensors.
-
-    >>> from torchmn.cntk.readers import MinibatchSourceFromData
-    >>> source = MinibatchSourceFromData({"x": torch.arange(10)})
-    >>> dataset = MinibatchDataset(source, 4, comm=comm)
-    >>> loader = torch.utils.data.DataLoader(dataset, batch_size=None)
-    >>> [batch["x"].tolist() for batch in loader]
-    [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    """
-
-    def __init__(
-        self,
-        source: MinibatchSource,
-        minibatch_size: int,
-        *,
-        input_map: InputMap | None = None,
-        comm: Communicator | None = None,
-        collate_fn: Collate = tensors,
-    ) -> None:
-        self.source = source
-        self.minibatch_size = minibatch_size
-        self._input_map = wanted_streams(input_map or _by_name(source), source.streams)
-        self._partition = (1, 0) if comm is None else (comm.size, comm.rank)
-        self._collate_fn = collate_fn
-
-    def __iter__(self) -> Iterator[Any]:
-        if get_worker_info() is not None:
-            raise UnsupportedError(
-                "A MinibatchDataset is read in the process that trains, where threads of its "
-                "source read ahead: make the DataLoader with num_workers=0."
-            )
-        for found in self.source.minibatches_of_sweep(self.minibatch_size, *self._partition):
-            wanted = self._input_map.items()
-            yield self._collate_fn({key: found[stream.name] for key, stream in wanted})
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be the sweep ``epoch``; does nothing if that is in progress."""
-        if epoch < 0:
-            raise UsageError(f"epoch={epoch} must be 0 or more.")
-        if epoch != self.source.sweep:
-            self.source.go_to_sweep(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state after the minibatches that were read. The same on all ranks."""
-        return self.source.get_checkpoint_state()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume with the very next sample, also on another number of ranks."""
-        self.source.restore_from_checkpoint(state)
 
 
 def _by_name(source: MinibatchSource) -> InputMap:

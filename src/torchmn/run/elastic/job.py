@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchmn.cluster import is_this_host
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.control.codec import decode, encode
+from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UsageError
 from torchmn.run.elastic.host_main import RunHost
 from torchmn.run.elastic.rendezvous import RendezvousStarted, ServeRendezvous
@@ -18,33 +18,23 @@ from torchmn.run.starters.remote import is_carried, remote_shell_name, to_host
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticJob:
-    """A job whose hosts may be lost and come back.
-
-    ``rendezvous`` is the host that the rendezvous runs on, empty for the launcher's, and
-    ``rendezvous_port`` its port, 0 for one that the system chooses.
-    """
+    """A job whose hosts may be lost and come back."""
 
     job: Job
     limits: Limits
-    rendezvous: str = ""
-    rendezvous_port: int = 0
 
     def parse_address(self, line: str) -> str:
         """``host:port`` from the first line of the rendezvous. Raises LaunchError."""
-        where = f"{self.rendezvous or 'this host'}:{self.rendezvous_port or 'any port'}"
         try:
             started = decode(line, RendezvousStarted)
         except ValueError:
             raise LaunchError(
-                f"The rendezvous at {where} did not start"
+                "The rendezvous did not start"
                 + (f": it answered {line[:80]!r}" if line else "")
                 + f". Its output is in {self.job.log_dir / 'launcher.log'}."
             ) from None
         if started.error:
-            raise LaunchError(
-                f"The rendezvous cannot listen at {where}: {started.error}. Choose another port or "
-                "host with --rendezvous."
-            )
+            raise LaunchError(f"The rendezvous cannot listen on this host: {started.error}.")
         return started.address
 
 
@@ -60,35 +50,19 @@ def parse_elastic(text: str) -> tuple[int, int]:
     return int(minimum), int(maximum)
 
 
-def parse_rendezvous(text: str) -> tuple[str, int]:
-    """Host and port of ``--rendezvous HOST:PORT``. Raises UsageError.
-
-    >>> parse_rendezvous("n0:29400")
-    ('n0', 29400)
-    """
-    host, colon, port = text.rpartition(":")
-    if not (colon and host and port.isdecimal() and int(port) < 65536):
-        raise UsageError(f"--rendezvous must be HOST:PORT, such as n0:29400, got {text!r}.")
-    return host, int(port)
-
-
 def rendezvous_process(elastic: ElasticJob, env: Mapping[str, str], address: str) -> Command:
-    """The rendezvous server, on this host or on that of ``--rendezvous``; ``address`` is ours."""
-    job, host = elastic.job, elastic.rendezvous
-    is_here = not host or is_this_host(host)
+    """The rendezvous server, at an address of this host that all hosts can reach."""
+    order = ServeRendezvous(
+        secret=elastic.job.secret,
+        host=address,
+        hosts=[each.name for each in elastic.job.hosts],
+        limits=elastic.limits,
+    )
     return Command(
-        to_host(env, host if not is_here else "localhost", "torchmn.run.elastic.rendezvous"),
+        python_module("torchmn.run.elastic.rendezvous"),
         env,
         name="the rendezvous",
-        stdin=encode(
-            ServeRendezvous(
-                secret=job.secret,
-                host=host or address,
-                port=elastic.rendezvous_port,
-                hosts=[each.name for each in job.hosts],
-                limits=elastic.limits,
-            )
-        ),
+        stdin=encode(order),
     )
 
 

@@ -4,9 +4,9 @@ Clients must authenticate with the job's secret. torch's own rendezvous over a T
 any client of its port can make every agent unpickle arbitrary data, and it compares the clocks of
 different hosts to detect lost ones.
 
-``python -m torchmn.run.elastic.rendezvous`` runs on the launcher's host or on that of
-``--rendezvous``, reads its order from standard input, prints the address on which it listens, and
-ends with the job, or when its standard input ends because the launcher died.
+``python -m torchmn.run.elastic.rendezvous`` runs on the launcher's host, reads its order from
+standard input, prints the address on which it listens, and ends with the job, or when its standard
+input ends because the launcher died.
 """
 
 from __future__ import annotations
@@ -169,7 +169,6 @@ class ServeRendezvous(Record, frozen=True, kw_only=True):
 
     secret: str
     host: str
-    port: int
     hosts: list[str]
     limits: Limits
 
@@ -188,7 +187,7 @@ def main() -> int:
         signal.signal(signum, signal.SIG_IGN)  # the launcher decides what to do
     order = decode(sys.stdin.readline(), ServeRendezvous)
     try:
-        listener = listen_on(order.host, order.port)
+        listener = listen_on(order.host)
     except OSError as error:
         _print(RendezvousStarted(error=str(error.strerror or error)))
         return 1

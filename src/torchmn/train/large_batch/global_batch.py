@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmn.cluster.units import counted, listed
+from torchmn.cluster.units import counted
 from torchmn.comm import Communicator
 from torchmn.data.batch_settings import BatchSettings
 from torchmn.data.global_sampler import GlobalSampler
@@ -69,8 +69,7 @@ class _Plan:
 class GlobalBatch:
     """The samples of a step, divided among ranks and passes. Samplers and schedules refer to it.
 
-    The constructor is *collective* (the arguments are compared); everything else is *local* but
-    `fitting`.
+    The constructor is *collective* (the arguments are compared); everything else is *local*.
 
     ```python
     batch = torchmn.train.large_batch.GlobalBatch(1024, local_batch=64, comm=comm)
@@ -406,41 +405,6 @@ class GlobalBatch:
                 "Call micro_batches(samples, optimizer); for evaluation, under torch.no_grad()."
             )
 
-    @classmethod
-    def fitting(
-        cls,
-        global_batch: int,
-        try_pass: Callable[[int], object],
-        *,
-        comm: Communicator,
-        growth: BatchGrowth | None = None,
-    ) -> GlobalBatch:
-        """The batch with as few passes as fit into the memory of all ranks. *Collective.*
-
-        ``try_pass(n)`` makes a forward and backward pass of n samples and raises
-        `torch.OutOfMemoryError` (or MemoryError) if they do not fit. It is called with the whole
-        share first, then with the share of twice as many passes, on all ranks, so it may
-        communicate only where no rank can fail. Call it before the optimizer is wrapped, and clear
-        the gradients afterwards.
-
-        Raises UsageError: one sample does not fit; what ``try_pass`` raises otherwise.
-        """
-        share = -(-global_batch // comm.size)
-        accumulation = 1
-        while True:
-            num = -(-share // accumulation)
-            failed = _fails(try_pass, num)
-            ranks = [rank for rank, each in enumerate(comm.allgather_obj(failed)) if each]
-            if not ranks:
-                return cls(global_batch, local_batch=num, comm=comm, growth=growth)
-            if num == 1:
-                raise UsageError(
-                    f"{comm.rank_label}: a pass of one sample does not fit into the memory of "
-                    f"{listed('rank', ranks)}. Use a smaller model, activation "
-                    "checkpointing or a lower precision."
-                )
-            accumulation *= 2
-
 
 def _is_over_ranks(layer: nn.Module, size: int) -> bool:
     """Whether a layer in training communicates among all ranks of the batch."""
@@ -449,16 +413,3 @@ def _is_over_ranks(layer: nn.Module, size: int) -> bool:
     if isinstance(layer, (MultiNodeBatchNorm1d, MultiNodeBatchNorm2d, MultiNodeBatchNorm3d)):
         return layer.comm is not None and layer.comm.size == size
     return isinstance(layer, nn.SyncBatchNorm)
-
-
-def _fails(try_pass: Callable[[int], object], num: int) -> bool:
-    """Whether a pass does not fit into memory; what it has taken is free afterwards."""
-    try:
-        try_pass(num)
-    except (torch.OutOfMemoryError, MemoryError):
-        pass  # the traceback, which keeps the tensors, is freed first
-    else:
-        return False
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    return True

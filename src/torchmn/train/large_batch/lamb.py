@@ -24,9 +24,7 @@ from torch import Tensor
 from torchmn.errors import UsageError
 from torchmn.train.large_batch.trust_ratio import (
     GroupPart,
-    Scratch,
     TrustRatioOptimizer,
-    norm,
     norms,
     raise_if_negative,
     ratios,
@@ -97,32 +95,7 @@ class LAMB(TrustRatioOptimizer):
         state["step"] += 1
         return state
 
-    def _update_each(self, group: dict[str, Any], part: GroupPart) -> None:
-        """Update tensor after tensor, with two buffers for all of them."""
-        rate, (beta1, beta2), eps = float(group["lr"]), group["betas"], group["eps"]
-        decay, scratch = part.weight_decay, Scratch(part.params)
-        for w, g, state in zip(part.params, part.grads, part.states, strict=True):
-            m, v = state["mean"], state["square"]
-            first, second = _corrections(group["betas"], state["step"])
-            m.lerp_(g, 1 - beta1)
-            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
-            root, direction = scratch.like(w)
-            # With both sides divided by the correction of m, which saves a pass over the values.
-            torch.sqrt(v, out=root).mul_(second / first).add_(eps / first)
-            if decay:
-                torch.mul(w, decay, out=direction).addcdiv_(m, root)
-            else:
-                torch.div(m, root, out=direction)
-            ratio = 1.0
-            if part.is_adapted:
-                own, other = norm(w).item(), norm(direction).item()
-                if group["norm_bounds"] is not None:
-                    least, most = group["norm_bounds"]
-                    own = min(max(own, least), most)
-                ratio = own / other if own > 0 and other > 0 else 1.0
-            w.add_(direction, alpha=-rate * ratio)
-
-    def _update_together(self, group: dict[str, Any], part: GroupPart) -> None:
+    def _update(self, group: dict[str, Any], part: GroupPart) -> None:
         params, grads, states = part.params, part.grads, part.states
         rate, (beta1, beta2) = float(group["lr"]), group["betas"]
         means, squares = [state["mean"] for state in states], [state["square"] for state in states]

@@ -25,7 +25,6 @@ from torchmn.errors import UsageError
 from torchmn.train.large_batch.trust_ratio import (
     GroupPart,
     TrustRatioOptimizer,
-    norm,
     norms,
     raise_if_negative,
     ratios,
@@ -88,21 +87,7 @@ class LARS(TrustRatioOptimizer):
             state["velocity"] = torch.zeros_like(parameter)
         return state
 
-    def _update_each(self, group: dict[str, Any], part: GroupPart) -> None:
-        decay = part.weight_decay
-        for w, g, state in zip(part.params, part.grads, part.states, strict=True):
-            v, scale = state["velocity"], float(group["lr"])
-            if part.is_adapted:
-                own = norm(w).item()
-                denominator = norm(g).item() + decay * own
-                if own > 0 and denominator > 0:
-                    scale *= group["trust"] * own / denominator
-            v.mul_(group["momentum"]).add_(g, alpha=scale)
-            if decay:
-                v.add_(w, alpha=scale * decay)
-            w.sub_(v)
-
-    def _update_together(self, group: dict[str, Any], part: GroupPart) -> None:
+    def _update(self, group: dict[str, Any], part: GroupPart) -> None:
         params, grads, decay = part.params, part.grads, part.weight_decay
         velocities = [state["velocity"] for state in part.states]
         updates = list(torch._foreach_add(grads, params, alpha=decay))

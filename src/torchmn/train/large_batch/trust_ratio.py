@@ -23,6 +23,11 @@ class GroupPart(NamedTuple):
     weight_decay: float
     is_adapted: bool
 
+    def singly(self) -> Iterator[GroupPart]:
+        """Each parameter by itself."""
+        for parameter, grad, state in zip(self.params, self.grads, self.states, strict=True):
+            yield self._replace(params=[parameter], grads=[grad], states=[state])
+
 
 class TrustRatioOptimizer(Optimizer):
     """An optimizer whose rate is adapted to the norm of each parameter. Subclasses update."""
@@ -55,8 +60,8 @@ class TrustRatioOptimizer(Optimizer):
                 is_foreach = group["foreach"]
                 if is_foreach is None:  # on a CPU tensor after tensor stays in the cache
                     is_foreach = all(parameter.is_cuda for parameter in part.params)
-                update = self._update_together if is_foreach else self._update_each
-                update(group, part)
+                for each in [part] if is_foreach else part.singly():
+                    self._update(group, each)
         return loss
 
     @abstractmethod
@@ -64,12 +69,8 @@ class TrustRatioOptimizer(Optimizer):
         """The state of a parameter in this step, made in its first."""
 
     @abstractmethod
-    def _update_each(self, group: dict[str, Any], part: GroupPart) -> None:
-        """Update tensor after tensor."""
-
-    @abstractmethod
-    def _update_together(self, group: dict[str, Any], part: GroupPart) -> None:
-        """Update by one call for all tensors."""
+    def _update(self, group: dict[str, Any], part: GroupPart) -> None:
+        """Update by one call for all tensors of a part."""
 
     def _parts(self, group: dict[str, Any]) -> Iterator[GroupPart]:
         """The adapted parameters, then those that are left out."""
@@ -100,19 +101,10 @@ def raise_if_negative(options: dict[str, Any], names: Sequence[str], group: str)
             raise UsageError(f"{group}{name}={options[name]} must be 0 or more.")
 
 
-def norm(tensor: Tensor) -> Tensor:
-    """The Euclidean norm; float16 cannot hold that of a large layer."""
-    found: Tensor = torch.linalg.vector_norm(tensor, dtype=_dtype_of_norm(tensor))
-    return found
-
-
 def norms(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norms by one call, shape ``(tensors,)``, on the device of the tensors."""
-    return torch.stack(list(torch._foreach_norm(tensors, 2, _dtype_of_norm(tensors[0]))))
-
-
-def _dtype_of_norm(tensor: Tensor) -> torch.dtype | None:
-    return torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None
+    is_half = tensors[0].dtype in (torch.float16, torch.bfloat16)  # too small for a large layer
+    return torch.stack(list(torch._foreach_norm(tensors, 2, torch.float32 if is_half else None)))
 
 
 def ratios(numerator: Tensor, denominator: Tensor, factor: float = 1.0) -> list[Any]:
@@ -123,23 +115,6 @@ def ratios(numerator: Tensor, denominator: Tensor, factor: float = 1.0) -> list[
     is_defined = (numerator > 0) & (denominator > 0)
     quotient = torch.where(is_defined, factor * numerator / denominator, 1.0)
     return list(quotient.unbind()) if quotient.is_cuda else quotient.tolist()
-
-
-class Scratch:
-    """Two buffers in turn of the shape of each parameter: new memory for each would be slow."""
-
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._buffers: list[Tensor] = []
-        first = params[0]
-        if all(p.dtype == first.dtype and p.device == first.device for p in params):
-            most = max(p.numel() for p in params)
-            self._buffers = [first.new_empty(most) for _ in range(2)]
-
-    def like(self, parameter: Tensor) -> list[Tensor]:
-        """Both buffers, in the order of the parameter's values in memory."""
-        if not self._buffers or not parameter.is_contiguous():
-            return [torch.empty_like(parameter) for _ in range(2)]
-        return [each[: parameter.numel()].view_as(parameter) for each in self._buffers]
 
 
 def _raise_if_unsupported(parameter: Tensor) -> None:

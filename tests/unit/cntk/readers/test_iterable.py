@@ -10,24 +10,20 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from tests.contracts.suites.source_contracts import Numbers
 from tests.limits import limit
 from tests.unit.cntk.readers.forks import forked
-from tests.unit.data.test_global_sampler import Placement
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.cntk.readers import (
-    MinibatchDataset,
     MinibatchIterator,
     MinibatchSource,
     MinibatchSourceFromData,
     StreamInformation,
     UserDeserializer,
-    iterable,
 )
 from torchmn.comm import Communicator
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 from torchmn.train import StandardUpdater
 
@@ -127,75 +123,6 @@ def test_sequences_need_a_collate_function() -> None:
     padded, mask = next(iterator)
     assert padded.shape == (2, 3, 2)
     assert mask.tolist() == [[True, True, False], [True, True, True]]
-
-
-# ---- DataLoader
-
-
-def passes(loader: DataLoader[Any], num: int) -> list[list[list[float]]]:
-    return [[batch["x"].flatten().tolist() for batch in loader] for _ in range(num)]
-
-
-def expected(num: int) -> list[list[list[float]]]:
-    found = []
-    from_data = source()
-    for _ in range(num):
-        found.append([m["x"].data.flatten().tolist() for m in from_data.minibatches_of_sweep(4)])
-    return found
-
-
-def test_a_pass_is_a_sweep() -> None:
-    wanted = expected(3)
-    assert [len(sweep) for sweep in wanted] == [6, 6, 6]
-    assert wanted[0] != wanted[1]
-    assert passes(DataLoader(MinibatchDataset(source(), 4), batch_size=None), 3) == wanted
-
-
-def test_an_epoch_is_a_sweep_and_workers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    dataset = MinibatchDataset(source(), 4)
-    loader = DataLoader(dataset, batch_size=None)
-    dataset.set_epoch(1)
-    assert passes(loader, 1) == expected(2)[1:]
-    monkeypatch.setattr(iterable, "get_worker_info", object)  # as in a worker of a loader
-    with pytest.raises(UnsupportedError, match="num_workers=0"):
-        next(iter(dataset))
-
-
-def test_ranks_get_the_parts_of_global_minibatches() -> None:
-    def batches(comm: Communicator) -> list[list[float]]:
-        dataset = MinibatchDataset(source(), 4, comm=comm)
-        loader = DataLoader(dataset, batch_size=None)
-        return [batch["x"].flatten().tolist() for batch in loader]
-
-    for size in (2, 5):
-        parts = [batches(Placement(rank, size)) for rank in range(size)]  # type: ignore[arg-type]
-        joined = [[x for part in step for x in part] for step in zip(*parts, strict=True)]
-        assert joined == expected(1)[0]
-
-
-def test_a_pass_that_is_left_continues_without_workers() -> None:
-    dataset = MinibatchDataset(source(), 4)
-    loader = DataLoader(dataset, batch_size=None)
-    iterator = iter(loader)
-    first = [next(iterator)["x"].flatten().tolist() for _ in range(2)]
-    del iterator
-    assert dataset.state_dict()["num_samples"] == 8
-    assert [first + passes(loader, 1)[0]] == expected(1)
-
-
-def test_a_wrong_epoch_and_a_wrong_stream() -> None:
-    with pytest.raises(UsageError, match="epoch=-1"):
-        MinibatchDataset(source(), 4).set_epoch(-1)
-    with pytest.raises(UnknownNameError, match="Known: x, y"):
-        MinibatchDataset(source(), 4, input_map={"x": "z"})
-
-
-def test_max_sweeps_ends_all_later_passes() -> None:
-    dataset = MinibatchDataset(source(max_sweeps=2), 4)
-    loader = DataLoader(dataset, batch_size=None)
-    assert [sum(map(len, sweep)) for sweep in passes(loader, 5)] == [COUNT, COUNT, 0, 0, 0]
-    dataset.set_epoch(7)
-    assert passes(loader, 1) == [[]]
 
 
 class Held(UserDeserializer):

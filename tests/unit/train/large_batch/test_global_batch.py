@@ -246,32 +246,3 @@ def test_reduction_sum_adds_all_samples() -> None:
         return model.weight.grad.item()
 
     assert run_ranks(train, 2) == [21.0, 21.0]
-
-
-def test_fitting_halves_passes_until_no_rank_fails() -> None:
-    """Rank 1 has memory for 10 samples, and the first error has a tensor in its traceback."""
-    tried: list[list[int]] = [[], []]
-
-    def make(comm: Communicator) -> GlobalBatch:
-        def try_pass(num: int) -> None:
-            tried[comm.rank].append(num)
-            if num > (100, 10)[comm.rank]:
-                raise torch.OutOfMemoryError(f"{num}")
-
-        return GlobalBatch.fitting(64, try_pass, comm=comm)
-
-    found = run_ranks(make, 2)
-    assert tried == [[32, 16, 8]] * 2
-    assert [(each.local_batch, each.accumulation) for each in found] == [(8, 4)] * 2
-
-
-def test_fitting_names_the_rank_on_which_nothing_fits() -> None:
-    def make(comm: Communicator) -> None:
-        def try_pass(num: int) -> None:
-            if comm.rank == 1:
-                raise MemoryError
-
-        with pytest.raises(UsageError, match=r"one sample does not fit .* rank 1\."):
-            GlobalBatch.fitting(8, try_pass, comm=comm)
-
-    run_ranks(make, 2)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -43,9 +44,8 @@ from torchmn.exchange.schedules.parameter_server.messages import (
     ServerClient,
     WorkerThread,
 )
-from torchmn.exchange.schedules.parameter_server.server import Reply, Rules, ShardServer
+from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import (
-    Hyper,
     PulledParameters,
     ShardMemory,
     assign_shards,
@@ -123,7 +123,6 @@ class ParameterServer(Schedule):
         self._is_open = False
         self._is_finished_by_join = False
         self._is_closed = False
-        self._sent: dict[int, Hyper] = {}
         self._had_gradients: set[str] = set()
         """Parameters of which a gradient was pushed."""
         self._server: ShardServer | None = None
@@ -188,13 +187,16 @@ class ParameterServer(Schedule):
 
     def _start_server(self, shard: list[NamedParameter]) -> None:
         comm = self._comm
-        rules = Rules(
+        self._server = self._server_class(
+            comm.rank,
+            shard,
+            self._inner,
+            comm.size,
             max_staleness=self.max_staleness,
             lead=int(self.pipeline),
             delay_compensation=self.delay_compensation,
             timeout_s=comm.timeout_s,
         )
-        self._server = self._server_class(comm.rank, shard, self._inner, comm.size, rules)
         if self._messages is not None:
             self._threads = [
                 WorkerThread(self._server, worker, self._messages, self._codec)
@@ -299,10 +301,7 @@ class ParameterServer(Schedule):
         if is_waiting:
             torch.cuda.current_stream().synchronize()
         hyper = hyper_parameters(self._inner)
-        for server, fields in metadata.items():
-            if self._sent.get(server) != hyper:
-                fields["hyper"] = self._sent[server] = hyper
-        return metadata
+        return {server: {**fields, "hyper": hyper} for server, fields in metadata.items()}
 
     def _collect(self) -> None:
         """Wait for the pending push and install the parameters that were pulled."""
@@ -358,7 +357,6 @@ class ParameterServer(Schedule):
         self._is_open, self._is_finished_by_join = True, False
         self._pulled_parameters.note()
         self._clock = 0
-        self._sent.clear()
         if self._server is not None:
             self._server.open(self._episode)
 
@@ -385,12 +383,12 @@ class ParameterServer(Schedule):
         self._collect()
         self._open()
         episode = {"episode": self._episode}
-        record = {**episode, "record": self._own.as_json()}
+        record = {**episode, "record": [dict(self._own.counts), self._own.max_steps_ahead]}
         replies = self._client.request("finish", dict.fromkeys(self._memory, record))
         self._install(replies)
         for reply in replies.values():
             for rank, found in reply.records.items():
-                self._reported[rank] = StalenessRecord.from_json(found)
+                self._reported[rank] = StalenessRecord(Counter(found[0]), found[1])
         self._gather_state()
         self._client.request("confirm", dict.fromkeys(self._memory, episode))
         self._episode += 1

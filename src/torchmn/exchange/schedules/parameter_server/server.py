@@ -34,7 +34,6 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     ShardMemory,
     host_copy,
     optimizer_like,
-    set_hyper_parameters,
 )
 
 Stay = Callable[[], None]
@@ -45,33 +44,6 @@ _Pulled = tuple[int, ShardMemory | None]
 _NO_WORKER = 2**62
 _ASKS_PER_LIMIT = 4
 """How often a waiting worker asks within the time limit."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules:
-    """Options of all servers."""
-
-    max_staleness: int
-    lead: int
-    delay_compensation: float
-    timeout_s: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Push:
-    """A gradient of one worker, or only that it made a step, for this server's parameters."""
-
-    worker: int
-    episode: int
-    clock: int
-    """The number of steps of the worker in this episode, this one included."""
-    memory: ShardMemory
-    """Holds the gradients; then the parameters."""
-    has_gradients: bool = True
-    absent: Collection[str] = ()
-    """Parameters without a gradient, which are not updated."""
-    hyper: Hyper | None = None
-    """The worker's options of the groups, if they changed since its last push."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +67,15 @@ class ShardServer:
         parameters: Sequence[NamedParameter],
         inner: Optimizer,
         num_workers: int,
-        rules: Rules,
+        *,
+        max_staleness: int,
+        lead: int,
+        delay_compensation: float,
+        timeout_s: float,
     ) -> None:
         self.rank = rank
-        self.rules = rules
+        self._max_staleness, self._lead = max_staleness, lead
+        self._delay_compensation, self._timeout_s = delay_compensation, timeout_s
         self.parameters = list(parameters)
         self._inner = inner
         self._values = ShardMemory(parameters)
@@ -119,7 +96,6 @@ class ShardServer:
         self._done = dict.fromkeys(range(num_workers), -1)
         self._confirmed = dict.fromkeys(range(num_workers), -1)
         self._clocks = dict.fromkeys(range(num_workers), 0)
-        self._hyper: dict[int, Hyper] = {}
         self._records: dict[int, Any] = {}
         self._pulled: dict[int, deque[_Pulled]] = {}
         self._progress_s = time.monotonic()
@@ -172,35 +148,48 @@ class ShardServer:
                 return self.confirm(worker, stay=stay, **fields)
             if kind == "finish":
                 return self.finish(worker, memory=memory, stay=stay, **fields)
-            fields = {"worker": worker, "memory": memory, "has_gradients": kind == "push", **fields}
-            return self.push(Push(**fields), stay)
+            with_gradients = kind == "push"
+            return self.push(
+                worker, memory=memory, stay=stay, has_gradients=with_gradients, **fields
+            )
         except TorchmnError:
             raise
         except BaseException as error:  # no worker may wait
             raise self.fail(error) from error
 
-    def push(self, push: Push, stay: Stay) -> Reply:
-        """Apply a push; return when the worker may continue, with the parameters in its memory.
+    def push(
+        self,
+        worker: int,
+        *,
+        episode: int,
+        clock: int,
+        memory: ShardMemory,
+        stay: Stay,
+        hyper: Hyper | None = None,
+        absent: Collection[str] = (),
+        has_gradients: bool = True,
+    ) -> Reply:
+        """Apply a push; return when the worker may continue, with the parameters in ``memory``.
 
-        Raises TimeLimitError: it may not, and no worker made progress for ``timeout_s``.
+        ``clock`` is the number of steps of the worker in this episode, this one included,
+        ``hyper`` its options of the groups and ``absent`` the parameters without a gradient, which
+        are not updated. Raises TimeLimitError: it may not continue, and no worker made progress
+        for ``timeout_s``.
         """
-        worker, rules = push.worker, self.rules
         with self._changed:
-            self._arrive(worker, push.episode)
-            self._wait(lambda: self._has_begun(push.episode), push.episode, stay)
-            if push.hyper is not None:
-                self._hyper[worker] = push.hyper
+            self._arrive(worker, episode)
+            self._wait(lambda: self._has_begun(episode), episode, stay)
             pulled = self._pulled[worker]
             base = pulled.popleft()
             num_late = self._version - base[0]
-            if push.has_gradients:
-                self._apply(push, base)
-            self._clocks[worker] = push.clock
+            if has_gradients:
+                self._apply(memory, absent, hyper, base)
+            self._clocks[worker] = clock
             self._notify()
-            bound = push.clock + rules.lead - rules.max_staleness
-            self._wait(lambda: self._slowest() >= bound, push.episode, stay)
-            ahead = push.clock + rules.lead - min(self._slowest(), push.clock)
-            push.memory.copy_(self._values)
+            bound = clock + self._lead - self._max_staleness
+            self._wait(lambda: self._slowest() >= bound, episode, stay)
+            ahead = clock + self._lead - min(self._slowest(), clock)
+            memory.copy_(self._values)
             pulled.append(self._keep(base[1]))
             return Reply(
                 version=self._version,
@@ -286,34 +275,35 @@ class ShardServer:
         self._episode = episode
         self._version += 1
         self._clocks = dict.fromkeys(self._clocks, 0)
-        self._hyper.clear()
         self._pulled = {
-            worker: deque(self._keep(None) for _ in range(1 + self.rules.lead))
-            for worker in self._alive
+            worker: deque(self._keep(None) for _ in range(1 + self._lead)) for worker in self._alive
         }
         self._notify()
 
     def _keep(self, free: ShardMemory | None) -> _Pulled:
         """Keep the values that a worker pulls now, in memory that is free again."""
-        if not self.rules.delay_compensation:
+        if not self._delay_compensation:
             return self._version, None
         values = free or ShardMemory(self.parameters)
         values.copy_(self._values)
         return self._version, values
 
-    def _apply(self, push: Push, base: _Pulled) -> None:
-        if push.worker in self._hyper:
-            set_hyper_parameters(self._optimizer, self._hyper[push.worker])
+    def _apply(
+        self, memory: ShardMemory, absent: Collection[str], hyper: Hyper | None, base: _Pulled
+    ) -> None:
+        if hyper is not None:
+            for group, values in zip(self._optimizer.param_groups, hyper, strict=True):
+                group.update(values)
         for name, copy in self._copies.items():
-            grad = push.memory.slots[name]
-            if name in push.absent:
+            grad = memory.slots[name]
+            if name in absent:
                 copy.grad = None
                 continue
             if base[1] is not None:
                 drift = self._values.slots[name] - base[1].slots[name]
                 # |g|^2 for complex numbers, so that the diagonal stays real.
                 size = (grad * grad.conj()).real if grad.is_complex() else grad * grad
-                grad.add_(drift.mul_(size), alpha=self.rules.delay_compensation)
+                grad.add_(drift.mul_(size), alpha=self._delay_compensation)
             copy.grad = grad
         if self._copies:
             self._optimizer.step()
@@ -331,7 +321,7 @@ class ShardServer:
         )
 
     def _wait(self, is_ready: Callable[[], bool], episode: int, stay: Stay) -> None:
-        limit_s = self.rules.timeout_s
+        limit_s = self._timeout_s
         ask_s = time.monotonic() + limit_s / _ASKS_PER_LIMIT
         while not is_ready():
             self._raise_if_closed()
@@ -359,8 +349,8 @@ class ShardServer:
         if self._opened < episode:
             seen.append(f"the server on rank {self.rank} has not received its parameters")
         return (
-            f"no worker made progress for {self.rules.timeout_s:g} s ({'; '.join(seen)}; at most "
-            f"{self.rules.max_staleness} steps ahead are allowed). A rank may be slower than the "
+            f"no worker made progress for {self._timeout_s:g} s ({'; '.join(seen)}; at most "
+            f"{self._max_staleness} steps ahead are allowed). A rank may be slower than the "
             "limit (raise timeout_s=), may hang, or have left its loop without optimizer.join() "
             "or flush()."
         )

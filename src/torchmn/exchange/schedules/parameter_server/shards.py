@@ -95,12 +95,6 @@ def hyper_parameters(inner: Optimizer) -> Hyper:
     ]
 
 
-def set_hyper_parameters(optimizer: Optimizer, hyper: Hyper) -> None:
-    """Apply received options. Local."""
-    for group, values in zip(optimizer.param_groups, hyper, strict=True):
-        group.update(values)
-
-
 _OMIT = object()
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +51,7 @@ class Staleness:
 
 @dataclass
 class StalenessRecord:
-    """The record of one worker, serializable as JSON."""
+    """The record of one worker."""
 
     counts: Counter[int] = field(default_factory=Counter)
     """Number of pushes by how many updates they were late."""
@@ -62,15 +61,6 @@ class StalenessRecord:
         """Record one push."""
         self.counts[num_updates_late] += 1
         self.max_steps_ahead = max(self.max_steps_ahead, num_steps_ahead)
-
-    def as_json(self) -> dict[str, Any]:
-        """The record as JSON."""
-        return {"counts": list(self.counts.items()), "ahead": self.max_steps_ahead}
-
-    @classmethod
-    def from_json(cls, fields: Mapping[str, Any]) -> StalenessRecord:
-        """The record of another rank."""
-        return cls(Counter(dict(map(tuple, fields["counts"]))), fields["ahead"])
 
 
 def report(max_staleness: int, records: Mapping[int, StalenessRecord]) -> Staleness:

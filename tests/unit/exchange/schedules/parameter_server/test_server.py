@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.limits import limit
 from torchmn.errors import PeerLostError, TimeLimitError
-from torchmn.exchange.schedules.parameter_server.server import Push, Reply, Rules, ShardServer
+from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
 
 BEGIN = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
@@ -34,13 +34,16 @@ class Bench:
         self.parameter = nn.Parameter(BEGIN.clone())
         self.named = [("w", self.parameter)]
         self.inner = torch.optim.SGD([self.parameter], rate)
-        rules = Rules(
+        self.server = ShardServer(
+            0,
+            self.named,
+            self.inner,
+            num_workers,
             max_staleness=max_staleness,
             lead=lead,
             delay_compensation=delay_compensation,
             timeout_s=timeout_s,
         )
-        self.server = ShardServer(0, self.named, self.inner, num_workers, rules)
         self.clocks = [0] * num_workers
         self.signs = 0
 
@@ -55,11 +58,10 @@ class Bench:
         self.clocks[worker] += 1
         memory = ShardMemory(self.named)
         memory.slots["w"].copy_(gradient)
-        push = Push(
-            worker=worker, episode=0, clock=self.clocks[worker], memory=memory,
+        reply = self.server.push(
+            worker, episode=0, clock=self.clocks[worker], memory=memory, stay=self._stay,
             **options,  # type: ignore[arg-type]
         )  # fmt: skip
-        reply = self.server.push(push, self._stay)
         return memory.slots["w"].clone(), reply
 
     def _stay(self) -> None:
@@ -110,9 +112,9 @@ def test_every_worker_has_its_own_learning_rate() -> None:
     bench.push(0, g, hyper=[{"lr": 0.5}])
     before, _ = bench.push(1, g, hyper=[{"lr": 0.0}])
     assert torch.allclose(before, BEGIN - 0.5)
-    pulled, _ = bench.push(0, g)  # with the options of its last push
+    pulled, _ = bench.push(0, g, hyper=[{"lr": 0.5}])
     assert torch.allclose(pulled, BEGIN - 0.5 - 0.5)
-    after, _ = bench.push(1, g)
+    after, _ = bench.push(1, g, hyper=[{"lr": 0.0}])
     assert torch.equal(after, pulled)
 
 

@@ -14,7 +14,6 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     assign_shards,
     hyper_parameters,
     optimizer_like,
-    set_hyper_parameters,
 )
 
 
@@ -76,7 +75,9 @@ class TestHyperParameters:
         inner.param_groups[0]["lr"] = torch.tensor(0.25)
         inner.param_groups[1]["betas"] = (0.5, 1 / 3)
         body, _ = describe(hyper_parameters(inner))
-        set_hyper_parameters(clone, build(json.loads(json.dumps(body)), []))
+        received = build(json.loads(json.dumps(body)), [])
+        for group, values in zip(clone.param_groups, received, strict=True):
+            group.update(values)
         assert clone.param_groups[0]["lr"] == 0.25
         assert clone.param_groups[1]["betas"] == (0.5, 1 / 3)
         assert clone.param_groups[1]["amsgrad"] is True
