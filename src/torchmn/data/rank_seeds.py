@@ -92,7 +92,7 @@ class RandomStreams:
         """
         was_shared, self.is_shared = self.is_shared, False
         if was_shared and self._rank > 0:
-            self._begin_own(f"{self._job_seed} {_position()}")
+            self._begin_own(f"fork {_position()}")
         self.draw_together()
 
     def state_dict(self) -> dict[str, Any]:
