@@ -33,13 +33,13 @@ _NUM_APART = "num_apart"
 """In a state where numbers are shared."""
 
 
-def _position(state: torch.Tensor | None = None) -> int:
-    """A number for where torch's generator on the CPU is now, or was."""
+def position(state: torch.Tensor | None = None) -> int:
+    """A number for the state of a generator of torch, by default that on the CPU. Local."""
     raw = bytes((torch.get_rng_state() if state is None else state).tolist())
     return int.from_bytes(hashlib.sha256(raw).digest()[:4], "little")
 
 
-def _rank_seed(seed: int, rank: int) -> int:
+def rank_seed(seed: int, rank: int) -> int:
     """Rank 0's is the seed itself; the others' are far apart, whatever seeds a script tries."""
     if rank == 0:
         return seed
@@ -63,7 +63,7 @@ class RandomStreams:
     """
 
     def __init__(self, seed: int, rank: int, device: torch.device) -> None:
-        self.seed = _rank_seed(seed, rank)
+        self.seed = rank_seed(seed, rank)
         """The seed of this rank, 0 .. 2**32 - 1, for generators of your own."""
         self.is_shared = True
         """Whether all ranks draw the same numbers: until training begins, or `fork`."""
@@ -92,7 +92,7 @@ class RandomStreams:
         """
         was_shared, self.is_shared = self.is_shared, False
         if was_shared and self._rank > 0:
-            self._begin_own(f"fork {_position()}")
+            self._begin_own(f"fork {position()}")
         self.draw_together()
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,7 +124,7 @@ class RandomStreams:
         """
         if comm.rank < len(states) or _NUM_APART in states[0]:
             return states[comm.rank % len(states)]
-        return {"begin": (self._job_seed, _position(states[0]["torch"]))}
+        return {"begin": (self._job_seed, position(states[0]["torch"]))}
 
     # ---- for loaders, while numbers are shared ----
 
@@ -137,7 +137,7 @@ class RandomStreams:
             return
         self._together = rng_state.capture(self._device)
         self._num_apart += 1
-        self._begin_own(f"apart {self._num_apart} {_position()}")
+        self._begin_own(f"apart {self._num_apart} {position()}")
         self._first = torch.get_rng_state()
 
     def draw_together(self, *, has_seed_of_workers: bool = False) -> None:
@@ -286,7 +286,7 @@ def share_equal_numbers(comm: Communicator) -> None:
     Where ranks would draw different numbers, as in a state that the framework has restored, it only
     notes that nothing is shared.
     """
-    gathered = comm.allgather_obj((_position(), process_id(), _current.is_shared))
+    gathered = comm.allgather_obj((position(), process_id(), _current.is_shared))
     if len({position for position, _, _ in gathered}) > 1:
         _current.loaded({})
     elif not any(theirs for _, _, theirs in gathered):

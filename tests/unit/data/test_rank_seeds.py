@@ -221,7 +221,7 @@ def test_a_checkpoint_holds_whether_numbers_are_shared(
 def test_a_framework_that_seeds_all_ranks_alike() -> None:
     try:
         torch.manual_seed(3)
-        own = rank_seeds._position(), "another process", False
+        own = rank_seeds.position(), "another process", False
         rank_seeds.share_equal_numbers(ranks(1, 2, [("other", *own[1:]), None]))
         assert rank_seeds.current() is rank_seeds._NONE
         rank_seeds.share_equal_numbers(ranks(1, 2, [own, None]))
