@@ -74,6 +74,13 @@ global_workers = DataLoader(Augmented(), batch_sampler=sampler, num_workers=1)
 shard = torchmn.scatter_dataset(Augmented(), comm, force_equal_length=False)
 shard_workers = DataLoader(shard, 9, num_workers=1)
 seen["everything made"] = numbers()
+if comm.rank == 0:
+    numbers()  # as to show some samples; rank 0 is as one process is
+made = torch.randn(4, 2) if comm.rank == 0 else None
+torchmn.scatter_dataset(made, comm)
+seen["after a data set of rank 0"] = numbers()
+if comm.rank == 0:
+    numbers()
 
 # Looking at the data is no training.
 next(iter(loader))
@@ -82,6 +89,7 @@ mean = comm.sum_over_ranks(sum(float(x.sum()) for x, _ in loader)) / (4 * len(la
 seen["after a mean"] = numbers()
 
 optimizer = torchmn.create_multi_node_optimizer(torch.optim.SGD(net.parameters(), 0.05), comm, net)
+seen["with an optimizer"] = numbers()
 prune.random_unstructured(net[0], "weight", 0.3)
 seen["pruned"] = net[0].weight_mask.tolist()
 anchor = copy.deepcopy(target)

@@ -33,6 +33,20 @@ _NUM_APART = "num_apart"
 """In a state where numbers are shared."""
 
 
+def position(state: torch.Tensor | None = None) -> int:
+    """A number for the state of a generator of torch, by default that on the CPU. Local."""
+    raw = bytes((torch.get_rng_state() if state is None else state).tolist())
+    return int.from_bytes(hashlib.sha256(raw).digest()[:4], "little")
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """Rank 0's is the seed itself; the others' are far apart, whatever seeds a script tries."""
+    if rank == 0:
+        return seed
+    digest = hashlib.sha256(f"torchmn rank {rank} seed {seed}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
+
 class RandomStreams:
     """The generators of this rank: Python's, numpy's, torch's on the CPU and on its GPU.
 
@@ -48,10 +62,8 @@ class RandomStreams:
         True
     """
 
-    def __init__(
-        self, seed: int, rank: int, device: torch.device, *, keeps_generators: bool = False
-    ) -> None:
-        self.seed = _rank_seed(seed, rank)
+    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+        self.seed = rank_seed(seed, rank)
         """The seed of this rank, 0 .. 2**32 - 1, for generators of your own."""
         self.is_shared = True
         """Whether all ranks draw the same numbers: until training begins, or `fork`."""
@@ -63,10 +75,13 @@ class RandomStreams:
         """Where the shared numbers are while the rank draws its own."""
         self._first = torch.empty(0)
         """Where torch's own ones have begun."""
-        if not keeps_generators:
-            random.seed(seed)
-            np.random.seed(seed)
-            torch.manual_seed(seed)
+
+    def seed_generators(self) -> RandomStreams:
+        """Begin with the numbers of one process, on all ranks; returns itself. Local."""
+        random.seed(self._job_seed)
+        np.random.seed(self._job_seed)
+        torch.manual_seed(self._job_seed)
+        return self
 
     def fork(self) -> None:
         """Let each rank draw different numbers from now on; rank 0 continues as before. Local.
@@ -75,13 +90,10 @@ class RandomStreams:
         optimizer, or at its first step. Call it, on all ranks, where they must draw different
         numbers before, as for rollouts before the first update. Calling it again does nothing.
         """
-        if not self.is_shared:
-            return
-        self._set_shared(False)
-        if self._rank > 0:
-            self._begin_own(f"{self._job_seed} {_position()}")
-        else:
-            self.draw_together()
+        was_shared, self.is_shared = self.is_shared, False
+        if was_shared and self._rank > 0:
+            self._begin_own(f"fork {position()}")
+        self.draw_together()
 
     def state_dict(self) -> dict[str, Any]:
         """Where all streams are now, and whether they are shared. Local."""
@@ -100,7 +112,7 @@ class RandomStreams:
     def loaded(self, state: Mapping[str, Any]) -> None:
         """The generators have been set to those of a `state_dict`. Local."""
         self._num_apart, self._together = state.get(_NUM_APART, 0), None
-        self._set_shared(_NUM_APART in state)
+        self.is_shared = _NUM_APART in state and self is not _NONE
 
     def reshard_state_dict(
         self, states: Sequence[Mapping[str, Any]], comm: Communicator
@@ -110,11 +122,9 @@ class RandomStreams:
         A rank that was there before continues with its own streams; a new one begins streams that
         no other rank has, or shares those that all ranks share.
         """
-        if comm.rank < len(states):
-            return states[comm.rank]
-        if _NUM_APART in states[0]:
-            return states[0]
-        return {"begin": (self._job_seed, _position(states[0]["torch"]))}
+        if comm.rank < len(states) or _NUM_APART in states[0]:
+            return states[comm.rank % len(states)]
+        return {"begin": (self._job_seed, position(states[0]["torch"]))}
 
     # ---- for loaders, while numbers are shared ----
 
@@ -127,7 +137,7 @@ class RandomStreams:
             return
         self._together = rng_state.capture(self._device)
         self._num_apart += 1
-        self._begin_own(f"apart {self._num_apart} {_position()}")
+        self._begin_own(f"apart {self._num_apart} {position()}")
         self._first = torch.get_rng_state()
 
     def draw_together(self, *, has_seed_of_workers: bool = False) -> None:
@@ -137,7 +147,7 @@ class RandomStreams:
         DataLoader's workers counts as drawn from the shared ones, as on rank 0.
         """
         state, self._together = self._together, None
-        if state is None or not (self.is_shared or self._rank == 0):
+        if state is None or (self._rank > 0 and not self.is_shared):
             return
         has_drawn = has_seed_of_workers and not torch.equal(torch.get_rng_state(), self._first)
         rng_state.restore(state, self._device)
@@ -151,33 +161,28 @@ class RandomStreams:
         device = self._device if get_worker_info() is None else _CPU
         rng_state.start(text, 0, self._rank, device)
 
-    def _set_shared(self, is_shared: bool) -> None:
-        self.is_shared = is_shared
-        if _current is self:
-            training_start.wait(self.fork if is_shared else None)
+
+_NONE = RandomStreams(0, 0, _CPU)
+"""Where ranks are threads of a process, which share generators, or there is one, or no seed."""
+_NONE.is_shared = False
+_current = _NONE
 
 
-_current: RandomStreams | None = None
-"""Those of this process, unless its ranks are threads, which share generators, or there is one."""
-
-
-def current() -> RandomStreams | None:
-    """Return the streams of this process, if its numbers were ever shared with other ranks."""
+def current() -> RandomStreams:
+    """Return the streams of this process. Local."""
     return _current
 
 
 def adopt(streams: RandomStreams | None) -> None:
     """Make them those of this process, or let it have none. Local."""
     global _current
-    _current = streams
-    training_start.wait(streams.fork if streams is not None and streams.is_shared else None)
+    _current = streams or _NONE
+    training_start.function = None if streams is None else streams.fork
 
 
 def shared_state() -> dict[str, Any] | None:
     """Where the numbers are that all ranks share; None if they are not shared. Local."""
-    if _current is None or not _current.is_shared:
-        return None
-    return rng_state.capture(_current._device)
+    return rng_state.capture(_current._device) if _current.is_shared else None
 
 
 def follow(state: Mapping[str, Any] | None) -> None:
@@ -186,23 +191,27 @@ def follow(state: Mapping[str, Any] | None) -> None:
     Ranks come to draw in other numbers where one of them alone shows a sample, or draws the order
     of a pass for all.
     """
-    if state is not None and _current is not None and _current.is_shared:
+    if state is not None and _current.is_shared:
         rng_state.restore(state, _current._device)
 
 
-def fork_in_worker() -> None:
+def fork_in_worker(streams: RandomStreams | None) -> None:
     """Let a DataLoader's worker draw numbers that no worker of another rank draws. Local.
 
     Does nothing in the process of a rank: it is for data of which each rank has its part, in
     DataLoaders whose workers torch seeds from shared numbers.
+
+    Args:
+        streams: those that the process of the rank had, if the worker is not its fork.
     """
-    if _current is not None and _current.is_shared and get_worker_info() is not None:
-        _current.fork()
+    streams = streams or _current
+    if streams.is_shared and get_worker_info() is not None:
+        streams.fork()
 
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The state of the process's generators for a checkpoint: of its streams, if it has any."""
-    return rng_state.capture(device) if _current is None else _current.state_dict()
+    return _current.state_dict() if _current.is_shared else rng_state.capture(device)
 
 
 def restore(state: Mapping[str, Any], step: int, comm: Communicator, num_old: int) -> None:
@@ -218,8 +227,7 @@ def restore(state: Mapping[str, Any], step: int, comm: Communicator, num_old: in
         rng_state.restore(state, comm.device)
     else:
         rng_state.start(state["seed"], step, comm.rank, comm.device)
-    if _current is not None:
-        _current.loaded(state)
+    _current.loaded(state)
 
 
 def process_id() -> str:
@@ -267,7 +275,7 @@ def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
         raise UsageError(
             f"{comm.rank_label}: seed_ranks got {seed!r}. It needs an integer from 0 to 2**32 - 1."
         )
-    streams = RandomStreams(int(seed), comm.rank, comm.device)
+    streams = RandomStreams(int(seed), comm.rank, comm.device).seed_generators()
     _begin_shared(streams, comm, [process for _, process in gathered])
     return streams
 
@@ -278,14 +286,11 @@ def share_equal_numbers(comm: Communicator) -> None:
     Where ranks would draw different numbers, as in a state that the framework has restored, it only
     notes that nothing is shared.
     """
-    is_shared = _current is not None and _current.is_shared
-    gathered = comm.allgather_obj((_position(), process_id(), is_shared))
+    gathered = comm.allgather_obj((position(), process_id(), _current.is_shared))
     if len({position for position, _, _ in gathered}) > 1:
-        if _current is not None:
-            _current.loaded({})
+        _current.loaded({})
     elif not any(theirs for _, _, theirs in gathered):
-        seed = torch.initial_seed() % _NUM_SEEDS
-        streams = RandomStreams(seed, comm.rank, comm.device, keeps_generators=True)
+        streams = RandomStreams(torch.initial_seed() % _NUM_SEEDS, comm.rank, comm.device)
         _begin_shared(streams, comm, [process for _, process, _ in gathered])
 
 
@@ -295,17 +300,3 @@ def _begin_shared(streams: RandomStreams, comm: Communicator, processes: Sequenc
         comm.on_finalize(lambda: adopt(None) if _current is streams else None)
     else:
         streams.is_shared = False
-
-
-def _position(state: torch.Tensor | None = None) -> int:
-    """A number for where torch's generator on the CPU is now, or was."""
-    raw = bytes((torch.get_rng_state() if state is None else state).tolist())
-    return int.from_bytes(hashlib.sha256(raw).digest()[:4], "little")
-
-
-def _rank_seed(seed: int, rank: int) -> int:
-    """Rank 0's is the seed itself; the others' are far apart, whatever seeds a script tries."""
-    if rank == 0:
-        return seed
-    digest = hashlib.sha256(f"torchmn rank {rank} seed {seed}".encode()).digest()
-    return int.from_bytes(digest[:4], "little")

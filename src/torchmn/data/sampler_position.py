@@ -53,8 +53,7 @@ class SamplerPass:
         self._fields: dict[str, Any] | None = None
         self._owner: weakref.ref[Any] | None = None
         self._keeper: weakref.ref[Any] | None = None
-        self._streams = None if comm.size == 1 else rank_seeds.current()
-        """Those of the rank, whose numbers may be shared until training begins."""
+        self._streams = rank_seeds.current()
         self._fetches = False
         """Whether the iterator fetches batches itself, and not in workers."""
         if source is not None:
@@ -63,7 +62,7 @@ class SamplerPass:
             self._owner = weakref.ref(source.iterator, self._record_count)
             self._keeper = None if source.loader is None else weakref.ref(source.loader)
             self._watch_end(source.iterator)
-            if self._streams is not None and comm.rank > 0 and not self._fetches:
+            if comm.rank > 0 and not self._fetches:
                 self._streams.draw_apart()  # the seed of workers, which comes next
 
     def batches(self, indices: Iterator[list[int]]) -> Iterator[list[int]]:
@@ -74,11 +73,10 @@ class SamplerPass:
         return batches
 
     def _counted(self, indices: Iterator[list[int]]) -> Iterator[list[int]]:
-        if self._streams is not None:
-            self._streams.draw_together(has_seed_of_workers=True)
+        self._streams.draw_together(has_seed_of_workers=True)
         for batch in indices:
             self.count_drawn()
-            if self._streams is not None and self._fetches:
+            if self._fetches:
                 self._streams.draw_apart()  # until the batch is fetched
             yield batch
         self.is_exhausted = True
@@ -136,8 +134,7 @@ class SamplerPass:
                 self._has_ended = True
                 raise
             finally:
-                if streams is not None:
-                    streams.draw_together()
+                streams.draw_together()
 
         vars(iterator)[_NEXT] = next_data
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from torchmn.cluster.units import MiB
 from torchmn.comm.transports.shared_segment import SHARED_DIRECTORY
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
+from torchmn.data import rank_seeds
 from torchmn.data.node_shared_dataset import copy_to_nodes
 from torchmn.data.permutations import SEED_RULE, draw_seed, is_seed, permutation
 from torchmn.data.sub_dataset import SizedDataset, SubDataset
@@ -144,8 +145,10 @@ def scatter_dataset(
     arguments = _arguments(dataset, seed, max_buf_len)
     arguments["shuffle"] = bool(shuffle)
     arguments["force_equal_length"] = bool(force_equal_length)
+    arguments["random"] = rank_seeds.shared_state() if comm.rank == root else None
     gathered = _gather(comm, arguments, root)
     chosen = gathered[root]
+    rank_seeds.follow(chosen["random"])  # the root may have made the data set at random
     lengths = [theirs["length"] for theirs in gathered]
     if lengths[root] is None:
         raise UsageError(

@@ -131,15 +131,10 @@ def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
         own["collate_fn"] = EmptyBatchCollate(loader.dataset, loader.collate_fn)  # type: ignore[arg-type]
     if comm.rank > 0 and loader.generator is not None:
         # It seeds the workers, whose augmentation would be the same on all ranks.
-        own["generator"] = _generator_of(loader.generator, comm.rank)
+        seed = rank_seeds.rank_seed(loader.generator.initial_seed(), comm.rank)
+        own["generator"] = torch.Generator(device="cpu").manual_seed(seed)
     vars(mine).update(own)  # a DataLoader lets no attribute of these be set
     return mine
-
-
-def _generator_of(generator: torch.Generator, rank: int) -> torch.Generator:
-    text = f"torchmn rank {rank} loader {generator.initial_seed()}".encode()
-    seed = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
-    return torch.Generator(device="cpu").manual_seed(seed)
 
 
 @dataclass

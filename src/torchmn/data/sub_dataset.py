@@ -16,8 +16,6 @@ from torchmn.data.permutations import draw_seed, permutation
 from torchmn.errors import UsageError
 
 Sample = TypeVar("Sample", covariant=True)
-_STREAMS = "streams"
-"""Of the process of the rank, in what a worker receives."""
 
 
 @runtime_checkable
@@ -76,6 +74,8 @@ class SubDataset(Dataset[Sample]):
         self.end = end
         self.is_of_one_rank = False
         """Whether other ranks have other samples, as shards of `scatter_dataset`."""
+        self._streams: rank_seeds.RandomStreams | None = None
+        """Of the process that has started this one, a worker."""
         # A copy, so that the shard does not keep the permutation of the whole data set alive.
         self._indices = None if order is None else np.array(order[begin:end], dtype=np.int64)
 
@@ -103,7 +103,7 @@ class SubDataset(Dataset[Sample]):
         if not 0 <= position < len(self):
             raise IndexError(f"Sample {index} of a part with {len(self)} samples.")
         if self.is_of_one_rank:
-            rank_seeds.fork_in_worker()
+            rank_seeds.fork_in_worker(self._streams)
         if self._indices is None:
             return self.dataset[self.begin + position]
         return self.dataset[int(self._indices[position])]
@@ -115,13 +115,8 @@ class SubDataset(Dataset[Sample]):
         if only is not None and not is_starting_process():
             state["dataset"] = only(self.indices)
         if is_starting_process():
-            state[_STREAMS] = rank_seeds.current()
+            state["_streams"] = rank_seeds.current()
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if (streams := state.pop(_STREAMS, None)) is not None:
-            rank_seeds.adopt(streams)
-        self.__dict__.update(state)
 
     def __copy__(self) -> SubDataset[Sample]:
         twin = object.__new__(type(self))

@@ -13,43 +13,29 @@ from torchmn.compiling import not_compiled
 from torchmn.exchange.model_hooks import ModelHooks
 
 
-class FirstForward:
-    """Begins training at the first forward pass in training mode of a model or a part of it. Local.
+def watch_first_forward(models: Sequence[nn.Module]) -> ModelHooks:
+    """Begin training at the first forward pass in training mode of a model or a part of it. Local.
 
-    Those that are called by compiled code are not seen; the first step of the optimizer is.
+    The hooks that are returned are gone after that. Passes that are called by compiled code are not
+    seen, and those under activation checkpointing do not count: it draws their numbers again in the
+    backward pass, after it has set the generators to where they were when the part began.
     """
-
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._hooks = ModelHooks()
-        if not training_start.is_awaited:
-            return
-        for module in {module: None for model in models for module in model.modules()}:
-            if not isinstance(module, torch.jit.ScriptModule):
-                self._hooks.before_forward(module, self._before_forward, prepend=True)
-
-    def _before_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
-            self._begin_unless_drawn_twice()
+    hooks = ModelHooks()
 
     @not_compiled
-    def _begin_unless_drawn_twice(self) -> None:
-        """Begin, but not in a part under activation checkpointing, nor while tracing.
-
-        Checkpointing draws the numbers of a part again in the backward pass, after it has set the
-        generators to where they were when the part began.
-        """
+    def begin() -> None:
         is_in_backward = torch._C._current_graph_task_id() != -1
         packs_tensors = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         if not (is_in_backward or packs_tensors or torch._C._is_tracing()):
-            self.begin()
+            hooks.remove()
+            training_start.begin()
 
-    def begin(self) -> None:
-        """Training begins, if it has not begun before."""
-        self.close()
-        training_start.begin()
+    def before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling() and module.training and torch.is_grad_enabled():
+            begin()
 
-    def close(self) -> None:
-        """Look at no more forward passes; calling it again does nothing."""
-        self._hooks.remove()
+    if training_start.function is not None:
+        for module in {module: None for model in models for module in model.modules()}:
+            if not isinstance(module, torch.jit.ScriptModule):
+                hooks.before_forward(module, before_forward, prepend=True)
+    return hooks

@@ -11,6 +11,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
+from torchmn.checkpoint import RandomStreams
 from torchmn.checkpoint.snapshot import CopyMemory
 from torchmn.comm.codecs import Quantized, Segment
 from torchmn.comm.codecs.kernels import reference
@@ -185,6 +186,25 @@ def test_generators_continue_after_they_are_restored() -> None:
     rng_state.restore(state, GPU)
     assert torch.equal(torch.rand(5, device=GPU), expected[0])
     assert torch.equal(torch.rand(5), expected[1])
+
+
+def test_shared_numbers_of_gpus_and_those_of_each_rank() -> None:
+    def draw() -> list[float]:
+        return [*torch.rand(3, device=GPU).tolist(), *torch.rand(3).tolist()]
+
+    torch.manual_seed(5)
+    wanted = [draw(), draw()]
+    own = []
+    for rank in range(2):
+        streams = RandomStreams(5, rank, GPU).seed_generators()
+        assert draw() == wanted[0]
+        streams.draw_apart()
+        own.append(draw())
+        streams.draw_together()
+        streams.fork()
+        own.append(draw())
+        assert (own[-1] == wanted[1]) == (rank == 0)
+    assert len({value for drawn in own for value in drawn}) == 24
 
 
 def test_what_is_not_finite_is_counted_and_named_without_a_wait() -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchmn import create_multi_node_optimizer
 from torchmn.comm.training_start import training_start
-from torchmn.exchange.first_forward import FirstForward
+from torchmn.exchange.first_forward import watch_first_forward
 from torchmn.testing import run_ranks
 
 X = torch.ones(2, 3)
@@ -31,11 +31,11 @@ class Watched:
     def __init__(self) -> None:
         self.model = Model(nn.Linear(3, 3), nn.Dropout(0.5))
         self.num_begun = 0
-        self.first = self.wait()
+        self.wait()
 
-    def wait(self) -> FirstForward:
-        training_start.wait(self.note)
-        return FirstForward([self.model])
+    def wait(self) -> None:
+        training_start.function = self.note
+        watch_first_forward([self.model])
 
     def note(self) -> None:
         self.num_begun += 1
@@ -47,7 +47,7 @@ class Watched:
 @pytest.fixture
 def watched() -> Iterator[Watched]:
     yield Watched()
-    training_start.wait(None)
+    training_start.function = None
 
 
 def test_once_at_the_first_training_pass(watched: Watched) -> None:
@@ -57,10 +57,14 @@ def test_once_at_the_first_training_pass(watched: Watched) -> None:
         assert watched.num_begun == 1
         assert watched.num_hooks() == 0
     assert vars(watched.model).keys() == vars(nn.Sequential()).keys()
-    watched.first.begin()
-    assert watched.num_begun == 1
-    watched.wait().begin()
-    assert watched.num_begun == 2
+
+
+def test_nothing_is_hooked_where_nothing_waits(watched: Watched) -> None:
+    training_start.function = None
+    model = nn.Linear(3, 3)
+    watch_first_forward([model])
+    assert not model._forward_pre_hooks
+    training_start.begin()
 
 
 @pytest.mark.parametrize("part", [0, 1])
@@ -118,36 +122,35 @@ def test_compiled_models(watched: Watched, form: str) -> None:
         model = torch.compile(lambda x: watched.model(x), **options)
     else:
         model = torch.compile(model, **options)
-    first = FirstForward([model]) if form == "given" else watched.first
+    if form == "given":
+        watch_first_forward([model])
     model(X)
-    assert watched.num_begun == (form != "function")
-    first.begin()  # the step at the latest
-    assert watched.num_begun == 1
+    num_begun = watched.num_begun
+    assert bool(num_begun) == (form != "function")
     model(X)
+    assert watched.num_begun == num_begun
 
 
 def test_an_optimizer_sees_it_and_its_first_step_is_the_latest() -> None:
     def train(comm):  # type: ignore[no-untyped-def]
-        begun = []
-        for is_called in (True, False):
-            training_start.wait(lambda: begun.append(len(begun)))
-            model = nn.Linear(3, 1)
-            sgd = torch.optim.SGD(model.parameters(), 0.1)
-            optimizer = create_multi_node_optimizer(sgd, comm, model)
-            loss = model(X).sum() if is_called else (model.weight @ X.T).sum()
-            assert bool(begun) == is_called
-            loss.backward()
-            optimizer.step()
-            assert begun.pop() == 0
-            training_start.wait(lambda: begun.append(len(begun)))
-            optimizer.step()  # of an optimizer made before
-            assert begun.pop() == 0
-            optimizer.close()
-        training_start.wait(lambda: begun.append(len(begun)))
+        begun: list[str] = []
+        training_start.function = lambda: begun.append(step)
+        model = nn.Linear(3, 1)
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(sgd, comm, model)
+        step = "step"
+        (model.weight @ X.T).sum().backward()
+        assert not begun
+        optimizer.step()
+        step = "forward"
+        model(X)
+        model(X)
+        optimizer.close()
+        step = "mean of gradients"
         comm.multi_node_mean_grad(model)
         return begun
 
     try:
-        assert run_ranks(train, 1) == [[0]]
+        assert run_ranks(train, 1) == [["step", "forward", "mean of gradients"]]
     finally:
-        training_start.wait(None)
+        training_start.function = None

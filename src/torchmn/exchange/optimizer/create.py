@@ -15,7 +15,7 @@ from torchmn.exchange.auto.tuner import Autotuner, SearchSpace
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.codec_state import own_codec, warn_if_it_encodes_nothing
 from torchmn.exchange.finiteness import OnNonfinite
-from torchmn.exchange.optimizer.model_checks import find_chains, warn_of_equal_dropout
+from torchmn.exchange.optimizer.model_checks import compare_random_numbers, find_chains
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight
 from torchmn.exchange.optimizer.trained_objects import Trained, modules_of
 from torchmn.exchange.replicas import parameters_of
@@ -211,7 +211,7 @@ def create_multi_node_optimizer(
         made.weigh_by_samples()
     elif may_differ:
         comm.divided_batches.when_used(made.weigh_by_samples)
-    warn_of_equal_dropout(comm, models)
+    compare_random_numbers(comm, models)
     if (
         tuner is None and codec is not None and not isinstance(chosen, ParameterServer)
     ):  # it pushes between all ranks

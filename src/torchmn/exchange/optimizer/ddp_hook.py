@@ -45,7 +45,7 @@ from torchmn.exchange.codec_state import (
     warn_if_it_encodes_nothing,
 )
 from torchmn.exchange.finiteness import NonfiniteGradients
-from torchmn.exchange.first_forward import FirstForward
+from torchmn.exchange.first_forward import watch_first_forward
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.resharding import reshard_codec
@@ -97,7 +97,7 @@ class DdpHook:
                 "the module without DistributedDataParallel."
             )
         self._open(model, next(model.module.parameters()).device)
-        FirstForward([model])
+        watch_first_forward([model])
         self._warm_up()
         model.register_comm_hook(None, self)  # with the model as state neither would ever be freed
         return self

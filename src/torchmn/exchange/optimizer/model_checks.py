@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 
@@ -80,21 +79,24 @@ def find_chains(
     return chains
 
 
-def warn_of_equal_dropout(comm: Communicator, models: Sequence[nn.Module]) -> None:
+def compare_random_numbers(comm: Communicator, models: Sequence[nn.Module]) -> None:
     """Warn on rank 0 if a model draws masks and all ranks would draw the same. *Collective.*
 
     Ranks that are threads of one process share one generator and count as one. Those that share
-    their numbers until training begins will draw different masks.
+    their numbers until training begins will draw different masks; they continue from rank 0's
+    numbers, of which it may have drawn some alone.
     """
-    if comm.size == 1 or not any(_draws_masks(m) for model in models for m in model.modules()):
+    if comm.size == 1:
         return
     is_cuda = comm.device.type == "cuda"
-    state = torch.cuda.get_rng_state(comm.device) if is_cuda else torch.get_rng_state()
-    digest = hashlib.sha256(state.numpy().tobytes()).hexdigest()
-    will_differ = rank_seeds.shared_state() is not None
-    gathered = comm.allgather_obj((rank_seeds.process_id(), comm.rank if will_differ else digest))
-    processes = dict(gathered)
-    if comm.rank == 0 and len(processes) > len(set(processes.values())):
+    position = rank_seeds.position(torch.cuda.get_rng_state(comm.device) if is_cuda else None)
+    shared = rank_seeds.shared_state()
+    own = rank_seeds.process_id(), position if shared is None else comm.rank
+    gathered = comm.allgather_obj((own, shared if comm.rank == 0 else None))
+    rank_seeds.follow(gathered[0][1])
+    processes = dict(own for own, _ in gathered)
+    is_drawn = any(_draws_masks(module) for model in models for module in model.modules())
+    if comm.rank == 0 and is_drawn and len(processes) > len(set(processes.values())):
         warnings.warn(
             f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as "
             "after torch.manual_seed with one seed on all of them. Call "

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
+from torchmn.comm.training_start import training_start
 from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.auto.tuner import Autotuner
@@ -23,7 +24,7 @@ from torchmn.exchange.finiteness import (
     act_on_nonfinite,
     record_own_nonfinite,
 )
-from torchmn.exchange.first_forward import FirstForward
+from torchmn.exchange.first_forward import watch_first_forward
 from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.optimizer import resume
@@ -123,7 +124,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._has_closure = False
         """Whether the inner optimizer's step calls what computes gradients."""
         self._hooks = ModelHooks()
-        self._first_forward = FirstForward([])
+        self._first_forward = ModelHooks()
         self._has_local_passes = False
         """Whether p.grad may hold gradients of passes under no_sync()."""
         self._asked = {
@@ -173,7 +174,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 self._hooks.before_load(model, lambda: self.schedule.before_load())
             if weight == "samples" or schedule.counts_samples:
                 self._count_samples()
-            self._first_forward = FirstForward(self._models)
+            self._first_forward = watch_first_forward(self._models)
             self.recorded = RecordedSteps(self, self._models)
             self.recorded.meet()
         except BaseException:
@@ -216,7 +217,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if self._remove_step_hook is not None:
             self._remove_step_hook()
         self._hooks.remove()
-        self._first_forward.close()
+        self._first_forward.remove()
 
     # ---- what makes it an Optimizer ----
 
@@ -281,7 +282,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             )
         with self.recorded:
             result = self._step(closure)
-        self._first_forward.begin()  # where it was not seen, as in compiled code
+        training_start.begin()  # where no forward pass was seen, as in compiled code
         return result
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:

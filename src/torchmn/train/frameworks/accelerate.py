@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from torchmn.data import rank_seeds
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.replicas import parameters_of
@@ -148,7 +149,7 @@ class AcceleratorExchange(_Base):
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """See Accelerate's ``load_state``; random numbers continue, too. *Collective.*"""
         result = super().load_state(*args, **kwargs)
-        self.exchange.share_equal_numbers(self.device)
+        rank_seeds.share_equal_numbers(self.exchange.connect(self.device))
         return result
 
     def free_memory(self, *objects: Any) -> Any:
@@ -214,7 +215,7 @@ class TrainerExchange(_Base):
 
     def _load_rng_state(self, *args: Any, **kwargs: Any) -> None:
         super()._load_rng_state(*args, **kwargs)
-        self.exchange.share_equal_numbers(self.accelerator.device)
+        rank_seeds.share_equal_numbers(self.exchange.connect(self.accelerator.device))
 
     def flush(self) -> None:
         """Apply all that was exchanged, and end a block of local updates. *Collective.*"""

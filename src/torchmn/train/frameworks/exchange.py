@@ -110,7 +110,7 @@ class Exchange:
                 "framework reduces their gradients itself. Give it whole parameters, or write the "
                 "loop with torchmn.create_multi_node_optimizer() and a torchmn.Grid."
             )
-        self.share_equal_numbers(device)
+        rank_seeds.share_equal_numbers(self.connect(device))
         made = create_multi_node_optimizer(
             optimizer,
             self.connect(device),
@@ -126,13 +126,6 @@ class Exchange:
         own = cast(FrameworkOptimizer, made)
         self.keep(own, models)
         return own
-
-    def share_equal_numbers(self, device: torch.device) -> None:
-        """Let ranks that the framework has seeded alike differ once training begins. *Collective.*
-
-        Not where it has restored what each rank draws next.
-        """
-        rank_seeds.share_equal_numbers(self.connect(device))
 
     def keep(self, optimizer: FrameworkOptimizer, models: Sequence[nn.Module]) -> None:
         """Flush, save and join this optimizer with the others from now on. Local."""
