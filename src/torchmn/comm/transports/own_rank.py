@@ -28,14 +28,14 @@ def own_place() -> LauncherInfo | None:
     Raises TopologyError: the group and the launcher contradict each other.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    is_lightnings = "WORLD_SIZE" in os.environ and "RANK" not in os.environ
-    if size == 1 and not (is_lightnings and dist.is_initialized()):
+    has_only_size = "RANK" not in os.environ and os.environ.get("WORLD_SIZE") == str(size)
+    if size == 1 and not (has_only_size and dist.is_initialized()):
         return read_launcher_env(os.environ)
     pairs = (("rank", str(rank)), ("world_size", str(size)))
     group = LauncherInfo(
         launcher=_GROUP, kind="agents", rank=rank, known_size=size, variables=pairs
     )
-    if is_lightnings or multiprocessing.parent_process() is not None:
+    if has_only_size or multiprocessing.parent_process() is not None:
         return group
     launched = read_launcher_env(os.environ)
     if launched is None or launched.known_size in (None, 1):
