@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from contextlib import suppress
+from glob import glob
 
 from torchmn.cluster.environment_variables import ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.cluster.launcher_env import LAUNCHERS, LauncherInfo
@@ -49,6 +49,8 @@ def claim_rank(place: LauncherInfo, env: Mapping[str, str]) -> None:
 def claimed_by(env: Mapping[str, str]) -> int | None:
     """The other process that has joined as the rank that ``env`` describes, if any. Local."""
     own, digest = os.getpid(), _digest(env)
+    if not _NAMES & env.keys():
+        return None
     above = ancestors(own)
     same = [pid for pid in above if _digest(environment_of(pid)) == digest]
     family = (*above, *(descendants(same[-1]) if same else ()))
@@ -79,9 +81,4 @@ def _name(digest: str, pid: int) -> str:
 def _has_claim(pid: int, digest: str) -> bool:
     """Whether a process has claimed this rank; a child that it forked has its open files, too."""
     wanted = f"/memfd:{_name(digest, pid)} (deleted)"
-    with suppress(OSError):
-        for number in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):
-                if os.readlink(f"/proc/{pid}/fd/{number}") == wanted:
-                    return True
-    return False
+    return any(os.path.realpath(file) == wanted for file in glob(f"/proc/{pid}/fd/*"))

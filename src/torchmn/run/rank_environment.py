@@ -35,7 +35,6 @@ from torchmn.control.rank_claim import claimed_by
 from torchmn.run.job import Job
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_HASH_SEED = "PYTHONHASHSEED"
 _RENDEZVOUS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 _KEPT_HEAP = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
@@ -118,9 +117,9 @@ def script_environment(
     has_rendezvous = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     left = {SUPERVISOR_VARIABLE, *(() if has_rendezvous else _RENDEZVOUS & ordered.keys())}
     given = {name: text for name, text in env.items() if name not in left}
-    own_seed = env.get(_HASH_SEED, "")
-    hash_seed = own_seed if own_seed.isdigit() else "0"  # "random", too, is another on each rank
-    return {**chosen, **given, "OMP_NUM_THREADS": threads, _HASH_SEED: hash_seed}
+    if not given.get("PYTHONHASHSEED", "").isdigit():  # "random", too, is another on each rank
+        given["PYTHONHASHSEED"] = "0"
+    return {**chosen, **given, "OMP_NUM_THREADS": threads}
 
 
 def _heap_variables(env: Mapping[str, str]) -> dict[str, str]:

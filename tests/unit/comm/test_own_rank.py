@@ -86,3 +86,5 @@ def test_processes_that_lightning_starts_have_no_rank(monkeypatch: pytest.Monkey
         assert is_adopted(own_place())
     with pytest.raises(TopologyError, match="RANK is not set"):
         own_place()
+    with group(0, 1), pytest.raises(TopologyError, match="RANK is not set"):
+        own_place()

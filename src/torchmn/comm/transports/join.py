@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import _get_default_store
 
 from torchmn.cluster import route_to
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
@@ -30,7 +31,6 @@ from torchmn.comm.transports.mpi import MpiTransport
 from torchmn.comm.transports.own_rank import (
     is_adopted,
     own_place,
-    store_of_group,
     warn_if_alone_among_children,
 )
 from torchmn.control import port_discovery
@@ -91,7 +91,7 @@ def join_world(kind: str, timeout_s: float) -> Transport:
     joined as this rank.
     """
     launched = own_place()
-    key = (kind, id(store_of_group())) if is_adopted(launched) else kind
+    key = (kind, id(_get_default_store())) if is_adopted(launched) else kind
     if key in _joined:
         pid, transport = _joined[key]
         if launched is not None and transport.size > 1 and pid != os.getpid():  # forked since then
@@ -146,7 +146,7 @@ def meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, Store]:
     `join_world`.
     """
     if is_adopted(launched):
-        return "", store_of_group()
+        return "", _get_default_store()
     if not _met:
         claim_rank(launched, os.environ)
         _met.append(_connect_store(launched, timeout_s))

@@ -12,11 +12,9 @@ import os
 import warnings
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-from torch.distributed.distributed_c10d import _get_default_store
 
 from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
-from torchmn.errors import TopologyError, UnsupportedError
+from torchmn.errors import TopologyError
 
 _GROUP = "init_process_group()"
 
@@ -30,14 +28,14 @@ def own_place() -> LauncherInfo | None:
     Raises TopologyError: the group and the launcher contradict each other.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    is_lightnings = "WORLD_SIZE" in os.environ and "RANK" not in os.environ
-    if size == 1 and not (is_lightnings and dist.is_initialized()):
+    has_only_size = "RANK" not in os.environ and os.environ.get("WORLD_SIZE") == str(size)
+    if size == 1 and not (has_only_size and dist.is_initialized()):
         return read_launcher_env(os.environ)
     pairs = (("rank", str(rank)), ("world_size", str(size)))
     group = LauncherInfo(
         launcher=_GROUP, kind="agents", rank=rank, known_size=size, variables=pairs
     )
-    if is_lightnings or multiprocessing.parent_process() is not None:
+    if has_only_size or multiprocessing.parent_process() is not None:
         return group
     launched = read_launcher_env(os.environ)
     if launched is None or launched.known_size in (None, 1):
@@ -53,17 +51,6 @@ def own_place() -> LauncherInfo | None:
 def is_adopted(place: LauncherInfo | None) -> bool:
     """Whether the rank is that of the script's process group, not of a launcher."""
     return place is not None and place.launcher == _GROUP
-
-
-def store_of_group() -> Store:
-    """The store of the script's default group. Raises UnsupportedError: it has none."""
-    store: Store | None = _get_default_store()
-    if store is None:
-        raise UnsupportedError(
-            f"The process group of this script ({dist.get_backend()}) has no store by which ranks "
-            "meet. Use gloo or nccl, or start the script with mpirun or torchmn run."
-        )
-    return store
 
 
 def warn_if_alone_among_children() -> None:

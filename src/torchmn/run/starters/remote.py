@@ -41,11 +41,9 @@ _ANSWER_S, _SCHEDULER_ANSWER_S = 10.0, 30.0
 _CARRIED = (
     *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
     *("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "HF_", "CONDA_"),
+    "PYTHONHASHSEED",
 )
-_CARRIED_NAMES = (
-    *("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV"),
-    *("LANG", "LC_ALL", "TZ"),
-)
+_CARRIED_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "LC_ALL", "TZ")
 
 
 def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
