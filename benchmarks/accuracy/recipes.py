@@ -1,9 +1,10 @@
 """Recipes for schedules whose exchange overlaps, evaluated on `ResidualNet`.
 
-All training images, the test images, and five seeds that nothing was run with before. What is
+All training images, the test images, and 16 seeds that nothing was run with before. What is
 evaluated was chosen on another network without shortcuts, on held-out training images and with
 other seeds, by the lowest mean loss; the runs of that choice are `recipe_choice.jsonl` in the
-archive of the records.
+archive of the records. Sides of `ON_FIVE_SEEDS` have the five seeds of an earlier evaluation, which
+is too few: the first recipe was 0.3 points above every step with these and below it with the 16.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from accuracy.runs import Key, Run
 from accuracy.sides import BASELINE, BLOCK_STEPS, OVERLAP_STEPS, SIDES, Side
 from accuracy.tasks import TASKS
 
+SEEDS = tuple(range(301, 317))
+EARLIER_SEEDS = (20, 21, 22, 23, 24)
 POINTS = 0.5
 LOSS_SHARE = 1.05
 
@@ -58,10 +61,14 @@ RECIPE_SIDES = {
 }
 """The chosen ones. Block momentum with every step first and last has a side here because it was
 below its limit in the choice; it is recommended only if it is within the limits here as well."""
+ON_FIVE_SEEDS = (
+    *("double buffering, recommended", "DiLoCo, recommended"),
+    *(_FIRST_AND_LAST.name, f"{_FIRST_AND_LAST.name}, int8"),
+)
 RECIPE_TASK = replace(
     TASKS["cifar"],
     name="cifar, recipes",
-    seeds=(20, 21, 22, 23, 24),
+    seeds=SEEDS,
     fresh_seeds=(),
     sides=tuple(RECIPE_SIDES),
 )
@@ -72,7 +79,7 @@ def failed_recipes(runs: Mapping[Key, Run]) -> dict[str, str]:
     failed = dict.fromkeys(RECIPE_TASK.sides[1:], "")
     bars = recipe_bars(runs)
     for name in failed:
-        own = [bar for bar in bars if bar.bar.startswith(f"{RECIPE_TASK.name}: {name}")]
+        own = [bar for bar in bars if bar.bar.startswith(f"{RECIPE_TASK.name}: {name} (")]
         for bar in own:
             if bar.holds is not True and not failed[name]:
                 failed[name] = f"{RECIPE_TASK.name}: {bar.value:.2f} {bar.unit}, not {bar.limit}"
@@ -85,16 +92,17 @@ def recipe_bars(runs: Mapping[Key, Run]) -> list[Bar]:
     for name in RECIPE_TASK.sides:
         if name == BASELINE:
             continue
-        pairs = pairs_of(RECIPE_TASK, name, runs)
-        points, losses = f"> -{POINTS}, 0 in reach", f"<= {LOSS_SHARE}"
-        label = f"{RECIPE_TASK.name}: {name}"
+        seeds = EARLIER_SEEDS if name in ON_FIVE_SEEDS else SEEDS
+        pairs = pairs_of(replace(RECIPE_TASK, seeds=seeds), name, runs)
+        points, losses = f"> -{POINTS} with 95 %", f"<= {LOSS_SHARE}"
+        label = f"{RECIPE_TASK.name}: {name} ({len(seeds)} seeds)"
         if not pairs.points:
             bars.append(Bar(f"{label}: missing ({pairs.missing})", math.nan, "", points))
             continue
         mean, interval = statistics.mean(pairs.points), interval_of(pairs.points)
         share = statistics.mean(pairs.losses)
         is_whole = not pairs.missing
-        holds = mean > -POINTS and interval is not None and interval[1] >= 0 if is_whole else None
+        holds = interval is not None and interval[0] > -POINTS if is_whole else None
         bars.append(Bar(label, mean, "points", points, holds, pairs.points, interval))
         bars.append(
             Bar(f"{label}, training loss / {BASELINE}", share, "x", losses,

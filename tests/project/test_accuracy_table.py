@@ -86,21 +86,22 @@ def test_the_seeds_of_the_evaluation_were_used_by_nothing_else(load, recipes) ->
         for task in load("accuracy.tasks").TASKS.values()
         for seed in (*task.seeds, *task.fresh_seeds)
     }
-    assert not used & {*recipes.RECIPE_TASK.seeds}
-    assert len(recipes.RECIPE_TASK.seeds) == 5
+    assert not used & {*recipes.SEEDS, *recipes.EARLIER_SEEDS}
+    assert not {*recipes.SEEDS} & {*recipes.EARLIER_SEEDS}
+    assert (len(recipes.SEEDS), len(recipes.EARLIER_SEEDS)) == (16, 5)
 
 
 @pytest.mark.parametrize(
     ("points", "loss", "holds"),
-    [(0.1, 1.0, True), (-0.45, 1.0, True), (-0.8, 1.0, False), (0.1, 1.1, False)],
+    [(0.1, 1.0, True), (-0.3, 1.0, True), (-0.45, 1.0, False), (0.1, 1.1, False)],
 )
 def test_limits(load, recipes, points, loss, holds) -> None:
     runs_of, task = load("accuracy.runs").Run, recipes.RECIPE_TASK
     runs = {}
     for name, side in recipes.RECIPE_SIDES.items():
         is_base = name == task.sides[0]
-        for index, seed in enumerate(task.seeds):
-            accuracy = 65 + (0 if is_base else points + 0.4 * (index - 2))
+        for index, seed in enumerate((*recipes.SEEDS, *recipes.EARLIER_SEEDS)):
+            accuracy = 65 + (0 if is_base else points + 0.1 * (-1) ** index)
             run = runs_of.of(
                 task, side, seed, status="done", accuracy=accuracy, loss=1.0 if is_base else loss
             )

@@ -15,6 +15,7 @@ from torchmn.checkpoint.shard_file import ShardReader
 from torchmn.checkpoint.snapshot import SavedRank
 from torchmn.checkpoint.storage import FileReader, FolderStorage, read_text
 from torchmn.comm import object_codec
+from torchmn.comm.object_kinds import torch_dtype
 from torchmn.comm.checksums import digest
 from torchmn.comm.local_tensors import PART
 from torchmn.errors import DataError, UsageError
@@ -171,7 +172,7 @@ def _shaped(memory: Tensor, kind: Sequence[Any], name: str) -> Tensor:
     if kind[0] != "tensor":
         return memory
     try:
-        dtype, shape = object_codec.torch_dtype(kind[1]), [int(n) for n in kind[2]]
+        dtype, shape = torch_dtype(kind[1]), [int(n) for n in kind[2]]
         return memory.view(dtype).view(shape)
     except (ValueError, TypeError, IndexError, RuntimeError, OverflowError) as error:
         raise DataError(f"'{name}' does not have the shape that is described: {error}") from error

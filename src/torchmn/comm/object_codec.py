@@ -205,8 +205,8 @@ def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> A
         return [name, array.dtype.str, list(obj.shape)]
     if trust is None:
         raise UnsupportedError(
-            f"{place(path)} is {_kind(obj)}. Only numbers, text, bytes, dense tensors, arrays, and "
-            "dicts, lists, tuples and sets of them are saved: nothing in a checkpoint is pickled."
+            f"{place(path)} is {_kind(obj)}. Only Python's own values (numbers, text, paths, dates, "
+            "containers), dense tensors and arrays are saved: nothing in a checkpoint is pickled."
         )
     if object_kinds.is_rebuilt(kind):
         held = _describe(object_kinds.content(obj), parts, trust, path)

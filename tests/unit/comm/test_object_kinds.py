@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from tests.unit.comm.test_object_codec import carry
 from torchmn.comm import object_codec
 from torchmn.comm.object_codec import Trust
-from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError
+from torchmn.errors import CommunicationError, DataError, RankMismatchError, UnsupportedError
 from torchmn.testing import run_ranks
 
 ZONE = timezone(timedelta(hours=9), "JST")
@@ -485,3 +485,19 @@ def test_a_script_of_multiprocessing_is_found_by_its_usual_name(
     monkeypatch.setattr(Frozen, "__module__", "__mp_main__")
     assert json.loads(object_codec.pack(Frozen(Path("a")), Trust()).head)[1][1] == "__main__"
     same(Frozen(Path("a")))
+
+
+def test_a_scheduler_with_a_counter_is_described_for_a_checkpoint() -> None:
+    """`MultiStepLR` has its milestones as a Counter."""
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    state = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 2, 5]).state_dict()
+    body, parts = object_codec.describe(state)
+    assert object_codec.build(json.loads(json.dumps(body)), [p.tensor for p in parts]) == state
+    assert type(state["milestones"]) is Counter
+    for refused in (Rates(0.1), Color.RED, argparse.Namespace()):
+        with pytest.raises(UnsupportedError, match=r"state\['a'\] is a .*nothing in a checkpoint"):
+            object_codec.describe({"a": refused})
+        with pytest.raises(
+            DataError, match="'object' is not a kind of value"
+        ):
+            object_codec.build(["object", __name__, "Rates", "", ["Attributes", []]], [])
