@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
 from torchmn.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
@@ -22,6 +24,18 @@ _RAISED_DURING = "During handling of the above exception, another exception occu
 _PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 
 _on_error: list[Callable[[BaseException], None]] = []
+
+
+class FailureNote(Protocol):
+    """What may explain an exception of the script, such as a very small batch."""
+
+    def failure_note(self) -> str:
+        """One sentence or more for the end of its traceback, or nothing."""
+        ...
+
+
+failure_notes: weakref.WeakSet[FailureNote] = weakref.WeakSet()
+"""Asked by `show_exception`, as long as they exist."""
 
 
 def on_error(callback: Callable[[BaseException], None]) -> None:
@@ -80,8 +94,12 @@ def show_exception(
 ) -> None:
     """Print an uncaught exception by ``hook``; if it is the interpreter's, as `traceback_text`.
 
-    The lines of one that only follows from the loss of another rank are marked.
+    The lines of one that only follows from the loss of another rank are marked. One that is not
+    torchmn's is given the `failure_notes` first (since Python 3.11).
     """
+    if not isinstance(error, TorchmnError) and hasattr(error, "add_note"):
+        for note in filter(None, [each.failure_note() for each in list(failure_notes)]):
+            error.add_note(note)
     if hook is sys.__excepthook__ and (isinstance(error, TorchmnError) or _is_follow_up(error)):
         print(_marked(error, traceback_text(error)), file=sys.stderr, flush=True)
     else:

@@ -24,6 +24,7 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,14 +68,13 @@ def raise_if_datasets_differ(
 
     Raises RankMismatchError, on all ranks: they differ.
     """
-    own = [_contents(dataset, may_read) for dataset, may_read in datasets]
-    differing = [
+    own = [contents(dataset, may_read=may_read) for dataset, may_read in datasets]
+    found = [
         f"{name} of data set {number}" if len(own) > 1 else name
-        for number, (mine, others) in enumerate(zip(own, comm.bcast_obj(own, root), strict=True))
-        for name in mine
-        if name in others and not _are_equal(mine[name], others[name])
+        for number, pair in enumerate(zip(own, comm.bcast_obj(own, root), strict=True))
+        for name in _differing(*pair)
     ]
-    for rank_label, names in comm.allgather_obj((comm.rank_label, differing[:3])):
+    for rank_label, names in comm.allgather_obj((comm.rank_label, found[:3])):
         if names:
             raise RankMismatchError(
                 f"{caller}: the data set of {rank_label} has as many samples as that of rank "
@@ -87,12 +87,30 @@ def raise_if_datasets_differ(
             )
 
 
-def _contents(dataset: Any, may_read: bool) -> dict[str, Content]:
+def contents(dataset: Any, *, may_read: bool = False) -> dict[str, Content]:
     """What is known of a data set, by the names of attributes. Local; never raises."""
     found: dict[str, Content] = {}
     if dataset is not None:
         _add(found, "", dataset, _length(dataset), may_read, 0)
     return found
+
+
+def warn_if_changed(
+    comm: Communicator, own: dict[str, Content], of_rank_0: dict[str, Content]
+) -> None:
+    """Warn if data sets that were equal have changed in different ways. Local."""
+    if names := _differing(own, of_rank_0):
+        warnings.warn(
+            f"{comm.rank_label}: its data set has changed in another way than that of rank 0: "
+            f"{', '.join(names)} differ. Write what belongs to samples, such as pseudo-labels, on "
+            "all ranks alike: torchmn.data.gather_by_index gives each rank the values of all.",
+            stacklevel=2,
+        )
+
+
+def _differing(own: dict[str, Content], other: dict[str, Content]) -> list[str]:
+    """The names of what both know and is not equal."""
+    return [name for name in own if name in other and not _are_equal(own[name], other[name])]
 
 
 def _add(

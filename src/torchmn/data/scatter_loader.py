@@ -22,11 +22,17 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from torchmn.cluster.units import counted
 from torchmn.comm.scattered_loaders import PassParts
-from torchmn.data.dataset_comparison import raise_if_datasets_differ
+from torchmn.data.dataset_comparison import (
+    Content,
+    contents,
+    raise_if_datasets_differ,
+    warn_if_changed,
+)
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_position import SamplerPass, iterating_loader
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
+from torchmn.data.small_parts import PartInHand, warn_if_ranks_get_none
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import DataError, RankMismatchError, UsageError
 
@@ -117,7 +123,7 @@ def scatter_loader(
 def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
     """The copy, whose constructor is not called: a subclass may have another one."""
     mine = copy.copy(loader)
-    batches = ScatteredBatches(loader.batch_sampler, comm)  # type: ignore[arg-type]
+    batches = ScatteredBatches(loader.batch_sampler, comm, loader.dataset)  # type: ignore[arg-type]
     own: dict[str, Any] = {
         "batch_sampler": batches,
         "_iterator": None,  # of persistent workers
@@ -162,6 +168,8 @@ class _Pass:
     marks: GeneratorMarks | None = None
     """Of the sampler's generators, on rank 0."""
     parts: PassParts = field(init=False)
+    indices: list[Any] = field(default_factory=list)
+    """In an evaluation, the samples of each part that the loader has drawn."""
     num_drawn: int = 0
     """Batches over all ranks whose parts the loader has drawn, those that it skipped included."""
 
@@ -189,11 +197,13 @@ class ScatteredBatches(Sampler[list[Any]]):
     """This rank's parts of the batches that rank 0 draws; made by `scatter_loader`.
 
     What the batch sampler of the original loader has, such as ``set_epoch``, is found here too, and
-    matters on rank 0.
+    matters on rank 0. A script may set what it has, such as ``batch_size``, between two passes.
 
     Args:
         batches: the original batch sampler.
         comm: the ranks.
+        dataset: if given, ranks are warned if a later pass that trains finds that it has changed in
+            different ways.
 
     >>> loader = torchmn.scatter_loader(torch.utils.data.DataLoader(range(4), batch_size=2), comm)
     >>> [*loader.batch_sampler]  # on one rank: all of each batch
@@ -213,9 +223,11 @@ class ScatteredBatches(Sampler[list[Any]]):
             )
         return super().__new__(cls)
 
-    def __init__(self, batches: Iterable[Sequence[Any]], comm: Communicator) -> None:
+    def __init__(
+        self, batches: Iterable[Sequence[Any]], comm: Communicator, dataset: Any = None
+    ) -> None:
         self.batches = batches
-        self._comm = comm
+        self._comm, self._dataset = comm, dataset
         self._number = comm.divided_batches.new_loader()
         self._pass: _Pass | None = None
         self._resumed: LoaderState | None = None
@@ -231,6 +243,20 @@ class ScatteredBatches(Sampler[list[Any]]):
             raise AttributeError(name)
         return getattr(self.batches, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = name == "batches" or name.startswith("_")
+        object.__setattr__(self if is_own else self.batches, name, value)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self._comm
+
+    def received_indices(self) -> list[Any]:
+        """The indices of each batch that the last loop of an evaluation has received. Local."""
+        own = self._pass
+        return [] if own is None else own.indices[: own.counted.num_handed_out]
+
     def __iter__(self) -> Iterator[list[Any]]:
         source = iterating_loader(self, sys._getframe(1))
         if (left := self._pass) is not None and not left.counted.is_exhausted and left.marks:
@@ -243,6 +269,7 @@ class ScatteredBatches(Sampler[list[Any]]):
         if self._comm.rank == 0 and own.resumed is None:
             own.begin(self.batches)
         self._comm.divided_batches.add_pass(own.parts)
+        self._part = PartInHand(own.parts, self._comm)
         return own.counted.batches(self._parts(own))
 
     def state_dict(self) -> LoaderState:
@@ -299,6 +326,8 @@ class ScatteredBatches(Sampler[list[Any]]):
                     own.parts.add(last - first, end - begin)
                 # An evaluation needs no step of this rank for a batch of which it has no sample.
                 if last > first or is_training:
+                    if not is_training:
+                        own.indices.append(drawn.indices[begin + first : begin + last])
                     yield drawn.samples(begin + first, begin + last)
 
     def _drawn(self, own: _Pass) -> Iterator[_Drawn]:
@@ -327,7 +356,11 @@ class ScatteredBatches(Sampler[list[Any]]):
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
         purpose = "train" if torch.is_grad_enabled() else "evaluate"
-        name = f"a pass over loader {self._number} of scatter_loader to {purpose}"
+        sizes = [getattr(self.batches, key, None) for key in ("batch_size", "drop_last")]
+        name = (
+            f"a pass over loader {self._number} of scatter_loader to {purpose}, "
+            f"batch_size={sizes[0]}, drop_last={sizes[1]}"
+        )
         message = self._comm.bcast_for(name, message)
         if own.before is not None and is_first:
             torch.set_rng_state(own.before)
@@ -343,6 +376,7 @@ class ScatteredBatches(Sampler[list[Any]]):
             )
         if is_first:
             own.state = message["state"]
+            self._warn(message)
         return _Drawn(message["lengths"], message["samples"], message["is_last"])
 
     def _draw(self, own: _Pass, num: int | None) -> dict[str, Any]:
@@ -385,7 +419,19 @@ class ScatteredBatches(Sampler[list[Any]]):
                     "or save and resume between two passes."
                 )
             message["state"] = {**state, "digest": digest}
+            message["contents"] = self._contents()
         return message
+
+    def _contents(self) -> dict[str, Content]:
+        return contents(self._dataset) if torch.is_grad_enabled() else {}
+
+    def _warn(self, message: dict[str, Any]) -> None:
+        """Warn of what the beginning of a pass shows. Local."""
+        if message["is_last"] or hasattr(self.batches, "batch_size"):
+            most = int(max(message["lengths"], default=0))
+            if self._comm.rank == 0:
+                warn_if_ranks_get_none(most, len(message["samples"]), self._comm.size)
+        warn_if_changed(self._comm, self._contents(), message["contents"])
 
 
 _MAX_BATCHES = 4096
