@@ -13,7 +13,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
 from torchmn.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
@@ -26,16 +26,9 @@ _PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed o
 _on_error: list[Callable[[BaseException], None]] = []
 
 
-class FailureNote(Protocol):
-    """What may explain an exception of the script, such as a very small batch."""
-
-    def failure_note(self) -> str:
-        """One sentence or more for the end of its traceback, or nothing."""
-        ...
-
-
-failure_notes: weakref.WeakSet[FailureNote] = weakref.WeakSet()
-"""Asked by `show_exception`, as long as they exist."""
+failure_notes: weakref.WeakSet[Any] = weakref.WeakSet()
+"""While they exist, their ``failure_note()`` is added to an exception that ends the script, if it
+is not empty: what may explain it."""
 
 
 def on_error(callback: Callable[[BaseException], None]) -> None:

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import operator
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,17 +23,11 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from torchmn.cluster.units import counted
 from torchmn.comm.scattered_loaders import PassParts
-from torchmn.data.dataset_comparison import (
-    Content,
-    contents,
-    raise_if_datasets_differ,
-    warn_if_changed,
-)
+from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_position import SamplerPass, iterating_loader
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
-from torchmn.data.small_parts import PartInHand, warn_if_ranks_get_none
 from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import DataError, RankMismatchError, UsageError
 
@@ -244,8 +239,10 @@ class ScatteredBatches(Sampler[list[Any]]):
         return getattr(self.batches, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_own = name == "batches" or name.startswith("_")
-        object.__setattr__(self if is_own else self.batches, name, value)
+        if name == "batches" or name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.batches, name, value)
 
     @property
     def comm(self) -> Communicator:
@@ -269,7 +266,6 @@ class ScatteredBatches(Sampler[list[Any]]):
         if self._comm.rank == 0 and own.resumed is None:
             own.begin(self.batches)
         self._comm.divided_batches.add_pass(own.parts)
-        self._part = PartInHand(own.parts, self._comm)
         return own.counted.batches(self._parts(own))
 
     def state_dict(self) -> LoaderState:
@@ -347,20 +343,18 @@ class ScatteredBatches(Sampler[list[Any]]):
     def _received(self, own: _Pass, num: int | None) -> _Drawn:
         """The next batches of rank 0, on all ranks. *Collective.*"""
         is_first = not own.state
+        known = contents(self._dataset) if is_first and torch.is_grad_enabled() else {}
         message: dict[str, Any] = {}
         error: Exception | None = None
         if self._comm.rank == 0:
             try:
-                message = self._draw(own, num)
+                message = {**self._draw(own, num), "contents": known}
             except Exception as raised:
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
         purpose = "train" if torch.is_grad_enabled() else "evaluate"
-        sizes = [getattr(self.batches, key, None) for key in ("batch_size", "drop_last")]
-        name = (
-            f"a pass over loader {self._number} of scatter_loader to {purpose}, "
-            f"batch_size={sizes[0]}, drop_last={sizes[1]}"
-        )
+        batch_size = getattr(self.batches, "batch_size", None)
+        name = f"a pass over loader {self._number} of scatter_loader to {purpose}, {batch_size=}"
         message = self._comm.bcast_for(name, message)
         if own.before is not None and is_first:
             torch.set_rng_state(own.before)
@@ -376,7 +370,8 @@ class ScatteredBatches(Sampler[list[Any]]):
             )
         if is_first:
             own.state = message["state"]
-            self._warn(message)
+            warn_if_changed(self._comm, known, message["contents"])
+            self._warn_if_ranks_get_none(message)
         return _Drawn(message["lengths"], message["samples"], message["is_last"])
 
     def _draw(self, own: _Pass, num: int | None) -> dict[str, Any]:
@@ -419,19 +414,17 @@ class ScatteredBatches(Sampler[list[Any]]):
                     "or save and resume between two passes."
                 )
             message["state"] = {**state, "digest": digest}
-            message["contents"] = self._contents()
         return message
 
-    def _contents(self) -> dict[str, Content]:
-        return contents(self._dataset) if torch.is_grad_enabled() else {}
-
-    def _warn(self, message: dict[str, Any]) -> None:
-        """Warn of what the beginning of a pass shows. Local."""
-        if message["is_last"] or hasattr(self.batches, "batch_size"):
-            most = int(max(message["lengths"], default=0))
-            if self._comm.rank == 0:
-                warn_if_ranks_get_none(most, len(message["samples"]), self._comm.size)
-        warn_if_changed(self._comm, self._contents(), message["contents"])
+    def _warn_if_ranks_get_none(self, message: dict[str, Any]) -> None:
+        most, size = int(max(message["lengths"], default=0)), self._comm.size
+        is_known = message["is_last"] or hasattr(self.batches, "batch_size")
+        if is_known and self._comm.rank == 0 and 0 < most < min(size, len(message["samples"])):
+            warnings.warn(
+                f"scatter_loader: batches of {most} for {size} ranks: {size - most} of the ranks "
+                "get no sample in this whole pass. batch_size is that of all ranks together.",
+                stacklevel=2,
+            )
 
 
 _MAX_BATCHES = 4096
