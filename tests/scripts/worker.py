@@ -14,7 +14,13 @@ from torch.utils.data import DataLoader
 
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
-from torchmn.data import EmptyBatchCollate, scatter_loader, shard_bounds
+from torchmn.data import (
+    EmptyBatchCollate,
+    gather_by_index,
+    gather_outputs,
+    scatter_loader,
+    shard_bounds,
+)
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.nn import convert_batch_norm
 
@@ -54,6 +60,14 @@ class Worker:
     def sum_over_ranks(self, *values: Any) -> Any:
         """The sums over ranks of what a loop has added up."""
         return values
+
+    def gather_outputs(self, loader: DataLoader[Any], outputs: list[Tensor]) -> Tensor:
+        """The outputs for all samples in the order of the data set, which is that of the loop."""
+        return torch.cat(outputs)
+
+    def gather_by_index(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The samples of all ranks and their values."""
+        return indices, values.detach()
 
     def mean(self, value: Tensor | float) -> float:
         """The mean over ranks, for example of a loss."""
@@ -121,6 +135,14 @@ class Rank(Worker):
     def sum_over_ranks(self, *values: Any) -> Any:
         """See `Worker.sum_over_ranks`."""
         return self.comm.sum_over_ranks(*values)
+
+    def gather_outputs(self, loader: DataLoader[Any], outputs: list[Tensor]) -> Any:
+        """See `Worker.gather_outputs`."""
+        return gather_outputs(loader, outputs)
+
+    def gather_by_index(self, indices: Tensor, values: Tensor) -> tuple[Tensor, Any]:
+        """See `Worker.gather_by_index`."""
+        return gather_by_index(indices, values, self.comm)
 
     def mean(self, value: Tensor | float) -> float:
         """See `Worker.mean`."""

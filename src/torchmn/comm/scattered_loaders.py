@@ -6,6 +6,8 @@ import weakref
 from array import array
 from collections.abc import Callable
 
+from torchmn.control.script import failure_notes
+
 
 class PassParts:
     """Samples of each part of one pass, and of its batch over all ranks. Local.
@@ -19,6 +21,7 @@ class PassParts:
         self.num_received = num_received
         self.has_ended = has_ended
         self._own, self._all = array("q"), array("q")
+        failure_notes.add(self)
 
     def add(self, num_own: int, num_all: int) -> None:
         """The next part, as it is drawn."""
@@ -31,6 +34,18 @@ class PassParts:
     def between(self, first: int, last: int) -> tuple[int, int]:
         """The samples of parts ``first`` to ``last``, exclusive: of this rank and of all ranks."""
         return sum(self._own[first:last]), sum(self._all[first:last])
+
+    def failure_note(self) -> str:
+        """The size of the part that the loop has in hand, where it may explain an exception."""
+        num = 0 if self.has_ended() else self.num_received()
+        own, whole = self.between(num - 1, num) if num else (0, 0)
+        if own > 1 or own == whole:
+            return ""
+        return (
+            f"torchmn: this rank has {own} of the {whole} samples of this batch of scatter_loader: "
+            "none to divide by, or too few for layers such as BatchNorm1d. Give the DataLoader "
+            "drop_last=True, or another batch_size."
+        )
 
 
 class DividedBatches:

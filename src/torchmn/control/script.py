@@ -11,8 +11,10 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import Any
 
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
 from torchmn.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
@@ -23,6 +25,11 @@ _RAISED_DURING = "During handling of the above exception, another exception occu
 _PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed out", "timeout")
 
 _on_error: list[Callable[[BaseException], None]] = []
+
+
+failure_notes: weakref.WeakSet[Any] = weakref.WeakSet()
+"""While they exist, their ``failure_note()`` is added to an exception that ends the script, if it
+is not empty: what may explain it."""
 
 
 def on_error(callback: Callable[[BaseException], None]) -> None:
@@ -81,8 +88,12 @@ def show_exception(
 ) -> None:
     """Print an uncaught exception by ``hook``; if it is the interpreter's, as `traceback_text`.
 
-    The lines of one that only follows from the loss of another rank are marked.
+    The lines of one that only follows from the loss of another rank are marked. One that is not
+    torchmn's is given the `failure_notes` first (since Python 3.11).
     """
+    if not isinstance(error, TorchmnError) and hasattr(error, "add_note"):
+        for note in filter(None, [each.failure_note() for each in list(failure_notes)]):
+            error.add_note(note)
     if hook is sys.__excepthook__ and (isinstance(error, TorchmnError) or _is_follow_up(error)):
         print(_marked(error, traceback_text(error)), file=sys.stderr, flush=True)
     else:

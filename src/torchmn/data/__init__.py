@@ -1,6 +1,7 @@
 """Data on many ranks: shards, global batches and iterators."""
 
 from torchmn.data.batch_size import num_samples
+from torchmn.data.gather_samples import gather_by_index, gather_outputs
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.multi_node_iterator import (
     MultiNodeIterator,
@@ -31,6 +32,8 @@ __all__ = [
     "create_empty_dataset",
     "create_multi_node_iterator",
     "create_synchronized_iterator",
+    "gather_by_index",
+    "gather_outputs",
     "num_samples",
     "scatter_dataset",
     "scatter_index",

@@ -24,7 +24,10 @@ import math
 import os
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -67,87 +70,88 @@ def raise_if_datasets_differ(
 
     Raises RankMismatchError, on all ranks: they differ.
     """
-    own = [_contents(dataset, may_read) for dataset, may_read in datasets]
-    differing = [
+    own = [contents(dataset, may_read=may_read) for dataset, may_read in datasets]
+    found = [
         f"{name} of data set {number}" if len(own) > 1 else name
-        for number, (mine, others) in enumerate(zip(own, comm.bcast_obj(own, root), strict=True))
-        for name in mine
-        if name in others and not _are_equal(mine[name], others[name])
+        for number, pair in enumerate(zip(own, comm.bcast_obj(own, root), strict=True))
+        for name in _differing(*pair)
     ]
-    for rank_label, names in comm.allgather_obj((comm.rank_label, differing[:3])):
+    for rank_label, names in comm.allgather_obj((comm.rank_label, found[:3])):
         if names:
             raise RankMismatchError(
                 f"{caller}: the data set of {rank_label} has as many samples as that of rank "
-                f"{root}, but others, or in another order; they differ in {', '.join(names)}. With "
-                "data sets that differ, ranks train on some samples twice and on some never. Usual "
-                "causes: files in the order of a directory (sorted(os.listdir(...))); a split or a "
-                "shuffle from random numbers of this rank (call torchmn.seed_ranks before, or pass "
-                "generator=torch.Generator().manual_seed(0)); the order of a set "
-                "(sorted(set(...))); only this rank's part of the data (pass all of it)."
+                f"{root}, but others, or in another order: {', '.join(names)} differ. Some would "
+                "be trained on twice and some never. Usual causes: the order of a directory or of "
+                "a set (sorted(...)); a split or a shuffle from this rank's random numbers "
+                "(seed_ranks before it, or generator=torch.Generator().manual_seed(0)); only this "
+                "rank's part of the data (pass all of it)."
             )
 
 
-def _contents(dataset: Any, may_read: bool) -> dict[str, Content]:
+def contents(dataset: Any, *, may_read: bool = False) -> dict[str, Content]:
     """What is known of a data set, by the names of attributes. Local; never raises."""
     found: dict[str, Content] = {}
-    if dataset is not None:
-        _add(found, "", dataset, _length(dataset), may_read, 0)
+    with suppress(Exception):  # of a user's class
+        _add(found, "", dataset, length_hint(dataset), may_read, 0)
     return found
+
+
+def warn_if_changed(
+    comm: Communicator, own: dict[str, Content], of_rank_0: dict[str, Content]
+) -> None:
+    """Warn if data sets that were equal have changed in different ways. Local."""
+    if names := _differing(own, of_rank_0):
+        warnings.warn(
+            f"{comm.rank_label}: its data set has changed in another way than that of rank 0: "
+            f"{', '.join(names)} differ. Write what belongs to samples, such as pseudo-labels, on "
+            "all ranks alike: torchmn.data.gather_by_index gives each rank the values of all.",
+            stacklevel=2,
+        )
+
+
+def _differing(own: dict[str, Content], other: dict[str, Content]) -> list[str]:
+    """The names of what both know and is not equal."""
+    return [name for name in own if name in other and not _are_equal(own[name], other[name])]
 
 
 def _add(
     found: dict[str, Content], name: str, data: Any, length: int, may_read: bool, depth: int
 ) -> None:
     """Add what is known of a data set of this length, or of a short container in one."""
-    if depth > _MAX_DEPTH:
-        return
     if hasattr(data, "with_format"):  # of Hugging Face: its rows without the user's transform
         may_read, data = True, data.with_format(None)
+    parts: Any = getattr(data, "__dict__", None) or {"its samples": data}
     if isinstance(data, SubDataset):
-        parts: Any = {"dataset": data.dataset, "indices": data.indices}
+        parts = {"dataset": data.dataset, "indices": data.indices}
     elif isinstance(data, (Mapping, list, tuple)) and depth:
         items = data.items() if isinstance(data, Mapping) else enumerate(data)
         parts = {f"[{key!r}]": value for key, value in items}
-    else:
-        parts = getattr(data, "__dict__", None) or {"its samples": data}
     num_before, is_large = len(found), False
     for key, value in parts.items():
         label = f"{name}{'.' if name and key[0] != '[' else ''}{key}"
-        is_large |= _length(value) > _MAX_ENTRIES
-        if _is_dataset(value) and value is not data:
-            _add(found, label, value, _length(value), may_read, depth + 1)
-        elif value is data or _is_of_samples(value, length) or _is_of_classes(value):
+        is_large |= length_hint(value) > _MAX_ENTRIES
+        is_dataset = isinstance(value, Dataset) or hasattr(value, "with_format")
+        is_short = isinstance(value, (Mapping, list, tuple)) and len(value) <= _MAX_PARTS
+        if value is data or (not is_dataset and _is_compared(value, length)):
             found.update(_known(label, value))
-        elif isinstance(value, (Mapping, list, tuple)) and len(value) <= _MAX_PARTS:
-            _add(found, label, value, length, False, depth + 1)
+        elif (is_dataset or is_short) and depth < _MAX_DEPTH:
+            own_length = length_hint(value) if is_dataset else length
+            _add(found, label, value, own_length, may_read and is_dataset, depth + 1)
     if may_read and length and not is_large and len(found) == num_before:
         found.update(_read(name or "its samples", data, length))
 
 
-def _length(value: Any) -> int:
-    try:
-        return len(value)
-    except Exception:
-        return 0
-
-
-def _is_dataset(value: Any) -> bool:
-    return isinstance(value, Dataset) or hasattr(value, "with_format")
-
-
-def _is_of_samples(value: Any, length: int) -> bool:
-    """Whether it may hold something for each sample, or all samples in a row."""
-    is_sized = isinstance(value, (Tensor, np.ndarray, list, tuple)) or hasattr(value, "iloc")
-    is_cache = isinstance(value, list) and any(item is None for item in value)
-    return is_sized and not is_cache and _length(value) >= max(length, 1)
-
-
-def _is_of_classes(value: Any) -> bool:
-    """Whether it is a list of strings, or numbers strings from 0."""
+def _is_compared(value: Any, length: int) -> bool:
+    """Whether it may hold something for each sample, or strings of classes or their numbers."""
     if isinstance(value, dict):
-        return sorted(map(str, value.values())) == sorted(map(str, range(len(value))))
-    is_list = isinstance(value, (list, tuple)) and len(value) > 1
-    return is_list and all(isinstance(item, str) for item in value)
+        numbers = [number for number in value.values() if isinstance(number, int)]
+        return sorted(numbers) == [*range(len(value))]
+    if isinstance(value, (list, tuple)):
+        are_classes = len(value) > 1 and all(isinstance(item, str) for item in value)
+        may_be_cache = any(item is None for item in value)
+        return are_classes or (len(value) >= max(length, 1) and not may_be_cache)
+    is_sized = isinstance(value, (Tensor, np.ndarray)) or hasattr(value, "iloc")
+    return is_sized and length_hint(value) >= max(length, 1)
 
 
 def _known(name: str, value: Any) -> dict[str, Content]:
@@ -184,10 +188,8 @@ def _collect(value: Any, texts: list[str], numbers: list[float], most: int) -> N
             return
     if isinstance(value, (float, np.floating)):
         numbers.append(float(value))
-    elif isinstance(value, (str, bytes, int, np.generic, type(None))):
+    elif isinstance(value, (str, bytes, int, np.generic, os.PathLike)):
         texts.append(str(value))
-    elif isinstance(value, os.PathLike):
-        texts.append(os.fspath(value))
     elif isinstance(value, Mapping):
         _collect(sorted(value.items(), key=str), texts, numbers, most)
     elif isinstance(value, Sequence):

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import operator
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from torchmn.cluster.units import counted
 from torchmn.comm.scattered_loaders import PassParts
 from torchmn.data import rank_seeds
-from torchmn.data.dataset_comparison import raise_if_datasets_differ
+from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_position import SamplerPass, iterating_loader
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
@@ -118,7 +119,7 @@ def scatter_loader(
 def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
     """The copy, whose constructor is not called: a subclass may have another one."""
     mine = copy.copy(loader)
-    batches = ScatteredBatches(loader.batch_sampler, comm)  # type: ignore[arg-type]
+    batches = ScatteredBatches(loader.batch_sampler, comm, loader.dataset)  # type: ignore[arg-type]
     own: dict[str, Any] = {
         "batch_sampler": batches,
         "_iterator": None,  # of persistent workers
@@ -158,6 +159,8 @@ class _Pass:
     marks: GeneratorMarks | None = None
     """Of the sampler's generators, on rank 0."""
     parts: PassParts = field(init=False)
+    indices: list[Any] = field(default_factory=list)
+    """In an evaluation, the samples of each part that the loader has drawn."""
     num_drawn: int = 0
     """Batches over all ranks whose parts the loader has drawn, those that it skipped included."""
 
@@ -185,11 +188,13 @@ class ScatteredBatches(Sampler[list[Any]]):
     """This rank's parts of the batches that rank 0 draws; made by `scatter_loader`.
 
     What the batch sampler of the original loader has, such as ``set_epoch``, is found here too, and
-    matters on rank 0.
+    matters on rank 0. A script may set what it has, such as ``batch_size``, between two passes.
 
     Args:
         batches: the original batch sampler.
         comm: the ranks.
+        dataset: if given, ranks are warned if a later pass that trains finds that it has changed in
+            different ways.
 
     >>> loader = torchmn.scatter_loader(torch.utils.data.DataLoader(range(4), batch_size=2), comm)
     >>> [*loader.batch_sampler]  # on one rank: all of each batch
@@ -209,9 +214,11 @@ class ScatteredBatches(Sampler[list[Any]]):
             )
         return super().__new__(cls)
 
-    def __init__(self, batches: Iterable[Sequence[Any]], comm: Communicator) -> None:
+    def __init__(
+        self, batches: Iterable[Sequence[Any]], comm: Communicator, dataset: Any = None
+    ) -> None:
         self.batches = batches
-        self._comm = comm
+        self._comm, self._dataset = comm, dataset
         self._number = comm.divided_batches.new_loader()
         self._pass: _Pass | None = None
         self._resumed: LoaderState | None = None
@@ -226,6 +233,22 @@ class ScatteredBatches(Sampler[list[Any]]):
         if name.startswith("__") or name == "batches":  # as in copying, before it has any
             raise AttributeError(name)
         return getattr(self.batches, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "batches" or name.startswith("_"):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.batches, name, value)
+
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
+        return self._comm
+
+    def received_indices(self) -> list[Any]:
+        """The indices of each batch that the last loop of an evaluation has received. Local."""
+        own = self._pass
+        return [] if own is None else own.indices[: own.counted.num_handed_out]
 
     def __iter__(self) -> Iterator[list[Any]]:
         source = iterating_loader(self, sys._getframe(1))
@@ -295,6 +318,8 @@ class ScatteredBatches(Sampler[list[Any]]):
                     own.parts.add(last - first, end - begin)
                 # An evaluation needs no step of this rank for a batch of which it has no sample.
                 if last > first or is_training:
+                    if not is_training:
+                        own.indices.append(drawn.indices[begin + first : begin + last])
                     yield drawn.samples(begin + first, begin + last)
 
     def _drawn(self, own: _Pass) -> Iterator[_Drawn]:
@@ -314,17 +339,19 @@ class ScatteredBatches(Sampler[list[Any]]):
     def _received(self, own: _Pass, num: int | None) -> _Drawn:
         """The next batches of rank 0, on all ranks. *Collective.*"""
         is_first = not own.state
+        known = contents(self._dataset) if is_first and torch.is_grad_enabled() else {}
         message: dict[str, Any] = {}
         error: Exception | None = None
         if self._comm.rank == 0:
             try:
-                message = self._draw(own, num)
+                message = {**self._draw(own, num), "contents": known}
             except Exception as raised:
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
             message["random"] = rank_seeds.shared_state()  # the others' have not drawn the order
         purpose = "train" if torch.is_grad_enabled() else "evaluate"
-        name = f"a pass over loader {self._number} of scatter_loader to {purpose}"
+        batch_size = getattr(self.batches, "batch_size", None)
+        name = f"a pass over loader {self._number} of scatter_loader to {purpose}, {batch_size=}"
         message = self._comm.bcast_for(name, message)
         if self._comm.rank > 0:
             rank_seeds.follow(message["random"])
@@ -342,6 +369,8 @@ class ScatteredBatches(Sampler[list[Any]]):
             )
         if is_first:
             own.state = message["state"]
+            warn_if_changed(self._comm, known, message["contents"])
+            self._warn_if_ranks_get_none(message)
         return _Drawn(message["lengths"], message["samples"], message["is_last"])
 
     def _draw(self, own: _Pass, num: int | None) -> dict[str, Any]:
@@ -385,6 +414,16 @@ class ScatteredBatches(Sampler[list[Any]]):
                 )
             message["state"] = {**state, "digest": digest}
         return message
+
+    def _warn_if_ranks_get_none(self, message: dict[str, Any]) -> None:
+        most, size = int(max(message["lengths"], default=0)), self._comm.size
+        is_known = message["is_last"] or hasattr(self.batches, "batch_size")
+        if is_known and self._comm.rank == 0 and 0 < most < min(size, len(message["samples"])):
+            warnings.warn(
+                f"scatter_loader: batches of {most} for {size} ranks: {size - most} of the ranks "
+                "get no sample in this whole pass. batch_size is that of all ranks together.",
+                stacklevel=2,
+            )
 
 
 _MAX_BATCHES = 4096

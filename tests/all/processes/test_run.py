@@ -9,6 +9,7 @@ import resource
 import signal
 import stat
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -322,3 +323,23 @@ def test_full_disk_costs_the_log_and_not_the_job(runner: Runner) -> None:
     assert err.count("stopped writing") == 1
     assert runner.log(0).startswith("0\n1\n2\n")
     assert (runner.logs / "rank0.log").stat().st_size == 2048
+
+
+TINY_PART = """
+import torch, torchmn
+comm = torchmn.create_communicator()
+data = torch.utils.data.TensorDataset(torch.ones(7, 2))
+loader = torchmn.scatter_loader(torch.utils.data.DataLoader(data, 4), comm)
+layer = torch.nn.BatchNorm1d(2)
+for x, in loader:  # of the last 3, rank 1 has one
+    layer(x)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before")
+def test_an_error_of_torch_ends_with_the_size_of_a_tiny_part(runner: Runner) -> None:
+    done = runner.run("-n", "2", "--backend", "gloo", runner.script(TINY_PART), limit_s=60)
+    assert done.returncode == 1
+    note = "torchmn: this rank has 1 of the 3 samples of this batch of scatter_loader"
+    assert note in runner.log(1).split("ValueError: Expected more than 1 value per channel")[1]
+    assert note in (runner.logs / "failure.txt").read_text()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -26,13 +28,15 @@ from torch.utils.data import (
 )
 
 import torchmn
-from torchmn.data import GlobalSampler, ScatteredBatches, scatter_loader
+from torchmn.control.script import show_exception
+from torchmn.data import GlobalSampler, ScatteredBatches, scatter_loader, shard_bounds
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, replayed
 from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
 SIZES = [1, 2, 3, 4]
 NUM = 21
+few_samples = pytest.mark.filterwarnings("ignore:scatter_loader. batches of")
 
 
 def generator(seed: int = 3) -> torch.Generator:
@@ -152,6 +156,7 @@ def together(ranks: list[list[list[list[int]]]]) -> list[list[list[int]]]:
     ]
 
 
+@few_samples
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", LOADERS)
 def test_the_batches_of_one_process(name: str, size: int) -> None:
@@ -621,3 +626,135 @@ def test_an_endless_pass_keeps_few_marks() -> None:
     assert len(marks._states) == 2
     marks.rewind(99)
     assert torch.equal(own.get_state(), wanted)
+
+
+# ---- what the script changes between passes ----
+
+
+def _grow(loader: DataLoader[Any]) -> None:
+    loader.batch_sampler.batch_size = 9
+
+
+def _drop(loader: DataLoader[Any]) -> None:
+    loader.batch_sampler.drop_last = True
+
+
+def _other_sampler(loader: DataLoader[Any]) -> None:
+    loader.batch_sampler.sampler = SequentialSampler(range(13))
+
+
+def _more_data(loader: DataLoader[Any]) -> None:
+    loader.dataset.tensors = data(33).tensors
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("change", [_grow, _drop, _other_sampler, _more_data])
+def test_a_change_between_passes_holds_as_in_one_process(change: Any, size: int) -> None:
+    def two_passes(loader: DataLoader[Any]) -> list[Any]:
+        before = passes(loader, 1)
+        change(loader)
+        return [*before, *passes(loader, 1), len(loader)]
+
+    def make() -> DataLoader[Any]:
+        return DataLoader(data(), 8, shuffle=True, generator=generator())
+
+    *wanted, num = two_passes(make())
+    ranks = run_ranks(lambda comm: two_passes(scatter_loader(make(), comm)), size)
+    assert [each.pop() for each in ranks] == [num] * size
+    assert together(ranks) == wanted
+
+
+@pytest.mark.parametrize("changed_rank", [0, 1])
+def test_a_batch_size_that_one_rank_changes_is_refused(changed_rank: int) -> None:
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(data(), 8), comm)
+        if comm.rank == changed_rank:
+            _grow(loader)
+        with pytest.raises(RankMismatchError, match="batch_size=9"):
+            next(iter(loader))
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("name", ["batch_size", "sampler", "drop_last", "dataset"])
+def test_what_torch_refuses_to_set_is_refused(name: str) -> None:
+    loader = run_ranks(lambda comm: scatter_loader(DataLoader(data(), 8), comm), 1)[0]
+    with pytest.raises(ValueError, match="should not be set after"):
+        setattr(loader, name, 4)
+
+
+def test_a_loader_made_again_for_each_epoch() -> None:
+    def rank_main(comm):
+        found = []
+        for batch_size in (4, 6, 4):
+            loader = scatter_loader(DataLoader(data(), batch_size), comm)
+            found += passes(loader, 1)
+        return found
+
+    one = run_ranks(rank_main, 1)[0]
+    assert together(run_ranks(rank_main, 3)) == one
+
+
+def test_a_data_set_that_ranks_change_in_different_ways() -> None:
+    def rank_main(comm):
+        own = data()
+        loader = scatter_loader(DataLoader(own, 8), comm)
+        passes(loader, 2)
+        own.tensors[1][5] = comm.rank  # a pseudo-label
+        return passes(loader, 1)
+
+    with pytest.warns(UserWarning, match=r"tensors\[1\] differ.*gather_by_index") as caught:
+        run_ranks(rank_main, 2)
+    assert len(caught) == 1
+
+
+# ---- few samples ----
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_batches_with_fewer_samples_than_ranks_warn_at_once(is_training: bool) -> None:
+    def rank_main(comm):
+        loader = scatter_loader(DataLoader(data(), 2), comm)
+        with torch.set_grad_enabled(is_training):
+            next(iter(loader), None)
+
+    with pytest.warns(UserWarning, match="batches of 2 for 3 ranks: 1 of the ranks get no sample"):
+        run_ranks(rank_main, 3)
+
+
+@pytest.mark.parametrize("num", [1, 21])
+def test_a_short_batch_does_not_warn(num: int) -> None:
+    def rank_main(comm):
+        passes(scatter_loader(DataLoader(data(num), 10), comm), 1)
+
+    run_ranks(rank_main, 2)
+
+
+def test_parts_differ_by_one_row_and_are_empty_only_if_they_must() -> None:
+    for batch_size, size in itertools.product(range(1, 13), SIZES):
+        parts = [
+            shard_bounds(batch_size, size, rank, force_equal_length=False) for rank in range(size)
+        ]
+        lengths = [end - begin for begin, end in parts]
+        assert max(lengths) - min(lengths) <= 1
+        assert min(lengths) > 0 or batch_size < size
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes before")
+@pytest.mark.parametrize(("num", "notes"), [(19, "1 of the 3 samples"), (17, "0 of the 1 samples")])
+def test_an_exception_of_a_tiny_part_is_given_its_size(num: int, notes: str) -> None:
+    def rank_main(comm):
+        layer = nn.BatchNorm1d(1) if num == 19 else nn.Identity()
+        loader = scatter_loader(DataLoader(data(num), 4 if num == 19 else 8), comm)
+        shown: list[str] = []
+        try:
+            for x, _ in loader:
+                layer(x.float().view(-1, 1)).sum().item() / len(x)
+        except (ValueError, ZeroDivisionError) as error:
+            show_exception(error, lambda kind, value, trace: shown.extend(value.__notes__))
+        return shown
+
+    first, last = run_ranks(rank_main, 2)
+    assert first == []
+    assert len(last) == 1
+    assert notes in last[0]
