@@ -150,6 +150,18 @@ def trained_variances(worker: Worker) -> list[nn.Module | Tensor]:
     return [model, v]
 
 
+@script("A constant of the whole batch in the loss: its largest output, by `allreduce` detached")
+def constant_of_all_ranks(worker: Worker) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        found = model(x)
+        size = worker.sum_without_gradient(found.square().sum()).detach()
+        mse_loss(found / size.sqrt(), y).backward()
+        optimizer.step()
+    return model
+
+
 @script("The loss is averaged by `comm.allreduce(loss)` to be printed, with its graph")
 def reduced_to_be_printed(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
