@@ -99,7 +99,9 @@ def quantization_aware(worker: Worker) -> nn.Module:
     model = quantization.prepare_qat(model.train()).float()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     with torch.no_grad():
-        model(whole_batch(0)[0].float())  # observers with a range for each channel change their shape
+        model(
+            whole_batch(0)[0].float()
+        )  # observers with a range for each channel change their shape
     model.apply(quantization.disable_observer)
     for x, y in worker.batches():
         optimizer.zero_grad()

@@ -30,7 +30,7 @@ def sum_and_penalty(worker: Worker) -> nn.Module:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), 0.005)
     optimizer = worker.optimizer(sgd, model, reduction="sum")
-    for x, y in worker.uneven_batches():
+    for x, y in worker.batches():
         optimizer.zero_grad()
         (mse_loss(model(x), y, reduction="sum") + _penalty(model) / worker.size).backward()
         optimizer.step()
@@ -104,7 +104,9 @@ def _positive(step: int, x: Tensor) -> Tensor:
     return x[:, 0] > (0.7 if step % 3 else 9)
 
 
-@script("A mean over positives, `set_weight(their number)`, which is 0 on a rank or on all; clipped")
+@script(
+    "A mean over positives, `set_weight(their number)`, which is 0 on a rank or on all; clipped"
+)
 def positives(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)

@@ -35,9 +35,7 @@ class Worker:
     def __init__(self) -> None:
         self.logged: list[tuple[str, Any]] = []
 
-    def optimizer(
-        self, inner: Optimizer, model: Trained, **options: Any
-    ) -> Optimizer:
+    def optimizer(self, inner: Optimizer, model: Trained, **options: Any) -> Optimizer:
         """The user's optimizer, wrapped where there are ranks."""
         return inner
 
@@ -116,9 +114,7 @@ class Rank(Worker):
         self.rank, self.size = comm.rank, comm.size
         self._schedule = schedule
 
-    def optimizer(
-        self, inner: Optimizer, model: Trained, **options: Any
-    ) -> Optimizer:
+    def optimizer(self, inner: Optimizer, model: Trained, **options: Any) -> Optimizer:
         """See `Worker.optimizer`."""
         return create_multi_node_optimizer(
             inner, self.comm, model, schedule=self._schedule(), **options

@@ -72,9 +72,7 @@ class ModelHooks:
         """Call ``function()`` before its `load_state_dict`, or that of a module around it."""
         self._keep(module, module.register_load_state_dict_pre_hook(lambda *_: function()))
 
-    def before_state_dict(
-        self, module: nn.Module, function: Callable[[nn.Module], None]
-    ) -> None:
+    def before_state_dict(self, module: nn.Module, function: Callable[[nn.Module], None]) -> None:
         """Call ``function(module)`` before its `state_dict`, or that of a module around it."""
         handle = module.register_state_dict_pre_hook(lambda module, *_: function(module))
         self._keep(module, handle)

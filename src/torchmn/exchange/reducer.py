@@ -567,9 +567,7 @@ class GradientReducer:
             parameter.grad is not None for _, parameter in self.parameters.sparse
         )
         filling.write_footer(
-            context=replace(
-                filling.context, is_joint=self._is_joint, has_gradients=has_gradients
-            ),
+            context=replace(filling.context, is_joint=self._is_joint, has_gradients=has_gradients),
             presence=[]
             if self.buffers.zero_fill
             else [slot.has_gradient and is_active for slot in filling.slots],

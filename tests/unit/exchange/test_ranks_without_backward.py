@@ -390,9 +390,7 @@ def test_a_rank_that_may_leave_backward_out_is_told_nothing(case: str) -> None:
     def rank_main(comm):
         model = mlp()
         options = {"no batch counted": {"weight": "samples"}, "sum": {"reduction": "sum"}}
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, **options.get(case, {})
-        )
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, **options.get(case, {}))
         for step in range(3):
             optimizer.zero_grad()
             is_left_out = case == "all late" or (comm.rank == 1 and step == 1)

@@ -76,7 +76,9 @@ def flushed(model: nn.Module, optimizer: Any) -> None:
     save(model, optimizer)
 
 
-def trained(read: Read, make: Callable[[], Schedule | str], num_steps: int, world_size: int) -> None:
+def trained(
+    read: Read, make: Callable[[], Schedule | str], num_steps: int, world_size: int
+) -> None:
     def rank_main(comm):
         model = mlp()
         sgd = torch.optim.SGD(model.parameters(), 0.1)
