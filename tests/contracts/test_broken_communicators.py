@@ -18,6 +18,7 @@ CAUGHT_BY = {
     broken.LosesTypes: contracts.check_objects,
     broken.ForgetsTheKey: contracts.check_split,
     broken.ForgetsBuffers: contracts.check_bcast_data,
+    broken.FixesTheSize: contracts.check_bcast_data,
     broken.SumsInsteadOfMean: contracts.check_mean_grad,
     broken.DropsTheTail: contracts.check_exactness,
 }

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.ao import quantization
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from .models import built
+from .models import built, mlp
 from .registry import script
-from .worker import Worker
+from .worker import Worker, whole_batch
 
 NUM_STEPS = 32
 """In which the checksums of all parameters and buffers are compared."""
@@ -84,4 +85,55 @@ def codebook_of_two_optimizers(worker: Worker) -> nn.Module:
             state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         elif step == 19:
             model.load_state_dict(state)
+    return model
+
+
+@script(
+    "Quantization-aware training (`prepare_qat`): calibrated on all ranks alike, observers disabled",
+    tolerance=4e-6,
+    why_tolerance="sums in float32 are rounded in another order",
+)
+def quantization_aware(worker: Worker) -> nn.Module:
+    model = nn.Sequential(quantization.QuantStub(), *mlp(), quantization.DeQuantStub())
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    model = quantization.prepare_qat(model.train()).float()
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    with torch.no_grad():
+        model(
+            whole_batch(0)[0].float()
+        )  # observers with a range for each channel change their shape
+    model.apply(quantization.disable_observer)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        mse_loss(model(x.float()), y.float()).backward()
+        optimizer.step()
+    return model
+
+
+class _Bank(nn.Module):
+    """Holds what all ranks have seen, in a buffer that grows with every batch."""
+
+    seen: Tensor
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__()
+        self._worker = worker
+        self.register_buffer("seen", torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            new = self._worker.whole(x.detach())
+            old = len(self.seen)
+            self.seen.resize_(old + len(new), 3)[old:] = new
+        return x + 0.1 * torch.softmax(x @ self.seen.T, 1) @ self.seen
+
+
+@script("A memory bank that grows: a buffer resized in `forward`, by the samples of all ranks")
+def growing_bank(worker: Worker) -> nn.Module:
+    model = built(lambda: nn.Sequential(nn.Linear(5, 3), _Bank(worker), nn.Linear(3, 3)))
+    optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    for x, y in worker.batches(NUM_STEPS):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
     return model

@@ -233,3 +233,33 @@ def strided_parameters(worker: Worker) -> nn.Module:
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.05), model)
     train(model, optimizer, worker.batches())
     return model
+
+
+@script("Style transfer: an image is trained by `LBFGS`, the model is frozen")
+def trained_image(worker: Worker) -> Tensor:
+    features = mlp().requires_grad_(False)
+    image = torch.linspace(-1, 1, 5).requires_grad_(True)
+    optimizer = worker.optimizer(torch.optim.LBFGS([image], 0.1, max_iter=3), image)
+    for x, y in worker.batches(3):
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = mse_loss(features(x * image), y)
+            loss.backward()
+            return loss
+
+        worker.log("loss", optimizer.step(closure))
+    return image
+
+
+@script("Tensors and a `ParameterList` of no module, in a list; the wrapped optimizer is not kept")
+def trained_tensors(worker: Worker) -> list[Tensor]:
+    codes = nn.ParameterList([torch.ones(5), torch.zeros(3)])
+    matrix = torch.linspace(-1, 1, 15).view(5, 3).requires_grad_(True)
+    adam = torch.optim.Adam([*codes, matrix], 0.05)
+    worker.optimizer(adam, [codes, [matrix]])
+    for x, y in worker.batches():
+        adam.zero_grad()
+        mse_loss((x * codes[0]) @ matrix + codes[1], y).backward()
+        adam.step()
+    return [*codes, matrix]

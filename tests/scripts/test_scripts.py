@@ -23,6 +23,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin"),
     pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True"),
     pytest.mark.filterwarnings("ignore:Lazy modules"),
+    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
+    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max"),
     pytest.mark.filterwarnings("ignore:The epoch parameter in"),  # of SequentialLR in torch 2.6
 ]
 

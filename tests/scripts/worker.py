@@ -21,7 +21,9 @@ from torchmn.data import (
     scatter_loader,
     shard_bounds,
 )
+from torchmn.exchange.optimizer.trained_objects import Trained
 from torchmn.exchange.schedules.base import Schedule
+from torchmn.functions import allgather, allreduce
 from torchmn.nn import convert_batch_norm
 
 NUM_STEPS = 8
@@ -39,9 +41,7 @@ class Worker:
     def __init__(self) -> None:
         self.logged: list[tuple[str, Any]] = []
 
-    def optimizer(
-        self, inner: Optimizer, model: nn.Module | list[nn.Module], **options: Any
-    ) -> Optimizer:
+    def optimizer(self, inner: Optimizer, model: Trained, **options: Any) -> Optimizer:
         """The user's optimizer, wrapped where there are ranks."""
         return inner
 
@@ -72,6 +72,18 @@ class Worker:
     def mean(self, value: Tensor | float) -> float:
         """The mean over ranks, for example of a loss."""
         return torch.as_tensor(value).item()
+
+    def sum_in_loss(self, value: Tensor) -> Tensor:
+        """The sum over ranks, through which gradients flow."""
+        return value
+
+    def whole(self, part: Tensor) -> Tensor:
+        """The parts of all ranks ``(batch, ...)``, through which gradients flow."""
+        return part
+
+    def sum_without_gradient(self, value: Tensor) -> Tensor:
+        """The sum over ranks by the communicator itself."""
+        return value
 
     def no_sync(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Around the passes of an accumulation but the last."""
@@ -116,9 +128,7 @@ class Rank(Worker):
         self.rank, self.size = comm.rank, comm.size
         self._schedule = schedule
 
-    def optimizer(
-        self, inner: Optimizer, model: nn.Module | list[nn.Module], **options: Any
-    ) -> Optimizer:
+    def optimizer(self, inner: Optimizer, model: Trained, **options: Any) -> Optimizer:
         """See `Worker.optimizer`."""
         return create_multi_node_optimizer(
             inner, self.comm, model, schedule=self._schedule(), **options
@@ -147,6 +157,18 @@ class Rank(Worker):
     def mean(self, value: Tensor | float) -> float:
         """See `Worker.mean`."""
         return float(self.comm.allreduce(torch.as_tensor(value).detach().reshape(1), "mean"))
+
+    def sum_in_loss(self, value: Tensor) -> Tensor:
+        """See `Worker.sum_in_loss`."""
+        return allreduce(self.comm, value)
+
+    def whole(self, part: Tensor) -> Tensor:
+        """See `Worker.whole`."""
+        return torch.cat(allgather(self.comm, part))
+
+    def sum_without_gradient(self, value: Tensor) -> Tensor:
+        """See `Worker.sum_without_gradient`."""
+        return self.comm.allreduce(value)
 
     def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
         """See `Worker.no_sync`."""

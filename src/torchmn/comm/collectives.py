@@ -208,6 +208,9 @@ class Collectives:
         by ``postscale_factor``, as in Horovod. Sums and products of 16-bit floats are formed in
         float32 and rounded once. All ranks get the same bits.
 
+        This and the other collectives have no gradient. The result of a tensor that requires one
+        requires one too, and ``backward()`` through it raises UsageError: see `torchmn.functions`.
+
         Raises:
             UnknownNameError: unknown ``op``.
             UsageError: a mean or a factor for integers, an ``op`` that the dtype does not have, or

@@ -22,13 +22,7 @@ from torchmn.comm import object_codec
 from torchmn.comm.collective_checks import INLINE_BYTES, Call, CallCheck, Row
 from torchmn.comm.group import Group
 from torchmn.comm.local_tensors import local_part, placement_of
-from torchmn.comm.reductions import (
-    Reduction,
-    dense,
-    dense_parts,
-    described,
-    without_backward,
-)
+from torchmn.comm.reductions import Reduction, dense, dense_parts, described, without_backward
 from torchmn.comm.transports.base import fold
 from torchmn.errors import RankMismatchError, UsageError
 
@@ -39,39 +33,31 @@ Maker = Callable[Concatenate["CollectiveJobs", Arguments], Job[Result]]
 
 
 def _rejecting(make: Maker[Arguments, Result]) -> Maker[Arguments, Result]:
-    """Turn an error of making a job into a job that raises on all ranks."""
+    """Turn an error of making a job into a job that raises on all ranks.
+
+    Where a tensor is given that requires a gradient, backward refuses to use the result.
+    """
 
     @wraps(make)
     def make_or_reject(
         jobs: CollectiveJobs, /, *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> Job[Result]:
+        name = make.__name__
         try:
-            return make(jobs, *args, **kwargs)
+            job = make(jobs, *args, **kwargs)
         except Exception as error:
-            return jobs.rejected(make.__name__, error)
+            return jobs.rejected(name, error)
+        if name.endswith("_obj") or not any(map(_records_gradients, args)):
+            return job
+        return lambda: cast(Result, without_backward(name, job()))
 
     return make_or_reject
 
 
-def _of_tensors(make: Maker[Arguments, Result]) -> Maker[Arguments, Result]:
-    """As `_rejecting`; if an argument requires a gradient, backward refuses to use the result."""
-    make_or_reject = _rejecting(make)
-
-    @wraps(make)
-    def make_without_backward(
-        jobs: CollectiveJobs, /, *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Job[Result]:
-        job = make_or_reject(jobs, *args, **kwargs)
-        if torch.is_grad_enabled() and any(map(_requires_grad, args)):
-            return lambda: cast(Result, without_backward(make.__name__, job()))
-        return job
-
-    return make_without_backward
-
-
-def _requires_grad(argument: object) -> bool:
+def _records_gradients(argument: object) -> bool:
     parts = argument if isinstance(argument, (list, tuple)) else (argument,)
-    return any(isinstance(part, Tensor) and part.requires_grad for part in parts)
+    is_on = torch.is_grad_enabled()
+    return is_on and any(isinstance(part, Tensor) and part.requires_grad for part in parts)
 
 
 class CollectiveJobs:
@@ -92,30 +78,30 @@ class CollectiveJobs:
 
     # ---- tensors ----
 
-    @_of_tensors
+    @_rejecting
     def bcast(self, x: Tensor | None, root: int) -> Job[Tensor]:
         self._check_root(root)
         own = _own(dense("bcast", x)) if self.rank == root else None
         call = Call("bcast", root=root)
         return lambda: cast(Tensor, self.objects.broadcast(call, own, root))
 
-    @_of_tensors
+    @_rejecting
     def gather(self, x: Tensor, root: int) -> Job[tuple[Tensor, ...] | None]:
         self._check_root(root)
         own = _own(dense("gather", x))
         return lambda: self._to_root(Call("gather", root=root), own, root)
 
-    @_of_tensors
+    @_rejecting
     def allgather(self, x: Tensor) -> Job[tuple[Tensor, ...]]:
         own = _own(dense("allgather", x))
         return lambda: self._to_all(Call("allgather"), dict.fromkeys(range(self.size), own))
 
-    @_of_tensors
+    @_rejecting
     def alltoall(self, xs: Sequence[Tensor]) -> Job[tuple[Tensor, ...]]:
         parts = [_own(part) for part in dense_parts("alltoall", xs, self.size)]
         return lambda: self._to_all(Call("alltoall"), dict(enumerate(parts)))
 
-    @_of_tensors
+    @_rejecting
     def scatter(self, xs: Sequence[Tensor] | Tensor | None, root: int) -> Job[Tensor]:
         self._check_root(root)
         parts = dense_parts("scatter", xs, self.size) if self.rank == root else []
@@ -127,7 +113,7 @@ class CollectiveJobs:
 
         return job
 
-    @_of_tensors
+    @_rejecting
     def allreduce(
         self, x: Tensor, op: str, prescale_factor: float, postscale_factor: float
     ) -> Job[Tensor]:
@@ -162,7 +148,7 @@ class CollectiveJobs:
                 fold(flat, pieces, reduction.transport_op)
         reduction.finish_(flat)
 
-    @_of_tensors
+    @_rejecting
     def reduce_scatter(
         self,
         xs: Sequence[Tensor] | Tensor,
@@ -210,7 +196,7 @@ class CollectiveJobs:
     def allgather_obj(self, obj: object, name: str = "allgather_obj") -> Job[list[Any]]:
         return lambda: list(self._to_all(Call(name), dict.fromkeys(range(self.size), obj)))
 
-    @_of_tensors
+    @_rejecting
     def sum_over_ranks(self, values: Sequence[Tensor | float]) -> Job[tuple[Tensor | float, ...]]:
         own = tuple(summand(value) for value in values)
 

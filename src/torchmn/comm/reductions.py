@@ -113,36 +113,32 @@ def _kind(x: object) -> str:
     return "None" if x is None else f"a {type(x).__name__}"
 
 
-def without_backward(name: str, results: object) -> object:
-    """The results of a collective of tensors that require a gradient, which it does not follow.
+def without_backward(name: str, result: Any) -> Any:
+    """The result of a collective of tensors that require a gradient, which it does not follow.
 
-    They require one too, so that backward reaches them where they are part of a loss, and raises:
-    to leave the gradient out there, silently, would train something else.
+    It requires one too, so that backward reaches it where it is part of a loss, and raises: to
+    leave the gradient out there, silently, would train something else.
     """
-    several = results if isinstance(results, tuple) else (results,)
-    tensors = [x for x in several if isinstance(x, Tensor)]
+    if isinstance(result, tuple):
+        return tuple(without_backward(name, each) for each in result)
+    if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
+        return result
     anchor = torch.empty(0, requires_grad=True, device="cpu")
-    apply: Any = _NoBackward.apply
-    made = iter(apply(name, tensors, anchor) if tensors else ())
-    several = tuple(next(made) if isinstance(x, Tensor) else x for x in several)
-    return several if isinstance(results, tuple) else several[0]
+    return _NoBackward.apply(name, [result], anchor)  # type: ignore[no-untyped-call]
 
 
 class _NoBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, results: list[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, name: str, results: list[Tensor], anchor: Tensor) -> Tensor:
         ctx.name = name
-        exact = [x for x in results if not (x.is_floating_point() or x.is_complex())]
-        ctx.mark_non_differentiable(*exact)
-        return tuple(results)
+        return results[0]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
-        name = ctx.name
-        cure = "allreduce" if name == "sum_over_ranks" else name
+        cure = "allreduce" if ctx.name == "sum_over_ranks" else ctx.name
         raise UsageError(
-            f"comm.{name} was given a tensor that requires a gradient, and backward() has reached "
-            "its result: this collective has no gradient, and that of the loss would lack a part. "
-            f"Use torchmn.functions.{cure}(comm, ...), whose gradient is summed over ranks, or "
-            "detach() what is meant as a constant."
+            f"comm.{ctx.name} was given a tensor that requires a gradient, and backward() has "
+            "reached its result: this collective has no gradient, and that of the loss would lack "
+            f"a part. Use torchmn.functions.{cure}(comm, ...), whose gradient is summed over "
+            "ranks, or detach() what is meant as a constant."
         )

@@ -88,6 +88,15 @@ class ForgetsBuffers(FlatCommunicator):
             buffer.copy_(held[name])
 
 
+class FixesTheSize(FlatCommunicator):
+    """Reads buffers through numpy, after which their memory cannot grow."""
+
+    def bcast_data(self, model):
+        super().bcast_data(model)
+        for buffer in model.buffers():
+            buffer.numpy()
+
+
 class SumsInsteadOfMean(FlatCommunicator):
     """Forgets the division, as MultiprocessParallelUpdater did."""
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchmn.comm import Communicator
 from torchmn.comm.allreduce import ReduceBlock, create_allreduce
+from torchmn.comm.checksums import checksum
 from torchmn.comm.codecs import create_codec
 from torchmn.exchange.optimizer import create_multi_node_optimizer
 
@@ -287,7 +288,7 @@ def check_split(comm: Communicator) -> None:
 
 
 def check_bcast_data(comm: Communicator) -> None:
-    """Parameters and buffers of rank 0 on every rank, transposed parameters too."""
+    """Parameters and buffers of rank 0 on every rank, transposed ones too; buffers may grow."""
     model = network(comm.rank)
     model.register_buffer("steps", torch.tensor(comm.rank + 5))
     model.odd = nn.Parameter(seeded(comm.rank, 4, 3).t())
@@ -297,6 +298,9 @@ def check_bcast_data(comm: Communicator) -> None:
         require(torch.equal(model.get_parameter(name), tensor), f"bcast_data: {name}")
     require(int(model.steps) == 5, "bcast_data: integer buffer")  # type: ignore[arg-type]
     require(torch.equal(model.odd, seeded(0, 4, 3).t()), "bcast_data: strided parameter")
+    checksum([model.steps])  # type: ignore[list-item]
+    grown = model.steps.untyped_storage().resizable()  # type: ignore[operator,union-attr]
+    require(grown, "bcast_data: a buffer cannot be resized")
 
 
 def check_mean_grad(comm: Communicator) -> None:

@@ -497,7 +497,5 @@ def test_a_scheduler_with_a_counter_is_described_for_a_checkpoint() -> None:
     for refused in (Rates(0.1), Color.RED, argparse.Namespace()):
         with pytest.raises(UnsupportedError, match=r"state\['a'\] is a .*nothing in a checkpoint"):
             object_codec.describe({"a": refused})
-        with pytest.raises(
-            DataError, match="'object' is not a kind of value"
-        ):
+        with pytest.raises(DataError, match="'object' is not a kind of value"):
             object_codec.build(["object", __name__, "Rates", "", ["Attributes", []]], [])

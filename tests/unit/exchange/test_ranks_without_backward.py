@@ -334,6 +334,7 @@ def test_two_optimizers_of_one_backward_pass_refuse_a_change(change: Change) -> 
     ],
     ids=lambda phases: "+".join(schedule.name for schedule in phases.values()),
 )
+@pytest.mark.filterwarnings("ignore:(.|\n)*called step\\(\\) without backward")
 @pytest.mark.parametrize("route", ["flat", "single_node"])
 def test_a_rank_that_is_late_when_a_phase_ends(phases: dict, route: str) -> None:
     """Rank 1 has no backward pass in the step whose samples end the first phase."""
@@ -360,3 +361,46 @@ def test_a_rank_that_is_late_when_a_phase_ends(phases: dict, route: str) -> None
     for ours, theirs in zip(first[0], second[0], strict=True):
         assert equal(ours, theirs)
     assert equal(first[1], second[1])
+
+
+COUNTS_ZEROS = "rank 1 of 2.*called step\\(\\) without backward(.|\n)*weight 1(.|\n)*set_weight"
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "auto"])
+def test_a_rank_that_leaves_backward_out_is_told_once_that_it_counts(schedule: str) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        for step in range(4):
+            optimizer.zero_grad()
+            if comm.rank != 1 or step % 2:
+                loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+        optimizer.flush()
+
+    with pytest.warns(UserWarning, match=COUNTS_ZEROS) as seen:
+        run_ranks(rank_main, 2)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("case", ["weight 0", "no batch counted", "sum", "all late", "by hand"])
+def test_a_rank_that_may_leave_backward_out_is_told_nothing(case: str) -> None:
+    """Warnings are errors in all tests."""
+
+    def rank_main(comm):
+        model = mlp()
+        options = {"no batch counted": {"weight": "samples"}, "sum": {"reduction": "sum"}}
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, **options.get(case, {}))
+        for step in range(3):
+            optimizer.zero_grad()
+            is_left_out = case == "all late" or (comm.rank == 1 and step == 1)
+            if not is_left_out:
+                loss_of(model, batch(comm.rank, step)).backward()
+            elif case == "weight 0":
+                optimizer.set_weight(0)
+            elif case == "by hand":
+                for parameter in model.parameters():
+                    parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    run_ranks(rank_main, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -60,7 +62,7 @@ def test_half_precision_parameters_with_samples() -> None:
 
 
 @pytest.mark.parametrize("codec", [None, "float16"])
-def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
+def test_weights_that_are_zero_everywhere_as_nothing_was_counted(codec: str | None) -> None:
     """The same error on all ranks, which may then continue with the next batch."""
 
     def rank_main(comm):
@@ -70,8 +72,7 @@ def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
         )
         for step in range(4):
             optimizer.zero_grad()
-            if step % 2 == 0:
-                optimizer.set_weight(0)
+            model.train(step % 2 == 1)  # what is evaluated is not counted
             loss = loss_of(model, batch(comm.rank, step, comm.rank + 1, torch.float32))
             if step % 2 == 0:
                 with pytest.raises(UsageError, match="weights of all ranks are zero.*set_weight"):
@@ -84,6 +85,71 @@ def test_weights_that_are_zero_everywhere(codec: str | None) -> None:
     results = run_ranks(rank_main, 3, name="hierarchical")
     for result in results:
         assert equal(result, results[0])
+
+
+@pytest.mark.parametrize("codec", [None, "float16", "1bit", "power_sgd"])
+def test_a_weight_of_zero_that_all_ranks_set_gives_gradients_of_zero(codec: str | None) -> None:
+    """As in one process; even of a loss that is NaN. What a codec has kept back stays for later."""
+
+    def trained(comm, *, has_empty_batches):
+        model = mlp(dtype=torch.float32)
+        plain = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(plain, comm, model, codec=codec)
+        for step in range(6):
+            is_empty = step % 2 == 1
+            if is_empty and not has_empty_batches:
+                continue
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, step, 2, torch.float32))
+            optimizer.set_weight(0 if is_empty else 100)
+            (loss * float("nan") if is_empty else loss).backward()
+            assert not is_empty or all(not p.grad.any() for p in model.parameters())
+            optimizer.step()
+        return values(model)
+
+    expected = run_ranks(partial(trained, has_empty_batches=False), 3, name="hierarchical")
+    results = run_ranks(partial(trained, has_empty_batches=True), 3, name="hierarchical")
+    for result in results:
+        assert equal(result, results[0])
+        assert equal(result, expected[0])
+
+
+@pytest.mark.parametrize("schedule", ["double_buffering", "periodic_average", "diloco"])
+def test_weights_of_zero_under_other_schedules(schedule: str) -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        for step in range(5):
+            optimizer.zero_grad()
+            optimizer.set_weight(0 if step in (1, 2) else 3)
+            loss_of(model, batch(comm.rank, step)).backward()
+            optimizer.step()
+        optimizer.flush()
+        return values(model)
+
+    first, second = run_ranks(rank_main, 2)
+    assert equal(first, second)
+    assert all(value.isfinite().all() for value in first)
+
+
+def test_a_closure_whose_batch_has_weight_zero_on_all_ranks() -> None:
+    def rank_main(comm):
+        model = mlp()
+        lbfgs = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=2)
+        optimizer = create_multi_node_optimizer(lbfgs, comm, model)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(comm.rank, 0)) * 0.0
+            loss.backward()
+            return loss
+
+        optimizer.set_weight(0)
+        before = values(model)
+        assert float(optimizer.step(closure)) == 0
+        assert equal(values(model), before)
+
+    run_ranks(rank_main, 2)
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])

@@ -21,47 +21,39 @@ from torchmn.exchange.schedules.base import Schedule
 
 
 class BlockReads:
-    """Watches the models of one optimizer. Local."""
+    """Watches models from now on, by ``hooks``. Local."""
 
-    def __init__(self, comm: Communicator, schedule: Schedule) -> None:
-        self._comm, self._schedule = comm, schedule
-        self._has_warned = False
-        self._is_checkpoint = False
-
-    def watch(self, models: Sequence[nn.Module], hooks: ModelHooks) -> None:
-        """Look at these from now on."""
+    def __init__(
+        self,
+        comm: Communicator,
+        schedule: Schedule,
+        models: Sequence[nn.Module],
+        hooks: ModelHooks,
+    ) -> None:
+        self._comm, self._schedule, self._has_warned = comm, schedule, False
+        self.is_checkpoint = False
+        """Whether the optimizer's state was saved or loaded since the last step: together with the
+        model's it continues the block."""
         for model in models:
             hooks.before_forward(model, self._forward_begins)
             hooks.before_state_dict(model, self._state_is_read)
 
-    def state_kept(self) -> None:
-        """The optimizer's state was saved or loaded: until the next step, it continues the block
-        together with the model's."""
-        self._is_checkpoint = True
-
-    def step_ended(self) -> None:
-        """The model is another one."""
-        self._is_checkpoint = False
-
-    def _forward_begins(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _forward_begins(self, module: nn.Module, *_: Any) -> None:
         if not (torch.compiler.is_compiling() or module.training or torch.is_grad_enabled()):
             self._warn("evaluated")
 
     def _state_is_read(self, module: nn.Module) -> None:
-        if not self._is_checkpoint and (torch.is_grad_enabled() or not module.training):
+        if not self.is_checkpoint and (torch.is_grad_enabled() or not module.training):
             self._warn("saved")
 
     def _warn(self, what: str) -> None:
-        if self._has_warned or not self._schedule.is_within_block:
-            return
-        self._has_warned = True
-        warnings.warn(
-            f"{self._comm.rank_label}: the model is {what} in the middle of a block of "
-            f"{self._schedule.name}: since the last exchange each rank has trained alone, and this "
-            "is the model of one rank. Call optimizer.flush() on all ranks before, which ends the "
-            "block with the mean of all. (Checkpoints that every rank saves to resume within a "
-            "block take optimizer.state_dict() first, and then that of the model.)",
-            stacklevel=4,
-        )
+        if self._schedule.is_within_block and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._comm.rank_label}: the model is {what} in the middle of a block of "
+                f"{self._schedule.name}: since the last exchange each rank has trained alone, and "
+                "this is the model of one rank. Call optimizer.flush() on all ranks before, which "
+                "ends the block with the mean of all. (Checkpoints that every rank saves to resume "
+                "within a block take optimizer.state_dict() first, and then that of the model.)",
+                stacklevel=4,
+            )

@@ -139,7 +139,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._uncounted_steps = UncountedSteps()
         self._has_checked_untrained = False
         self._late_scaler_steps = LateScalerSteps()
-        self._block_reads = BlockReads(comm, schedule)
         self._taken_over_by = ""
         self._take_parameters_over()  # an older one may hold a step of its own in parameters
         self._unify()
@@ -168,8 +167,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._remove_eager_step)
-            if schedule.has_own_steps:
-                self._block_reads.watch(self._models, self._hooks)
+            watched = self._models if schedule.has_own_steps else []
+            self._block_reads = BlockReads(comm, schedule, watched, self._hooks)
             for model in self._models:
                 self._hooks.before_load(model, lambda: self.schedule.before_load())
             if weight == "samples" or schedule.counts_samples:
@@ -307,7 +306,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
-        self._block_reads.step_ended()
+        self._block_reads.is_checkpoint = False
         if self.tuner is not None:
             self.tuner.step_ended()
         return result
@@ -348,7 +347,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         as if nothing had been; on another number see `reshard_state_dict`. Local; what is under way
         is awaited.
         """
-        self._block_reads.state_kept()
+        self._block_reads.is_checkpoint = True
         state = resume.save(
             self.inner, self.schedule, self.reducer, has_local_passes=self._has_local_passes
         )
@@ -363,7 +362,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         that were exchanged. Raises UsageError: the state of another schedule or of another class of
         optimizer.
         """
-        self._block_reads.state_kept()
+        self._block_reads.is_checkpoint = True
         ours = state_dict.get("torchmn", {})
         raise_if_other_optimizer(self.inner, state_dict, ours.get("optimizer", ""))
         self._remove_eager_step()

@@ -118,6 +118,7 @@ def test_a_group_that_is_not_in_the_model_is_refused_and_not_added() -> None:
     run_ranks(rank_main, 2)
 
 
+@pytest.mark.filterwarnings("ignore:(.|\n)*called step\\(\\) without backward")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
     def rank_main(comm):
