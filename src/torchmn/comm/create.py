@@ -88,7 +88,7 @@ def create_communicator(
     *,
     transport: str | Transport = "auto",
     topology: Topology | None = None,
-    timeout_s: float | Timeout = Timeout(),
+    timeout_s: float | Timeout = Timeout(),  # noqa: B008 - frozen
     first_timeout_s: float | None = None,
     allreduce_grad_dtype: torch.dtype | str | None = None,
     quiet: bool = False,
