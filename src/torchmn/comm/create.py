@@ -139,8 +139,12 @@ def create_communicator(
     _raise_if_imported_again()
     with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
-    greeting = {"name": name, "dtype": codec.name if codec else None, "torch": torch.__version__}
-    greeting["timeout_s"] = [timeout.unreachable_s, timeout.busy_s]
+    greeting = {
+        "name": name,
+        "dtype": codec.name if codec else None,
+        "torch": torch.__version__,
+        "timeout_s": [timeout.unreachable_s, timeout.busy_s],
+    }
     found = _exchange_greetings(world, greeting, first_s)
     is_recorded = all(each["records"] for each in found)
     topology = _checked_topology(topology, [each["host"] for each in found], world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def _no_collector() -> Iterator[None]:
+    torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)  # the first one of a process stays
     gc.collect()
     gc.disable()
     yield
@@ -54,8 +56,8 @@ def fold(
         optimizer.step()
     if fails:
         optimizer.zero_grad()
-        with pytest.raises(ZeroDivisionError):
-            model(torch.ones(4, 6) / 0 if comm.size < 0 else torch.ones(4, 6) * (1 // 0))
+        with suppress(ValueError):
+            raise ValueError(float(model(torch.ones(4, 6)).sum()))
     optimizer.flush()
     if closes:
         optimizer.close()

@@ -320,7 +320,7 @@ class LocalUpdateSchedule(Schedule):
             f"{self._comm.rank_label}: model.load_state_dict() has replaced parameters within a "
             "block of local updates, and the outer step would take the difference for what was "
             "learned. Call optimizer.flush() on all ranks before you load a state: the next block "
-            "then begins with it."
+            "then begins with it.",
         )
         if not self._has_anchors:
             for fragment in self._fragments:
