@@ -89,7 +89,7 @@ def create_communicator(
     *,
     transport: str | Transport = "auto",
     topology: Topology | None = None,
-    timeout_s: float | Timeout = Timeout(),
+    timeout_s: float | Timeout = Timeout(),  # noqa: B008 - frozen
     first_timeout_s: float | None = None,
     allreduce_grad_dtype: torch.dtype | str | None = None,
     quiet: bool = False,
@@ -144,7 +144,11 @@ def create_communicator(
     _raise_if_imported_again()
     with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
+<<<<<<< HEAD
     greeting: dict[str, Any] = {
+=======
+    greeting = {
+>>>>>>> wait
         "name": name,
         "dtype": codec.name if codec else None,
         "torch": torch.__version__,

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +47,7 @@ from torchmn.control.messages import (
 )
 from torchmn.control.script import (
     is_consequence,
+    is_follow_up,
     on_error,
     script_stack,
     show_exception,
@@ -113,23 +114,31 @@ class ScriptMonitor:
         """Report this exception in place of the stack of what prints it, from now on. Local."""
         self._fatal = error
 
-    def script_failed(self, error: BaseException, text: str = "") -> None:
-        """Report an exception that ends this process, and what was printed if not its traceback.
+    def script_failed(
+        self, error: BaseException, text: str = "", show: Callable[[], object] = lambda: None
+    ) -> None:
+        """Report an exception that ends this process, and ``show`` it.
 
-        If it only follows from the failure of another rank, wait for the agent to end this process,
-        so that the cause is found first. Where MPI is in use the process ends here: `MPI_Finalize`
-        at exit would wait for the other ranks.
+        ``text`` is what was shown if not its traceback. If it only follows from the failure of
+        another rank, wait for the agent to end this process, so that the cause is found first; then
+        the launcher shows the cause alone. Where MPI is in use the process ends here:
+        `MPI_Finalize` at exit would wait for the other ranks.
         """
         if os.getpid() != self._pid:
+            show()
             return
-        follows = is_consequence(error)
         self._fatal = error
-        if follows:
-            self.look_for_hang()
-        self.report(error, text)
+        try:
+            if not is_follow_up(error):
+                show()
+        finally:  # whatever a hook of the script does
+            if follows := is_consequence(error):
+                self.look_for_hang()
+            self.report(error, text)
         if follows:
             self._is_waiting = True
-            self._must_end.wait(_TERMINATION_S)
+            if not self._must_end.wait(_TERMINATION_S) and is_follow_up(error):
+                show()
         if _is_mpi_in_use():
             _end_now(1)
 
@@ -140,7 +149,7 @@ class ScriptMonitor:
         self._post(
             Failed(
                 status=1,
-                traceback=text or _format(error),
+                traceback=text or traceback_text(error)[-_MAX_CHARS:],
                 error=text or "".join(traceback.format_exception_only(error)),
                 is_consequence=is_consequence(error),
                 at=time.time(),
@@ -287,9 +296,10 @@ def install_exit_hooks(monitor: ScriptMonitor) -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         monitor.note_fatal(error)
-        show_exception(error, show)
-        if not isinstance(error, KeyboardInterrupt):
-            monitor.script_failed(error)
+        if isinstance(error, KeyboardInterrupt):
+            show_exception(error, show)
+        else:
+            monitor.script_failed(error, show=lambda: show_exception(error, show))
 
     def exit_with_note(code: Any = None, /) -> NoReturn:
         nonlocal request

@@ -9,6 +9,7 @@ which no codec encodes.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -42,13 +43,21 @@ class Slot:
     address: int = 0
     may_lend: bool = False
     """Whether the memory can be given up to a script: ordinary CPU memory."""
-    bucket: Bucket = field(init=False)
+    weak_bucket: weakref.ref[Bucket] = field(init=False)
+    """Weak, for the bucket has its slots: both are freed without the garbage collector."""
     is_packed: bool = False
     """Whether this rank's part of the exchange being filled has been written."""
     has_gradient: bool = False
     """Whether there was a gradient to write."""
     unused: tuple[int, int, int] | None = None
     """`num_references` before ``p.grad`` was first `tensor`; None if it never was."""
+
+    @property
+    def bucket(self) -> Bucket:
+        """The bucket that this is a part of, and that something else keeps."""
+        bucket = self.weak_bucket()
+        assert bucket is not None  # noqa: S101 - its set keeps it
+        return bucket
 
     def current_tensor(self) -> Tensor:
         """`tensor`, made again if it was given other memory, as ``p.grad.data = ...`` does."""
@@ -204,7 +213,7 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
     layout = Layout.of(((s.name, s.start, shape_in_memory(s.tensor)) for s in slots), dtype)
     bucket = Bucket(buffer, layout, num_footer, slots=slots)
     for slot in slots:
-        slot.bucket = bucket
+        slot.weak_bucket = weakref.ref(bucket)
     return bucket
 
 

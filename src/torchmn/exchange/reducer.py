@@ -255,6 +255,11 @@ class GradientReducer:
             hook.remove()
         self._hooks = []
 
+    def close_for_good(self) -> None:
+        """Let go of what has this reducer as well: it is freed without the garbage collector."""
+        self.close()
+        self.owner, self.act_on_nonfinite, self._on_backward_end = None, _nothing, _nothing
+
     @property
     def is_needed(self) -> bool:
         """Whether there is anything to do: one rank alone has its means already.
@@ -635,3 +640,7 @@ class GradientReducer:
             for _, parameter in self.parameters.trained():
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+def _nothing() -> None:
+    """The listener of a reducer that is closed."""

@@ -306,8 +306,9 @@ class Messages:
             does = "waits for" if name == "recv" else "cannot send"
             raise TimeLimitError(
                 f"{comm.rank_label} {does} {place}: rank {peer} has not answered within "
-                f"{limit.seconds:g} s. {limit.reason} It may be slower than the limit (raise timeout_s=), may have "
-                "ended, or may not have called forward_backward(): check its log."
+                f"{limit.seconds:g} s. {limit.reason} It may be slower than the limit (raise "
+                "timeout_s=), may have ended, or may not have called forward_backward(): check its "
+                "log."
             )
 
     def _result(self, place: Place, work: Work[Any], does: str) -> Any:

@@ -58,7 +58,7 @@ class AgentSession(RankSession):
         self._job = job
         self._output = output
         self._problems: list[str] = []
-        self._num_lines = 0  # of all ranks
+        self._last_line = ""  # of all ranks
         self.has_started = False
         """Whether the agents were ordered to start their scripts."""
         self.leave_by: float | None = None
@@ -137,10 +137,10 @@ class AgentSession(RankSession):
 
     def _on_output(self, record: RankRecord, message: Output) -> None:
         record.num_lines += len(message.lines)
-        self._num_lines += len(message.lines)
+        if message.lines:
+            self._last_line = message.lines[-1]
         if message.stream == "err":
             record.last_errors.extend(message.lines)
-            record.num_lines_of_others = self._num_lines - record.num_lines
         self._output.lines(record.rank, message.stream, message.lines)
 
     def accept(self) -> None:
@@ -180,14 +180,10 @@ class AgentSession(RankSession):
         return hang
 
     def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
-        """Show the failed rank's last error output again if other ranks wrote after it; keep it."""
-        first = result.first_failure
-        if (
-            first is not None
-            and first.last_errors
-            and self._num_lines - first.num_lines > first.num_lines_of_others
-        ):
-            self._output.quote("\n".join(stderr_tail(result)))
+        """Show the first failure's last error output, if it is not what was shown last; keep it."""
+        tail = stderr_tail(result)
+        if tail and tail[-1] != self._last_line:  # ranks that failed alike show it as well
+            self._output.quote("\n".join(tail))
         self._say(write_failure_report(folder, result, summary))
 
     def _say(self, text: str) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -122,7 +123,7 @@ class Autotuner:
 
     def attach(self, optimizer: MultiNodeOptimizer) -> None:
         """Called once. The optimizer has the first schedule and codec of the search space."""
-        self._optimizer = optimizer
+        self._optimizer = weakref.proxy(optimizer)  # which has this
         self._default = Plan(
             schedule=next(iter(self.space.schedules)),
             codec=self.space.codecs[0],

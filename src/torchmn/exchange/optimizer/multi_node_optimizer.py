@@ -115,7 +115,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         comm.num_steps = comm.num_steps or 0
         self.schedule = schedule
         self.tuner = tuner
-        self._models = list(models)
+        self._models = models = list(models)  # what refers to them need not refer to this
         self._is_joining = False
         self._is_closed = False
         self._on_nonfinite = on_nonfinite
@@ -145,16 +145,16 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self.reducer = GradientReducer(
             comm,
             codec,
-            lambda: named_parameters(inner, self._models),
+            lambda: named_parameters(inner, models),
             num_sets=schedule.num_sets,
             on_backward_end=self._on_backward_end(schedule),
             zero_fill=zero_fill,
             reduction=reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
             contribution=Contribution(is_by_samples=weight == "samples"),
-            find_sparse=lambda: sparse_parameters(self._models),
-            find_untrained=lambda: untrained_parameters(inner, self._models),
-            find_buffers=lambda: buffers_of_replicas(self._models),
+            find_sparse=lambda: sparse_parameters(models),
+            find_untrained=lambda: untrained_parameters(inner, models),
+            find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
             rate=lambda: sum_of_rates(inner),
             owner=self,
@@ -562,7 +562,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """Release the model, to train it by itself or make another optimizer for it. Local."""
         self._is_closed = True
         self.schedule.close()
-        self.reducer.close()
+        self.reducer.close_for_good()
         self.recorded.close()
         self._unhook()
 

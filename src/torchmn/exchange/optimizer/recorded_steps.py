@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ class RecordedSteps:
     """A context around each step of one optimizer. Local; it does nothing without a record."""
 
     def __init__(self, optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> None:
-        self._optimizer = optimizer
+        self._found = weakref.ref(optimizer)  # it has this: no cycle, it is freed when closed
         self._models = models
         self._recorder: StepRecorder | None = None
         self._before: Phase | None = None
@@ -36,6 +37,12 @@ class RecordedSteps:
         self._facts: dict[Tensor, GradientFacts] = {}
         self._watches: list[RemovableHandle] = []
         self._noted: tuple[object, object] = (None, None)
+
+    @property
+    def _optimizer(self) -> MultiNodeOptimizer:
+        optimizer = self._found()
+        assert optimizer is not None  # noqa: S101 - it has this object
+        return optimizer
 
     def __enter__(self) -> None:
         recorder = recording.current()

@@ -31,6 +31,7 @@ import time
 import types
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from types import TracebackType
 from typing import NoReturn
@@ -83,15 +84,14 @@ def main() -> None:
         raise  # the interpreter turns it into an end by SIGINT
     except BaseException as error:
         status = 1
-        if monitor is not None:
+        _leave_out_own_frames(error)
+        if os.getpid() == own_pid:
+            _end_record(status)  # before this process is ended, at once where MPI is in use
+        if monitor is None:
+            show_exception(error, sys.excepthook)
+        else:
             monitor.note_fatal(error)
-        try:
-            _show(error)
-            if os.getpid() == own_pid:
-                _end_record(status)  # before this process is ended, at once where MPI is in use
-        finally:
-            if monitor is not None:
-                monitor.script_failed(error)
+            monitor.script_failed(error, show=partial(show_exception, error, sys.excepthook))
         raise SystemExit(1) from None
     finally:
         if os.getpid() != own_pid:
@@ -157,8 +157,8 @@ def _new_main() -> types.ModuleType:
     return module
 
 
-def _show(error: BaseException) -> None:
-    """Print an uncaught exception as the interpreter does, without the frames of this module."""
+def _leave_out_own_frames(error: BaseException) -> None:
+    """Make an uncaught exception what the interpreter would have, without frames of this module."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is globals():
         trace = trace.tb_next
@@ -166,7 +166,6 @@ def _show(error: BaseException) -> None:
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
-    show_exception(error, sys.excepthook)
 
 
 # Lets the threads of torch's gloo groups finish what they do before the interpreter ends.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 import signal
-import textwrap
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -59,7 +58,6 @@ class RankRecord:
     was_ending: bool = False  # it was lost after it had been asked to end
     num_lines: int = 0
     last_errors: deque[str] = field(default_factory=lambda: deque(maxlen=40))
-    num_lines_of_others: int = 0  # when it last wrote to its standard error
 
     @property
     def has_ended(self) -> bool:
@@ -246,10 +244,10 @@ def _how_all_ended(ranks: Sequence[RankRecord]) -> str:
 
 
 def brief(text: str) -> str:
-    """A text of several lines within one line of text, shortened between words."""
+    """A text of several lines within one, without its middle if it is long: the cure is last."""
     words = " ".join(text.removeprefix("torchmn: ").split())
-    short = textwrap.shorten(words, _MAX_ERROR_CHARS, placeholder=" ...")
-    return short if len(short) > len("...") else words[:_MAX_ERROR_CHARS]
+    half = _MAX_ERROR_CHARS // 2
+    return f"{words[:half]} ... {words[-half:]}" if len(words) > _MAX_ERROR_CHARS else words
 
 
 def _name(record: RankRecord) -> str:

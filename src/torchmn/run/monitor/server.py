@@ -125,7 +125,12 @@ class MonitorServer:
             print(hang.short, file=sys.stderr)
             problems.append(write_hang_report(self._session.log_dir, hang.text))
         summary = f"torchmn: {result.summary}"
-        print("\n".join([*stderr_tail(result), summary]), file=sys.stderr, flush=True)
+        # What a rank has shown is not shown again, unless others have shown another error since.
+        first, tail = result.first_failure, stderr_tail(result)
+        failed = [r.failed for r in self._session.records if r.failed and not r.is_consequence]
+        if first is not None and first.failed is not None and not first.is_consequence:
+            tail *= len({each.error for each in failed}) > 1
+        print("\n".join([*tail, summary]), file=sys.stderr, flush=True)
         problems.append(write_failure_report(self._session.log_dir, result, summary))
         for problem in problems:
             if problem:

@@ -146,9 +146,7 @@ class LocalUpdateSchedule(Schedule):
         self._has_anchors = self._are_anchors_verified = False
         self._num_missed_steps = 0
         """Steps of a warm-up in which this rank had left its loop."""
-        self._changed = ChangedParameters(
-            lambda: [p for fragment in self._fragments for p in fragment.parameters]
-        )
+        self._changed = ChangedParameters()
         self._is_resumed = False
         """Whether no step was made since `load_state_dict`: the model's state belongs to it."""
 
@@ -279,7 +277,7 @@ class LocalUpdateSchedule(Schedule):
     def before_load(self) -> None:
         """See `Schedule.before_load`."""
         if self._has_anchors and not self._is_resumed:
-            self._changed.note()
+            self._changed.note(self._fragments)
 
     def flush(self) -> None:
         """See `Schedule.flush`. Ends the partial block of every fragment.
@@ -325,10 +323,11 @@ class LocalUpdateSchedule(Schedule):
         """Begin a block, unless one is under way: before the first step or exchange of it."""
         self._is_resumed = False
         self._changed.raise_if_changed(
+            self._fragments,
             f"{self._comm.rank_label}: model.load_state_dict() has replaced parameters within a "
             "block of local updates, and the outer step would take the difference for what was "
             "learned. Call optimizer.flush() on all ranks before you load a state: the next block "
-            "then begins with it."
+            "then begins with it.",
         )
         if not self._has_anchors:
             for fragment in self._fragments:

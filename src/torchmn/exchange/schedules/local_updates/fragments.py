@@ -7,7 +7,7 @@ number of its samples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -388,21 +388,24 @@ class FragmentSchedule:
 class ChangedParameters:
     """Compares parameters by their checksum, from `note` to `raise_if_changed`. Local."""
 
-    def __init__(self, parameters: Callable[[], Sequence[Tensor]]) -> None:
-        self._parameters = parameters
+    def __init__(self) -> None:
         self._noted: int | None = None
 
-    def note(self) -> None:
+    def note(self, fragments: Sequence[Fragment]) -> None:
         """From now on they must not change; of two calls the first one counts."""
         if self._noted is None:
-            self._noted = checksum(self._parameters())
+            self._noted = _checksum_of(fragments)
 
     def forget(self) -> None:
         """What they are now is where training continues."""
         self._noted = None
 
-    def raise_if_changed(self, message: str) -> None:
+    def raise_if_changed(self, fragments: Sequence[Fragment], message: str) -> None:
         """Raise UsageError if they are not what was noted, if anything was."""
         noted, self._noted = self._noted, None
-        if noted is not None and checksum(self._parameters()) != noted:
+        if noted is not None and _checksum_of(fragments) != noted:
             raise UsageError(message)
+
+
+def _checksum_of(fragments: Sequence[Fragment]) -> int:
+    return checksum([p for fragment in fragments for p in fragment.parameters])
