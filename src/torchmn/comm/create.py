@@ -144,11 +144,7 @@ def create_communicator(
     _raise_if_imported_again()
     with script_monitor.joining(first_s):
         world, is_own = _world(transport, first_s)
-<<<<<<< HEAD
     greeting: dict[str, Any] = {
-=======
-    greeting = {
->>>>>>> wait
         "name": name,
         "dtype": codec.name if codec else None,
         "torch": torch.__version__,

@@ -91,14 +91,10 @@ def show_exception(
     The lines of one that only follows from the loss of another rank are marked. One that is not
     torchmn's is given the `failure_notes` first (since Python 3.11).
     """
-<<<<<<< HEAD
     if not isinstance(error, TorchmnError) and hasattr(error, "add_note"):
         for note in filter(None, [each.failure_note() for each in list(failure_notes)]):
             error.add_note(note)
-    if hook is sys.__excepthook__ and (isinstance(error, TorchmnError) or _is_follow_up(error)):
-=======
     if hook is sys.__excepthook__ and (isinstance(error, TorchmnError) or is_follow_up(error)):
->>>>>>> wait
         print(_marked(error, traceback_text(error)), file=sys.stderr, flush=True)
     else:
         hook(type(error), error, error.__traceback__)
