@@ -9,6 +9,7 @@ from . import (
     copies,
     exceptions,
     gradients,
+    growing,
     layers,
     loaders,
     memory,
@@ -18,6 +19,9 @@ from . import (
     passes,
     precision,
     rates,
+    tasks_perception,
+    tasks_representation,
+    tasks_training,
     whole_loaders,
 )
 from .registry import SCRIPTS, Script
@@ -27,6 +31,7 @@ _MODULES = (
     gradients,
     passes,
     parameters,
+    growing,
     layers,
     normalization,
     buffers,
@@ -39,6 +44,9 @@ _MODULES = (
     exceptions,
     loaders,
     whole_loaders,
+    tasks_perception,
+    tasks_representation,
+    tasks_training,
 )
 
 
