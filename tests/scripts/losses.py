@@ -59,7 +59,7 @@ def contrastive(worker: Worker) -> nn.Module:
     optimizer = worker.optimizer(adam, model, weight="rank")
     for x, _ in worker.uneven_batches():
         optimizer.zero_grad()
-        a, b = (worker.whole(normalize(model(view))) for view in (x, x.flip(1)))
+        a, b = (worker.gather_with_gradient(normalize(model(view))) for view in (x, x.flip(1)))
         loss = cross_entropy(a @ b.T / 0.5, torch.arange(len(a)))
         loss.backward()
         worker.log("loss", loss)
@@ -76,8 +76,8 @@ def dice(worker: Worker) -> nn.Module:
         optimizer.zero_grad()
         p, mask = model(x).sigmoid(), (y > 0).to(x.dtype)
         own = torch.stack([(p * mask).sum(), (p + mask).sum(), (p - mask).square().sum()])
-        intersection, total, squares = worker.sum_in_loss(own)
-        number = worker.sum_in_loss(torch.tensor(float(len(x))))
+        intersection, total, squares = worker.sum_with_gradient(own)
+        number = worker.sum_with_gradient(torch.tensor(float(len(x))))
         loss = 1 - 2 * intersection / total + squares / number
         loss.backward()
         worker.log("loss", loss)

@@ -10,6 +10,7 @@ from . import (
     datasets,
     exceptions,
     gradients,
+    growing,
     layers,
     loaders,
     losses,
@@ -20,6 +21,9 @@ from . import (
     passes,
     precision,
     rates,
+    tasks_perception,
+    tasks_representation,
+    tasks_training,
     whole_loaders,
 )
 from .registry import SCRIPTS, Script
@@ -30,6 +34,7 @@ _MODULES = (
     passes,
     losses,
     parameters,
+    growing,
     layers,
     normalization,
     buffers,
@@ -43,6 +48,9 @@ _MODULES = (
     loaders,
     whole_loaders,
     datasets,
+    tasks_perception,
+    tasks_representation,
+    tasks_training,
 )
 
 
