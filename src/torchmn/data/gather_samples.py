@@ -36,7 +36,7 @@ def gather_outputs(loader: DataLoader[Any], outputs: Sequence[Any]) -> Any:
     not that of the batches, or an output has another number of rows than its batch.
 
     >>> loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_size=3)
-    >>> loader = scatter_loader(loader, comm)
+    >>> loader = torchmn.scatter_loader(loader, comm)
     >>> with torch.no_grad():
     ...     outputs = [2 * x for x in loader]
     >>> gather_outputs(loader, outputs)
