@@ -31,10 +31,8 @@ def own_place() -> LauncherInfo | None:
     has_only_size = "RANK" not in os.environ and os.environ.get("WORLD_SIZE") == str(size)
     if size == 1 and not (has_only_size and dist.is_initialized()):
         return read_launcher_env(os.environ)
-    pairs = (("rank", str(rank)), ("world_size", str(size)))
-    group = LauncherInfo(
-        launcher=_GROUP, kind="agents", rank=rank, known_size=size, variables=pairs
-    )
+    said = (("rank", str(rank)), ("world_size", str(size)))
+    group = LauncherInfo(launcher=_GROUP, kind="agents", rank=rank, known_size=size, variables=said)
     if has_only_size or multiprocessing.parent_process() is not None:
         return group
     launched = read_launcher_env(os.environ)
