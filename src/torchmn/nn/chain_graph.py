@@ -10,6 +10,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
 from torchmn.errors import RankMismatchError, UsageError
@@ -164,29 +165,17 @@ class ChainGraph:
 
     def _measure_depths(self) -> dict[tuple[int, int], int]:
         """How many links the longest path from each link to an end has, itself included."""
+        targets = {
+            link.key: [edge.target.key for edge in self.outgoing[link.key]] for link in self._all
+        }
         depths: dict[tuple[int, int], int] = {}
-        left = {link.key: link for link in self._all}
-        while left:
-            ready = [
-                link
-                for link in left.values()
-                if all(edge.target.key in depths for edge in self.outgoing[link.key])
-            ]
-            if not ready:
-                raise UsageError(f"Links wait for one another: {self._cycle(left)}.")
-            for link in ready:
-                after = [depths[edge.target.key] for edge in self.outgoing[link.key]]
-                depths[link.key] = 1 + max(after, default=0)
-                del left[link.key]
+        try:
+            for key in TopologicalSorter(targets).static_order():
+                depths[key] = 1 + max((depths[target] for target in targets[key]), default=0)
+        except CycleError as error:
+            cycle = [str(self.links[rank][index]) for rank, index in reversed(error.args[1])]
+            raise UsageError(f"Links wait for one another: {' sends to '.join(cycle)}.") from None
         return depths
-
-    def _cycle(self, left: dict[tuple[int, int], Link]) -> str:
-        link = next(iter(left.values()))
-        path: list[Link] = []
-        while link not in path:
-            path.append(link)
-            link = next(e.target for e in self.outgoing[link.key] if e.target.key in left)
-        return " sends to ".join(map(str, [*path[path.index(link) :], link]))
 
     # ---- order ----
 

@@ -241,10 +241,10 @@ def test_grad_scaler(blocks: bool) -> None:
                 model, C.cross_entropy_with_softmax, distributed, grad_scaler=scaler
             )
             if scaler is not None:
-                trainer._loss = lambda output, labels: 1e6 * output.exp().sum(1)
+                trainer._criterion = (lambda output, labels: 1e6 * output.exp().sum(1), None)
                 train(trainer, minibatches([8]), comm)
                 assert scaler.get_scale() < 2.0**127
-                trainer._loss = C.cross_entropy_with_softmax
+                trainer._criterion = (C.cross_entropy_with_softmax, None)
                 trainer._scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
             train(trainer, minibatches(SIZES[:3]), comm)
             trainer.train_minibatch({})

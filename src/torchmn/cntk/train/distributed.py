@@ -237,27 +237,18 @@ def block_momentum_distributed_learner(
     >>> cntk.block_momentum_distributed_learner(sgd, block_size=4096).learner is sgd
     True
     """
+    options: dict[str, Any] = {  # in the order of BlockMomentum
+        "block_size": block_size,
+        "block_momentum_as_time_constant": block_momentum_as_time_constant,
+        "use_nestrov_momentum": use_nestrov_momentum,
+        "reset_sgd_momentum_after_aggregation": reset_sgd_momentum_after_aggregation,
+        "block_learning_rate": block_learning_rate,
+    }
     return DistributedLearner(
         learner=learner,
         name="block_momentum_distributed_learner",
-        schedule=lambda: _after(
-            distributed_after,
-            BlockMomentum(
-                block_size,
-                block_momentum_as_time_constant,
-                use_nestrov_momentum,
-                reset_sgd_momentum_after_aggregation,
-                block_learning_rate,
-            ),
-        ),
-        options={
-            "block_size": block_size,
-            "block_momentum_as_time_constant": block_momentum_as_time_constant,
-            "use_nestrov_momentum": use_nestrov_momentum,
-            "reset_sgd_momentum_after_aggregation": reset_sgd_momentum_after_aggregation,
-            "block_learning_rate": block_learning_rate,
-            "distributed_after": distributed_after,
-        },
+        schedule=lambda: _after(distributed_after, BlockMomentum(*options.values())),
+        options={**options, "distributed_after": distributed_after},
         comm=comm,
     )
 

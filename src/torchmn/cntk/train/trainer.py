@@ -93,11 +93,10 @@ class Trainer:
         grad_scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.model = model
-        self._loss, self._metric = _criteria(criterion)
+        self._criterion = _criteria(criterion)
         self.parameter_learners = _as_list(parameter_learners)
         self.progress_writers = _as_list(progress_writers)
         self._scaler = grad_scaler
-        self._has_scaled = False
         self.total_number_of_samples_seen = 0
         """Over all ranks."""
         self.num_minibatches = 0
@@ -105,12 +104,10 @@ class Trainer:
         self.num_sweeps = 0
         """Sweeps over the data that have ended."""
         self._last = MinibatchSums()
-        parts = [part for part in (model, self._loss) if isinstance(part, nn.Module)]
+        parts = [part for part in (model, self._criterion[0]) if isinstance(part, nn.Module)]
         self._models = [part for part in parts if any(True for _ in part.parameters())]
         self.communicator, self.optimizers = optimizers_of(self.parameter_learners, self._models)
         self._model_names = _parameter_names(model)
-        self._fitting: set[tuple[object, ...]] = set()
-        """Names of arguments that were found to fit."""
         self._checkpointer: tuple[Path, MultiNodeCheckpointer] | None = None
 
     # ---- training ----
@@ -168,13 +165,13 @@ class Trainer:
                     optimizer.flush()
             self._report_synchronization(num_synchronized)
             return False
+        is_scaled = False
         for optimizer, is_local in zip(self.optimizers, are_local, strict=True):
-            self._step(optimizer, own, total, is_local=is_local, is_exchanged=loss is not None)
+            is_scaled |= self._step(optimizer, own, total, is_local, loss is not None)
             for learner in _learners(optimizer):
                 learner.end_minibatch(total.num_samples, is_sweep_end=total.is_sweep_end)
-        if self._scaler is not None and self._has_scaled:
+        if self._scaler is not None and is_scaled:
             self._scaler.update()
-            self._has_scaled = False
         self._last = total
         self.total_number_of_samples_seen += total.num_samples
         self.num_minibatches += 1
@@ -189,10 +186,10 @@ class Trainer:
         optimizer: Optimizer,
         own: MinibatchSums,
         total: MinibatchSums,
-        *,
         is_local: bool,
         is_exchanged: bool,
-    ) -> None:
+    ) -> bool:
+        """Returns whether the GradScaler took part."""
         for learner in _learners(optimizer):
             learner.begin_minibatch((own if is_local else total).num_samples)
         if isinstance(optimizer, MultiNodeOptimizer):
@@ -204,9 +201,9 @@ class Trainer:
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if self._scaler is None or all(p.grad is None for p in parameters):
             optimizer.step()  # without gradients: this rank has no data, and trains alone now
-            return
+            return False
         self._scaler.step(optimizer)
-        self._has_scaled = True
+        return True
 
     def _num_synchronized(self) -> float:
         """Samples over all ranks in the blocks that have ended."""
@@ -229,9 +226,7 @@ class Trainer:
         criterion: Any = None,
     ) -> tuple[Tensor | None, MinibatchSums]:
         """The mean loss over this rank's samples, and the sums of loss and metric."""
-        of_loss, of_metric = (
-            (self._loss, self._metric) if criterion is None else _criteria(criterion)
-        )
+        of_loss, of_metric = self._criterion if criterion is None else _criteria(criterion)
         if not isinstance(arguments, Mapping):
             raise UsageError(
                 f"The arguments of a minibatch are of type {type(arguments).__name__}. They must "
@@ -267,9 +262,6 @@ class Trainer:
         self, what: str, function: Criterion, inputs: dict[str, Any], others: dict[str, Any]
     ) -> None:
         """Raise UsageError: model or criterion lack an argument, or there is one too many."""
-        key = (function, *inputs, None, *others)
-        if key in self._fitting:
-            return
         for name, called, by_place, by_name in (
             ("the model", _forward(self.model), (), inputs),
             (f"the {what}", function, (None, *others.values()), {}),
@@ -286,7 +278,6 @@ class Trainer:
                 ) from None
             except ValueError:  # a function of C, which has no signature
                 pass
-        self._fitting.add(key)
 
     def _split(
         self, arguments: Mapping[str, Argument], device: torch.device | str | None
@@ -343,7 +334,7 @@ class Trainer:
     @property
     def previous_minibatch_evaluation_average(self) -> float:
         """The mean metric of the last minibatch over the samples of all ranks. Local."""
-        if self._metric is None:
+        if self._criterion[1] is None:
             raise UsageError("This trainer has no metric: give criterion=(loss, metric).")
         return float(self._last.metric or 0.0) / max(1, self._last.num_samples)
 
@@ -471,8 +462,7 @@ def _as_list(value: Any) -> list[Any]:
 
 def _forward(model: nn.Module) -> Callable[..., Any]:
     """Of what was compiled, where the model is."""
-    forward: Callable[..., Any] = getattr(model, "_orig_mod", model).forward
-    return forward
+    return cast("Callable[..., Any]", getattr(model, "_orig_mod", model).forward)
 
 
 def _parameter_names(model: nn.Module) -> list[str]:

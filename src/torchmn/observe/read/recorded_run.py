@@ -106,7 +106,6 @@ class RankRecord:
     first_step: int
     last_step: int
     """Of the whole record, also where `steps` is a sample."""
-    last_at_s: float
     end: RunEnd | None
     num_damaged: int
     """Lines that were read and are none of ours, without a last one that was cut."""

@@ -242,7 +242,6 @@ class _Table:
         self._clocks: list[tuple[float, float, float]] = []
         self._gradient_times: list[GradientTimes] = []
         self._end: RunEnd | None = None
-        self._last_at_s = self._start.at_s
 
     def add(self, text: bytes) -> None:
         if len(self._gradient_times) == MAX_GRADIENT_TIMES and b'"GradientTimes"' in text[:40]:
@@ -272,7 +271,6 @@ class _Table:
             self._clear()
         elif isinstance(line, RunEnd):
             self._end = line
-            self._last_at_s = line.at_s
 
     def _add_step(self, line: Step) -> None:
         row = len(self._columns)
@@ -296,7 +294,6 @@ class _Table:
         for totals, nbytes in ((self._sent, line.sent), (self._received, line.received)):
             for host, number in nbytes.items():
                 totals[host] = totals.get(host, 0.0) + number
-        self._last_at_s = line.at_s + line.seconds
 
     def record(self, *, first_step: int, last_step: int, is_sampled: bool) -> RankRecord:
         steps = Steps(
@@ -321,7 +318,6 @@ class _Table:
             gradient_times=self._gradient_times,
             first_step=first_step,
             last_step=last_step,
-            last_at_s=self._last_at_s,
             end=self._end,
             num_damaged=self._num_damaged,
             is_sampled=is_sampled,

@@ -70,7 +70,6 @@ class _Lateness:
     group: tuple[int, ...]
     excess: Floats
     """Seconds of each step."""
-    usual_s: float
     saved_s: float
     replaced: Floats
     """Own times with those of the group as the median of the others."""
@@ -90,7 +89,6 @@ class _Lateness:
         return cls(
             group=group,
             excess=excess,
-            usual_s=usual_s,
             saved_s=float((own.max(1) - replaced.max(1)).mean()),
             replaced=replaced,
             is_significant=mean > MIN_LATE_SHARE * usual_s and mean > MIN_T * error,
