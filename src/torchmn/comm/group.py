@@ -70,7 +70,7 @@ class Group:
         longest_s = limit_s if peers is None else max(limit_s, peers.busy_s)
         limit = TimeLimit(longest_s, self.engine.is_eager)
         ask_s = math.inf if peers is None else limit_s
-        return Wait(limit, self.transport, ask_s, time.monotonic() + ask_s)
+        return Wait(limit, self.transport, ask_s, time.monotonic())
 
     def with_transport(self, transport: Transport) -> Group:
         """The same ranks over another transport."""

@@ -1,7 +1,8 @@
 """How long a rank waits for the others, and what it learns of them meanwhile.
 
 A rank that has waited ``unreachable_s`` in a collective asks all other ranks what they do, over
-connections of their own, and asks again after half of that time. Whether it waits on is this rule:
+connections of their own, and asks again after half of that time; before, after 5 s, 10 s and so on,
+it asks whether one has ended. Whether it waits on is this rule:
 
 | the rank that is waited for | how that is known | what happens |
 |---|---|---|
@@ -9,7 +10,8 @@ connections of their own, and asks again after half of that time. Whether it wai
 | does not answer, while C code holds its interpreter | its process on this host is not stopped; on another host its monitor has not ended the job | the same |
 | waits in another collective | it answers | an error once all of those ranks have waited for ``unreachable_s`` |
 | is in this collective as well | it answers | the same: the network may be slow or interrupted |
-| has come to the end of its script, or has closed the communicator | it says so, or refuses the connection | an error after ``unreachable_s`` |
+| has come to the end of its script | it says so, or its process on this host has ended | an error after 5 s |
+| has closed the communicator, or has ended elsewhere | it refuses the connection | an error after ``unreachable_s`` |
 | is stopped by a signal | the state of its process on this host; elsewhere it does not answer | an error after ``unreachable_s`` |
 | cannot be reached | it does not answer | an error after ``unreachable_s`` |
 
@@ -30,7 +32,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
@@ -39,13 +41,14 @@ from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_rec
 from torchmn.control import script_monitor
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.connection import listen_on
-from torchmn.control.hang_report import DONE, RankStatus, report
+from torchmn.control.hang_report import DONE, EARLY_END, RankStatus, report
 from torchmn.control.messages import Overdue, StatusReply, decode, encode
-from torchmn.control.processes import is_stopped
+from torchmn.control.processes import is_running, is_stopped
 from torchmn.control.script import script_stack
 from torchmn.errors import LaunchError, UsageError
 
 _ROLE = "status of a rank"
+_FIRST_S = 5.0
 _ANSWER_S = 5.0
 """How long a rank may take to answer: it waits for a core and for the interpreter."""
 _NUM_ASKED_AT_ONCE = 16
@@ -86,8 +89,12 @@ class Wait:
     limit: TimeLimit
     transport: Transport
     ask_s: float
-    ask_at_s: float
+    began_s: float
     has_warned: bool = False
+    ask_at_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ask_at_s = self.began_s + min(self.ask_s, _FIRST_S)
 
 
 class Address(NamedTuple):
@@ -153,16 +160,18 @@ class PeerStatus:
         for recorder in FlightRecorder.made_in(self._owner):
             for entry in recorder.running():
                 if entry.wait is not None and now >= entry.wait.ask_at_s:
-                    arguments = (recorder, entry, entry.wait)
+                    arguments = (entry, entry.wait)
                     self._asking = threading.Thread(target=self._ask, args=arguments, daemon=True)
                     self._asking.start()
                     return
 
-    def _ask(self, recorder: FlightRecorder, entry: CollectiveRecord, wait: Wait) -> None:
+    def _ask(self, entry: CollectiveRecord, wait: Wait) -> None:
         with ThreadPoolExecutor(_NUM_ASKED_AT_ONCE) as threads:
             found = dict(zip(self._peers, threads.map(self._status_of, self._peers), strict=True))
         found[self._rank] = RankStatus.of(self.status())
-        overdue = Overdue(group=entry.group, number=entry.in_group, limit_s=wait.ask_s)
+        waited_s = round(time.monotonic() - wait.began_s, 1)
+        limit_s = min(waited_s, wait.ask_s)
+        overdue = Overdue(group=entry.group, number=entry.in_group, limit_s=limit_s)
         about = report(overdue, self._rank, found, self._hosts)
         waiting = {
             rank: min(ages)
@@ -171,22 +180,29 @@ class PeerStatus:
         }
         if entry.state != "running" or not waiting:
             return
-        wait.ask_at_s = time.monotonic() + wait.ask_s / 2
         wait.limit.reason = f"{about.summary}."
+        if any(found[rank].has_ended for rank in about.missing):
+            self._end(entry, wait, waited_s)
+            return
+        if waited_s < wait.ask_s:
+            wait.ask_at_s = wait.began_s + min(wait.ask_s, 2 * waited_s)
+            return
+        wait.ask_at_s = time.monotonic() + wait.ask_s / 2
         if about.missing and not any(found[rank].is_halted for rank in about.missing):
             if not wait.has_warned and self._rank == min(waiting):
                 warnings.warn(_warning(about.summary, wait), RuntimeWarning, stacklevel=1)
             wait.has_warned = True
         elif about.missing or min(waiting.values()) >= wait.ask_s:
-            entry.limit_s = wait.limit.seconds = wait.ask_s
-            wait.limit.end()
-            abort_pending_receives(wait.transport)
+            self._end(entry, wait, wait.ask_s)
+
+    def _end(self, entry: CollectiveRecord, wait: Wait, waited_s: float) -> None:
+        entry.limit_s = wait.limit.seconds = waited_s
+        wait.limit.end()
+        abort_pending_receives(wait.transport)
 
     def _status_of(self, rank: int) -> RankStatus:
         """What another rank answers, or what is known of one that does not."""
         peer, is_here = self._peers[rank], self._hosts[rank] == self._hosts[self._rank]
-        if is_here and is_stopped(peer.pid):
-            return RankStatus(text="is stopped by a signal", is_halted=True)
         was_refused = False
         for host in peer.hosts:
             try:
@@ -195,6 +211,10 @@ class PeerStatus:
                 was_refused |= isinstance(error.__context__, ConnectionRefusedError)
             except (OSError, ValueError):
                 continue
+        if is_here and is_stopped(peer.pid):
+            return RankStatus(text="is stopped by a signal", is_halted=True)
+        if is_here and not is_running(peer.pid):
+            return RankStatus(text=f"has ended ({EARLY_END})", is_halted=True, has_ended=True)
         if was_refused:
             return RankStatus(text="has ended, or closed its communicator", is_halted=True)
         is_alive = is_here or script_monitor.current() is not None

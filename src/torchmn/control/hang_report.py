@@ -36,7 +36,8 @@ _PROCESS_TEXTS = {
 class RankStatus:
     """What is known about a rank. ``text`` stands in for collectives and stacks it did not send.
 
-    ``is_halted``: it will not reach another collective without outside help.
+    ``is_halted``: it will not reach another collective without outside help; ``has_ended``: nor
+    with it.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
@@ -44,12 +45,14 @@ class RankStatus:
     script_stack: str = ""
     text: str = ""
     is_halted: bool = False
+    has_ended: bool = False
 
     @classmethod
     def of(cls, reply: StatusReply) -> RankStatus:
         """The status that a rank, or its agent, has replied."""
         if reply.has_ended:
-            return cls(text=f"has reached the end of its script ({EARLY_END})", is_halted=True)
+            text = f"has reached the end of its script ({EARLY_END})"
+            return cls(text=text, is_halted=True, has_ended=True)
         if reply.process is None:
             return cls(
                 collectives=reply.collectives,

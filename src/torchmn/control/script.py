@@ -94,7 +94,7 @@ def show_exception(
     if not isinstance(error, TorchmnError) and hasattr(error, "add_note"):
         for note in filter(None, [each.failure_note() for each in list(failure_notes)]):
             error.add_note(note)
-    if hook is sys.__excepthook__ and (isinstance(error, TorchmnError) or is_follow_up(error)):
+    if hook is sys.__excepthook__ and (isinstance(error, TorchmnError) or _is_follow_up(error)):
         print(_marked(error, traceback_text(error)), file=sys.stderr, flush=True)
     else:
         hook(type(error), error, error.__traceback__)
@@ -165,14 +165,14 @@ def is_consequence(error: BaseException) -> bool:
     return False
 
 
-def is_follow_up(error: BaseException) -> bool:
+def _is_follow_up(error: BaseException) -> bool:
     """As `is_consequence`, without a time limit, whose error may be the only one of the job."""
     is_late = any(isinstance(each, TimeLimitError) for each in _causes(error))
     return is_consequence(error) and not is_late
 
 
 def _marked(error: BaseException, text: str) -> str:
-    mark = FOLLOW_UP if is_follow_up(error) else ""
+    mark = FOLLOW_UP if _is_follow_up(error) else ""
     return "\n".join(f"{mark}{line}" for line in text.split("\n"))
 
 

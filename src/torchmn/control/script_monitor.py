@@ -47,7 +47,6 @@ from torchmn.control.messages import (
 )
 from torchmn.control.script import (
     is_consequence,
-    is_follow_up,
     on_error,
     script_stack,
     show_exception,
@@ -129,15 +128,15 @@ class ScriptMonitor:
             return
         self._fatal = error
         try:
-            if not is_follow_up(error):
+            if not (follows := is_consequence(error)):
                 show()
         finally:  # whatever a hook of the script does
-            if follows := is_consequence(error):
+            if follows:
                 self.look_for_hang()
             self.report(error, text)
         if follows:
             self._is_waiting = True
-            if not self._must_end.wait(_TERMINATION_S) and is_follow_up(error):
+            if not self._must_end.wait(_TERMINATION_S):
                 show()
         if _is_mpi_in_use():
             _end_now(1)

@@ -462,3 +462,63 @@ def test_memory_full_differs_from_kill(runner: Runner) -> None:
         runner.wait_until_nothing_is_left()
     finally:
         group.rmdir()
+
+
+FAILS = """
+import sys
+import torch, torchmn
+from torchmn.run import install_crash_handler
+comm = torchmn.create_communicator()
+if "handler" in sys.argv:
+    install_crash_handler(comm)
+model = torch.nn.Linear(4, 1)
+sgd = torch.optim.SGD(model.parameters(), 0.1)
+optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model)
+
+def check(loss):
+    if sys.argv[1] == "all":
+        raise ValueError("the cause")
+    if comm.rank == 1:
+        sys.exit({"nan": "the loss is nan", "0": 0, "3": 3}[sys.argv[1]])
+
+for step in range(10):
+    loss = model(torch.ones(4, 4)).sum()
+    loss.backward()
+    optimizer.step()
+    if step == 5:
+        check(loss)
+"""
+
+
+def test_an_error_of_all_ranks_is_not_quoted_again(runner: Runner) -> None:
+    done = runner.run("-n", "2", "--backend", "gloo", runner.script(FAILS), "all", limit_s=50)
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert "End of stderr" not in done.stderr
+    assert lines[-2].endswith("ValueError: the cause")
+    assert "(ValueError: the cause)" in lines[-1]
+    starts = [line[:4] for line in lines if "Traceback (most recent call last)" in line]
+    assert len(starts) == len(set(starts))  # each rank at most once
+
+
+@pytest.mark.parametrize(
+    ("backend", "status", "code", "words"),
+    [
+        ("gloo", "nan", 1, "rank 1 on {host} failed with exit code 1"),
+        ("mpi", "3", 3, "rank 1 on {host} failed with exit code 3"),
+        ("gloo", "0", 1, "rank 1 on {host} has ended with exit code 0 (did it stop early"),
+        ("mpi", "0", 1, "rank 1 on {host} has reached the end of its script (did it stop early"),
+    ],
+    indirect=["backend"],
+)
+def test_a_sys_exit_of_one_rank_ends_the_others_with_the_cause(
+    runner: Runner, backend: str, status: str, code: int, words: str
+) -> None:
+    """Within seconds, though the default limits are a minute and ten."""
+    script = runner.script(FAILS)
+    done = runner.run("-n", "2", "--backend", backend, script, status, limit_s=50)
+    assert done.returncode == code, done.stderr
+    assert words.format(host=os.uname().nodename) in done.stderr.splitlines()[-1]
+    assert ("the loss is nan" in done.stderr) is (status == "nan")
+    assert "follow-up" not in done.stderr
+    assert "Traceback" not in done.stderr.partition("Hang:")[0]

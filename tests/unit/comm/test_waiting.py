@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 import warnings
@@ -16,7 +17,7 @@ import torchmn
 from tests.limits import limit
 from torchmn import Timeout, TorchmnError
 from torchmn.cluster import Topology
-from torchmn.comm import Communicator
+from torchmn.comm import Communicator, waiting
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import RankMismatchError, TimeLimitError, UsageError
 from torchmn.testing import run_ranks, run_threads
@@ -219,3 +220,28 @@ def test_ranks_that_give_other_limits() -> None:
 
     with pytest.raises(RankMismatchError, match="timeout_s"):
         run_threads(rank_main, 2)
+
+
+def test_a_rank_that_has_ended_is_noticed_long_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through shared memory nothing else tells that a process has ended."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setattr(waiting, "_FIRST_S", limit(0.2))
+    is_over = threading.Event()
+
+    def train(comm: Communicator) -> float:
+        peers = comm.flight_recorder.peers
+        assert peers is not None
+        if comm.rank == 0:
+            peers.close()
+            is_over.wait(limit(30))
+            return 0.0
+        peers._peers = {0: peers._peers[0]._replace(pid=ended.pid)}
+        time.sleep(limit(0.5))  # until the other one has stopped to answer
+        began = time.monotonic()
+        with pytest.raises(TimeLimitError, match="rank 0 on localhost has ended .did it stop"):
+            comm.barrier()
+        is_over.set()
+        return time.monotonic() - began
+
+    assert run(train, 2, Timeout(limit(60), limit(90)))[1] < limit(30)

@@ -246,8 +246,12 @@ def _how_all_ended(ranks: Sequence[RankRecord]) -> str:
 def brief(text: str) -> str:
     """A text of several lines within one, without its middle if it is long: the cure is last."""
     words = " ".join(text.removeprefix("torchmn: ").split())
+    if len(words) <= _MAX_ERROR_CHARS:
+        return words
     half = _MAX_ERROR_CHARS // 2
-    return f"{words[:half]} ... {words[-half:]}" if len(words) > _MAX_ERROR_CHARS else words
+    begin, _, rest = words[:half].rpartition(" ")
+    _, _, end = words[-half:].partition(" ")
+    return f"{begin or rest} ... {end or words[-half:]}"
 
 
 def _name(record: RankRecord) -> str:

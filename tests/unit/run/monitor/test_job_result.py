@@ -178,11 +178,12 @@ def test_ranks_that_saved_after_a_signal_were_not_interrupted() -> None:
 def test_an_error_of_several_lines_is_shown_whole_and_cut_between_words() -> None:
     record = failed(0, 1.0, follows=False)
     assert record.failed is not None
-    error = "ValueError: first line\nsecond line " + "word " * 300
+    error = "ValueError: first line\nsecond line " + "word " * 300 + "and the cure."
     record.failed = msgspec.structs.replace(record.failed, error=error)
     summary = summary_of(record).summary
     assert "(ValueError: first line second line word word" in summary
-    assert "word ...);" in summary
+    assert "word ... word word" in summary
+    assert "word and the cure.);" in summary
 
 
 def test_a_launcher_ended_all_after_an_early_exit() -> None:
