@@ -15,9 +15,9 @@ from torchmn.checkpoint.shard_file import ShardReader
 from torchmn.checkpoint.snapshot import SavedRank
 from torchmn.checkpoint.storage import FileReader, FolderStorage, read_text
 from torchmn.comm import object_codec
-from torchmn.comm.object_kinds import torch_dtype
 from torchmn.comm.checksums import digest
 from torchmn.comm.local_tensors import PART
+from torchmn.comm.object_kinds import torch_dtype
 from torchmn.errors import DataError, UsageError
 
 _MAX_READERS = 64
