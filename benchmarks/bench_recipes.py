@@ -1,4 +1,4 @@
-"""Schedules whose exchange overlaps, with settings that keep the accuracy (`accuracy/recipes.py`).
+"""Schedules whose exchange overlaps, with the recommended settings (`accuracy/recipes.py`).
 
     bench_recipes.py [--only PATTERN,...] [--seeds 0,1,...] [--resume] [--report]
 

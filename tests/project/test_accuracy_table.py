@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -112,6 +115,17 @@ def test_limits(load, recipes, points, loss, holds) -> None:
     failed = recipes.failed_recipes(runs)
     assert failed.keys() == {*task.sides[1:]}
     assert all((reason == "") is holds for reason in failed.values())
+
+
+def test_the_page_has_what_the_records_say(load, recipes) -> None:
+    page = (ROOT / "docs" / "explain" / "recipes.md").read_text()
+    bars = recipes.recipe_bars(load("accuracy.experiments").RECIPES.runs())
+    points = [bar for bar in bars if bar.unit == "points"]
+    assert len(points) == len(recipes.RECIPE_TASK.sides) - 1
+    for bar in points:
+        low, high = bar.interval
+        assert f"{bar.value:+.2f} [{low:.2f}, {high:.2f}]" in page, bar.bar
+        assert len(bar.samples) == int(bar.bar.split("(")[1].split()[0])
 
 
 def test_a_recipe_that_was_not_measured_has_failed(recipes) -> None:

@@ -205,7 +205,7 @@ def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> A
         return [name, array.dtype.str, list(obj.shape)]
     if trust is None:
         raise UnsupportedError(
-            f"{place(path)} is {_kind(obj)}. Only Python's own values (numbers, text, paths, dates, "
+            f"{place(path)} is {_kind(obj)}. Only Python's own values (numbers, text, paths, "
             "containers), dense tensors and arrays are saved: nothing in a checkpoint is pickled."
         )
     if object_kinds.is_rebuilt(kind):

@@ -30,6 +30,10 @@ _HEAP_TYPE = 1 << 9
 """The flag of classes that are not built-in (``Py_TPFLAGS_HEAPTYPE``)."""
 
 
+class Attributes(dict[str, Any]):
+    """The attributes of an object, by name."""
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a name such as ``float32``. Raises ValueError: there is no such dtype."""
     dtype = getattr(torch, name, None)
@@ -65,7 +69,10 @@ _VALUES: dict[type, tuple[Any, Any]] = {
     bytearray: (lambda it: bytearray(_only(bytes, it)), lambda it: (bytes(it),)),
     deque: (lambda it, size: deque(_only(list, it), size), lambda it: (list(it), it.maxlen)),
     Counter: (lambda it: Counter(_only(dict, it)), lambda it: (dict(it),)),
-    defaultdict: (defaultdict, lambda it: (it.default_factory, dict(it))),
+    defaultdict: (
+        lambda of, it: defaultdict(of["default_factory"], it),
+        lambda it: (Attributes(default_factory=it.default_factory), dict(it)),
+    ),
 }
 for _kind in (Decimal, UUID, ZoneInfo, torch.device, type(Path()), PurePosixPath, PureWindowsPath):
     _VALUES[_kind] = (_kind, lambda it: (str(it),))
@@ -73,10 +80,6 @@ PARTS = {kind: parts for kind, (_, parts) in _VALUES.items()}
 """By class: the arguments that make the value again, described in turn."""
 MAKE = {kind.__name__: make for kind, (make, _) in _VALUES.items()}
 """By name: what makes the value of these arguments; ValueError and its like for others."""
-
-
-class Attributes(dict[str, Any]):
-    """The attributes of an object, by name."""
 
 
 def is_rebuilt(cls: Any) -> bool:

@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -158,12 +159,12 @@ class Odd(dict):  # type: ignore[type-arg]
     ("state", "message"),
     [
         ({"lr_lambdas": [lambda epoch: 1]}, r"state\['it'\]\['lr_lambdas'\]\[0\] is a function"),
-        ([0, (1, Path("x"))], r"state\['it'\]\[1\]\[1\] is a P"),
+        ([0, (1, SimpleNamespace())], r"state\['it'\]\[1\]\[1\] is a SimpleN"),
         ({1: Odd()}, r"state\['it'\]\[1\] is an Odd"),
         (torch.ones(2).to_sparse(), r"state\['it'\] is a tensor of layout torch.sparse_coo"),
         (torch.ones(2, device="meta"), "on meta"),
         (np.array([None]), "an array of dtype object"),
-        ({lambda: 1: 2}, r"state\['it'\] is a function"),
+        ({lambda: 1: 2}, r"state\['it'\]\[key\] is a function"),
     ],
 )
 def test_what_would_need_pickle_is_named(tmp_path: Path, state: Any, message: str) -> None:

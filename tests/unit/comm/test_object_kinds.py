@@ -332,7 +332,7 @@ def local_class() -> Any:
         (deque([OwnDict()]), r"The object\[0\] is an OwnDict"),
         ([DictAndFields()], r"The object\[0\] is a DictAndFields"),
         ([SavesItself(1)], r"The object\[0\] is a SavesItself"),
-        (defaultdict(lambda: 1), r"The object is a function"),
+        (defaultdict(lambda: 1), r"The object\.default_factory is a function"),
         ({"t": Own}, r"The object\['t'\] is a type"),
         (
             Point(local_class()),
@@ -435,7 +435,7 @@ def test_a_message_can_make_objects_of_data_only(
         ["date", 0, 0, 0],
         ["ZoneInfo", "../../etc/passwd"],
         ["type", "object"],
-        ["defaultdict", "list", ["dict", []]],
+        ["defaultdict", ["Attributes", [["default_factory", "list"]]], ["dict", []]],
     ],
     ids=lambda body: body[0],
 )
