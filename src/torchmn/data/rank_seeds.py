@@ -73,7 +73,7 @@ class RandomStreams:
         self._num_apart = 0
         self._together: dict[str, Any] | None = None
         """Where the shared numbers are while the rank draws its own."""
-        self._first = torch.empty(0)
+        self._first = torch.empty(0, device="cpu")
         """Where torch's own ones have begun."""
 
     def seed_generators(self) -> RandomStreams:
@@ -152,7 +152,7 @@ class RandomStreams:
         has_drawn = has_seed_of_workers and not torch.equal(torch.get_rng_state(), self._first)
         rng_state.restore(state, self._device)
         if has_drawn:
-            torch.empty((), dtype=torch.int64).random_()
+            torch.empty((), dtype=torch.int64, device="cpu").random_()
 
     # ---- inside ----
 
