@@ -44,12 +44,13 @@ class DoubleBuffering(Schedule):
 
     Args:
         eager: compute each gradient after a step with the rank's own gradient of the step before.
-            Training is then about as good as with `EveryStep` (``docs/explain/recipes.md``). It
-            costs a second step of the optimizer and copies of gradients, parameters and the
-            optimizer's state. Parameters are those after that step from a call of the model, with
-            gradients enabled, to the end of `backward`; at any other time all ranks hold the same.
-            Call the model that `create_multi_node_optimizer` was given, not parts of it. Hooks of
-            the optimizer see steps with means only. Not for parameters of which ranks hold parts.
+            A short training run is then 0.6 points of accuracy below `EveryStep` with
+            ``codec="int8"``, in place of 2.2 (``docs/explain/recipes.md``). It costs a second step
+            of the optimizer and copies of gradients, parameters and the optimizer's state.
+            Parameters are those after that step from a call of the model, with gradients enabled,
+            to the end of `backward`; at any other time all ranks hold the same. Call the model that
+            `create_multi_node_optimizer` was given, not parts of it. Hooks of the optimizer see
+            steps with means only. Not for parameters of which ranks hold parts.
         delay_compensation: lambda of the term lambda * g * g * (w - w_then) that is added to a
             late mean g, where w_then are the parameters for which it was computed; 0 adds none.
             It costs a copy of the parameters, and cannot be combined with ``eager``, which
@@ -93,7 +94,7 @@ class DoubleBuffering(Schedule):
 
     @classmethod
     def recommended(cls) -> DoubleBuffering:
-        """The settings that were measured to keep the accuracy: ``eager``."""
+        """The settings that were measured to cost the least accuracy: ``eager``."""
         return cls(eager=True)
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
