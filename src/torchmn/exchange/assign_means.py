@@ -16,7 +16,6 @@ from torchmn.exchange.finiteness import NonfiniteGradients, NonfiniteLog
 from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
 from torchmn.exchange.gradient_norms import NormListener
 
-
 _COUNTS_ZEROS = (
     "this rank called step() without backward(), which other ranks called, so that it counts in "
     "their mean as gradients of zero with weight {:g}. That is right if the loss of its batch is "
