@@ -143,9 +143,12 @@ def test_a_script_that_ends_by_saving() -> None:
         optimizer.step()
         save(model, optimizer)
 
-    with pytest.warns(UserWarning, match="saved in the middle of a block"):
+    def run_and_end() -> None:
         run_ranks(rank_main, 2)
         gc.collect()
+
+    with pytest.warns(UserWarning, match="saved in the middle of a block"):
+        run_and_end()
 
 
 def test_a_checkpointer_with_the_optimizer_does_not_warn_and_one_without_does(tmp_path) -> None:
