@@ -89,7 +89,7 @@ def codebook_of_two_optimizers(worker: Worker) -> nn.Module:
 
 
 @script(
-    "Quantization-aware training (`prepare_qat`): calibrated on all ranks alike, observers disabled",
+    "Quantization-aware training (`prepare_qat`): calibrated on all ranks alike, then no observers",
     tolerance=4e-6,
     why_tolerance="sums in float32 are rounded in another order",
 )

@@ -86,7 +86,7 @@ def dice(worker: Worker) -> nn.Module:
 
 
 @script("Cross entropy with class weights and ignored samples, `set_weight()`")
-def class_weights(worker: Worker) -> nn.Module:
+def class_weights_and_ignored(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     weights = torch.tensor([0.2, 1.0, 5.0])
     for x, y in worker.uneven_batches():

@@ -102,11 +102,9 @@ class CopyMemory:
 
         Raises UsageError: one has no ``state_dict``; UnsupportedError: see `object_codec.describe`.
         """
-        # First those of optimizers: with them a model may be saved in the middle of a block.
-        in_turn = sorted(state, key=lambda name: not isinstance(state[name], Optimizer))
-        states = {name: _state_of(name, state[name]) for name in in_turn}
         described = {
-            name: object_codec.describe(states[name], f"state['{name}']") for name in state
+            name: object_codec.describe(_state_of(name, obj), f"state['{name}']")
+            for name, obj in state.items()
         }
         described[RANDOM] = object_codec.describe(random_state, RANDOM)
         names = _Names()

@@ -80,8 +80,8 @@ def named_parameters(
                 raise UsageError(
                     f"Parameter {label} of the optimizer's group {group_index}, shape {shape}, is "
                     "not in the model. Pass what owns it as the third argument of "
-                    "create_multi_node_optimizer: the model, a list of models, or the tensor itself "
-                    "where no model owns it, as [model, tensor]."
+                    "create_multi_node_optimizer: the model, a list of models, or the tensor "
+                    "itself where no model owns it, as [model, tensor]."
                 )
             if is_lazy:
                 raise UnsupportedError(

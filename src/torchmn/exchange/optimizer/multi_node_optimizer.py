@@ -311,7 +311,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
-        self._block_reads.is_checkpoint = False
+        self._block_reads.end_step()
         self._follow_groups()
         if self.tuner is not None:
             self.tuner.step_ended()
@@ -353,7 +353,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         as if nothing had been; on another number see `reshard_state_dict`. Local; what is under way
         is awaited.
         """
-        self._block_reads.is_checkpoint = True
+        self._block_reads.note_checkpoint()
         state = resume.save(
             self.inner, self.schedule, self.reducer, has_local_passes=self._has_local_passes
         )
@@ -368,7 +368,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         that were exchanged. Raises UsageError: the state of another schedule or of another class of
         optimizer.
         """
-        self._block_reads.is_checkpoint = True
+        self._block_reads.note_checkpoint()
         ours = state_dict.get("torchmn", {})
         raise_if_other_optimizer(self.inner, state_dict, ours.get("optimizer", ""))
         self._remove_eager_step()
@@ -568,6 +568,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
         self._is_closed = True
+        self._block_reads.end_step()
         self.schedule.close()
         self.reducer.close_for_good()
         self.recorded.close()

@@ -45,7 +45,7 @@ def _leaves(trained: object, comm: Communicator) -> Iterator[nn.Module | Tensor]
         what = f"an object of class {type(trained).__name__}" if trained else "nothing"
         raise UsageError(
             f"{comm.rank_label}: the third argument of create_multi_node_optimizer holds {what}. "
-            "It names what the optimizer trains: the module (rather than module.parameters(), which lack "
-            "its buffers), or, where no module owns a parameter, the tensor itself; several in a "
-            "list, as [model, log_variances]."
+            "It names what the optimizer trains: the module (rather than module.parameters(), "
+            "which lack its buffers), or, where no module owns a parameter, the tensor itself; "
+            "several in a list, as [model, log_variances]."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +67,7 @@ def finetune(model: nn.Module, optimizer: Any) -> None:
 
 def checkpoint(model: nn.Module, optimizer: Any) -> None:
     """By hand, on every rank."""
+    model.state_dict()
     optimizer.state_dict()
     model.state_dict()
 
@@ -130,6 +132,25 @@ def test_ranks_of_one_node_are_one_worker() -> None:
     trained(evaluate, lambda: PeriodicAverage(BLOCK, intra_node="every_step"), 3, 2)
 
 
+def test_a_script_that_ends_by_saving() -> None:
+    """Nothing comes after it: no step, and it may not close the optimizer."""
+
+    def rank_main(comm):
+        model = mlp()
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = create_multi_node_optimizer(sgd, comm, model, schedule=PeriodicAverage(BLOCK))
+        loss_of(model, batch(comm.rank, 0, 4)).backward()
+        optimizer.step()
+        save(model, optimizer)
+
+    def run_and_end() -> None:
+        run_ranks(rank_main, 2)
+        gc.collect()
+
+    with pytest.warns(UserWarning, match="saved in the middle of a block"):
+        run_and_end()
+
+
 def test_a_checkpointer_with_the_optimizer_does_not_warn_and_one_without_does(tmp_path) -> None:
     def saved(*, has_optimizer: bool) -> None:
         def rank_main(comm):
@@ -143,6 +164,7 @@ def test_a_checkpointer_with_the_optimizer_does_not_warn_and_one_without_does(tm
             name = str(has_optimizer)
             checkpointer = create_multi_node_checkpointer(comm, tmp_path, name, is_async=False)
             checkpointer.save(1, state)
+            optimizer.close()
 
         run_ranks(rank_main, 2)
 
