@@ -26,6 +26,30 @@ def built(make: Callable[[], Built], seed: int = 0) -> Built:
         return make()
 
 
+def layers(*sizes: int, seed: int = 0) -> nn.Sequential:
+    """Linear layers of these sizes with tanh between them."""
+
+    def make() -> nn.Sequential:
+        pairs = zip(sizes, sizes[1:], strict=False)
+        stages = [stage for pair in pairs for stage in (nn.Linear(*pair), nn.Tanh())]
+        return nn.Sequential(*stages[:-1])
+
+    return built(make, seed)
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator of a script's own."""
+    return torch.Generator().manual_seed(seed)
+
+
+def blobs(num: int, num_inputs: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Three classes: ``(num, num_inputs)`` and labels ``(num,)``."""
+    generator = seeded(seed)
+    centers = 2 * torch.randn(3, num_inputs, generator=generator)
+    y = torch.randint(3, (num,), generator=generator)
+    return centers[y] + torch.randn(num, num_inputs, generator=generator), y
+
+
 def mlp(seed: int = 0) -> nn.Sequential:
     """``(batch, 5) -> (batch, 3)``, three layers."""
     return built(

@@ -18,6 +18,9 @@ from . import (
     passes,
     precision,
     rates,
+    tasks_perception,
+    tasks_representation,
+    tasks_training,
     whole_loaders,
 )
 from .registry import SCRIPTS, Script
@@ -39,6 +42,9 @@ _MODULES = (
     exceptions,
     loaders,
     whole_loaders,
+    tasks_perception,
+    tasks_representation,
+    tasks_training,
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from torchmn import create_multi_node_optimizer
+from torchmn import create_multi_node_optimizer, functions
 from torchmn.comm import Communicator
 from torchmn.data import EmptyBatchCollate, scatter_loader, shard_bounds
 from torchmn.exchange.schedules.base import Schedule
@@ -58,6 +58,22 @@ class Worker:
     def mean(self, value: Tensor | float) -> float:
         """The mean over ranks, for example of a loss."""
         return torch.as_tensor(value).item()
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The parts ``(samples, ...)`` of all ranks, in order."""
+        return part
+
+    def gather_with_gradient(self, part: Tensor) -> Tensor:
+        """As `gather`, for a loss over the whole batch."""
+        return part
+
+    def sum_with_gradient(self, sums: Tensor) -> Tensor:
+        """The sums over ranks, for a loss over the whole batch."""
+        return sums
+
+    def share(self, num: int) -> range:
+        """This rank's part of ``num`` things that no loader has."""
+        return range(*shard_bounds(num, self.size, self.rank, force_equal_length=False))
 
     def no_sync(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Around the passes of an accumulation but the last."""
@@ -125,6 +141,18 @@ class Rank(Worker):
     def mean(self, value: Tensor | float) -> float:
         """See `Worker.mean`."""
         return float(self.comm.allreduce(torch.as_tensor(value).detach().reshape(1), "mean"))
+
+    def gather(self, part: Tensor) -> Tensor:
+        """See `Worker.gather`."""
+        return torch.cat(self.comm.allgather(part))
+
+    def gather_with_gradient(self, part: Tensor) -> Tensor:
+        """See `Worker.gather_with_gradient`."""
+        return torch.cat(functions.allgather(self.comm, part))
+
+    def sum_with_gradient(self, sums: Tensor) -> Tensor:
+        """See `Worker.sum_with_gradient`."""
+        return functions.allreduce(self.comm, sums)
 
     def no_sync(self, optimizer: Any) -> AbstractContextManager[None]:
         """See `Worker.no_sync`."""
