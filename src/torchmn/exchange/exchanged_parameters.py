@@ -18,6 +18,7 @@ class ExchangedParameters:
 
     Args:
         trained: called for those of the optimizer by name, in the order of registration.
+        in_groups: called for the same ones as the optimizer's groups have them, at each pass.
         find_sparse: called for those whose gradients are sparse.
         find_untrained: called once, at the first exchange, for parameters of the model that no
             optimizer trains; until then another optimizer may be made for them.
@@ -26,11 +27,14 @@ class ExchangedParameters:
     def __init__(
         self,
         trained: Callable[[], Sequence[NamedParameter]],
+        in_groups: Callable[[], Sequence[nn.Parameter]] = tuple,
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
         find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
     ) -> None:
         self._shards = LocalShards()
         self._trained = trained
+        self._in_groups = in_groups
+        self._laid_out: Sequence[nn.Parameter] = ()
         self.untrained: Sequence[NamedParameter] = ()
         """Parameters of the model that no optimizer trains, since the first exchange."""
         self.sparse: list[NamedParameter] = []
@@ -62,6 +66,7 @@ class ExchangedParameters:
         ``with_gradients`` are exchanged even if they are frozen.
         """
         self._shards.follow()
+        self._laid_out = self._in_groups()
         trained = self.trained()
         held = {parameter for _, parameter in trained}
         known = trained + [(n, p) for n, p in self.untrained if p not in held]
@@ -91,7 +96,8 @@ class ExchangedParameters:
         """Whether parameters are not as they were when they were laid out.
 
         `nn.Module.to`, `half`, `requires_grad_` and an assignment to ``.data`` change parameters in
-        place, at any time. What has the same address as before is not looked at again.
+        place, at any time, and a script may put others into the optimizer's groups. What has the
+        same address as before is not looked at again.
         """
         if self._find_untrained is not None:
             self.untrained = self._shards.named(self._find_untrained())
@@ -100,6 +106,8 @@ class ExchangedParameters:
                 self._known.append(parameter)
                 self._facts.append((False, *_layout_facts(parameter)[1:]))
                 self._addresses.append((False, 0))
+        if [*map(id, self._in_groups())] != [*map(id, self._laid_out)]:
+            return True  # a script has put others into the groups
         self._shards.follow()
         addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
         if addresses == self._addresses:

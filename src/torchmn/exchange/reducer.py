@@ -68,9 +68,9 @@ class GradientReducer:
     `PassContext`, made when its first gradient is there.
 
     A pass that raised is given up when the next one begins: the ranks end its exchange and discard
-    it. Parameters that have another dtype, device, shape or ``requires_grad`` than at the last pass
-    are laid out again. Both must happen on all ranks; where it does not, all raise
-    RankMismatchError, for the footer of each exchange holds what its ranks are about to do.
+    it. Parameters that are other objects or have another dtype, device, shape or ``requires_grad``
+    than at the last pass are laid out again. Both must happen on all ranks; where it does not, all
+    raise RankMismatchError, for the footer of each exchange holds what its ranks are about to do.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class GradientReducer:
         *,
         num_sets: int,
         on_backward_end: Callable[[], None],
+        in_groups: Callable[[], Sequence[nn.Parameter]] = tuple,
         zero_fill: bool = False,
         reduction: Reduction = "mean",
         gradient_as_bucket_view: bool = False,
@@ -94,7 +95,7 @@ class GradientReducer:
     ) -> None:
         self.comm = comm
         self.codec = codec
-        self.parameters = ExchangedParameters(parameters, find_sparse, find_untrained)
+        self.parameters = ExchangedParameters(parameters, in_groups, find_sparse, find_untrained)
         self.buffers = ExchangeBuffers(max(1, num_sets), zero_fill=zero_fill, reduction=reduction)
         self.means = MeanAssignment(self.parameters, self.buffers, as_view=gradient_as_bucket_view)
         self.gradient_as_bucket_view = gradient_as_bucket_view

@@ -33,6 +33,9 @@ _OF_SHARDS = (
 )
 
 
+_LEFT = " (no longer in the model)"
+
+
 def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and buffers by name; with several models, prefixed by the model's number."""
     reshard(models)
@@ -50,8 +53,12 @@ def sum_of_rates(inner: Optimizer) -> float:
     return sum(float(r) for r in rates if isinstance(r, (int, float, Tensor)))
 
 
-def named_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
+def named_parameters(
+    inner: Optimizer, models: Sequence[nn.Module], former: Sequence[NamedParameter] = ()
+) -> list[NamedParameter]:
     """The optimizer's parameters with the model's names, in the model's order.
+
+    ``former`` were in the model, and may have left it: a layer was replaced.
 
     Raises UsageError: one is not in the model; UnsupportedError: one is not initialised yet.
     """
@@ -61,6 +68,8 @@ def named_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[Name
         for prefix, model in zip(_prefixes(models), models, strict=True)
         for name, parameter in model.named_parameters()
     }
+    for name, parameter in former:
+        names.setdefault(parameter, f"{name.removesuffix(_LEFT)}{_LEFT}")
     wanted = set()
     for group_index, group in enumerate(inner.param_groups):
         for position, parameter in enumerate(group["params"]):
@@ -90,7 +99,7 @@ def raise_if_ranks_differ(
     optimizer, and the options ``asked`` for: all of these decide what a rank sends. Raises
     RankMismatchError on all ranks, naming the first difference and the values on both ranks.
     """
-    trained = {parameter for _, parameter in named_parameters(inner, models)}
+    trained = set(parameters_of(inner))
     named = named_tensors(models)
     tensors = {name: _describe(tensor, trained) for name, tensor in named.items()}
     sparse = sparse_parameters(models)

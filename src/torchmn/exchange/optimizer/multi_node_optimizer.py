@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
+from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.finiteness import (
     NonfiniteGradients,
     OnNonfinite,
@@ -136,12 +138,14 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._has_checked_untrained = False
         self._late_scaler_steps = LateScalerSteps()
         self._taken_over_by = ""
-        self._take_parameters_over()  # an older one may hold a step of its own in parameters
+        self._named: list[NamedParameter] = []
+        """The parameters that were unified last."""
         self._unify()
         self.reducer = GradientReducer(
             comm,
             codec,
-            lambda: named_parameters(inner, self._models),
+            lambda: named_parameters(inner, self._models, self._named),
+            in_groups=lambda: parameters_of(inner),
             num_sets=schedule.num_sets,
             on_backward_end=self._on_backward_end(schedule),
             zero_fill=zero_fill,
@@ -243,6 +247,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if self.tuner is not None:
             self.tuner.on_zero_grad()
         self.reducer.on_zero_grad()
+        self._follow_groups()
         self.inner.zero_grad(set_to_none)
         self._has_local_passes = False
 
@@ -296,6 +301,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
         self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
         self._has_local_passes = False
+        self._follow_groups()
         if self.tuner is not None:
             self.tuner.step_ended()
         return result
@@ -481,6 +487,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             return
         self._counts_samples = True
         contribution, model = self.reducer.contribution, self._models[0]
+        self._hooks.before_forward(model, self._before_forward)
         self._hooks.before_forward(model, contribution.count)
         self._hooks.show_to_compiler(model)
         if isinstance(model, MultiNodeChainList):  # its forward_backward does not call it
@@ -556,9 +563,35 @@ class MultiNodeOptimizer(WrappedOptimizer):
     # ---- inside ----
 
     def _unify(self) -> None:
+        """Take over the parameters that the inner optimizer has now. *Collective.*"""
+        self._take_parameters_over()  # an older one may hold a step of its own in parameters
         raise_if_ranks_differ(self.communicator, self._models, self.inner, self._asked)
         broadcast_and_verify(self.communicator, self._models)
         broadcast_optimizer_state(self.communicator, self.inner)
+        self._in_groups = parameters_of(self.inner)
+
+    def _follow_groups(self) -> None:
+        """Unify again if the script has put other parameters into the groups. *Collective* then.
+
+        Gaussian splatting replaces all of them between steps; other scripts append to a group.
+        """
+        now = parameters_of(self.inner)
+        if self._is_closed or [*map(id, now)] == [*map(id, self._in_groups)]:
+            return
+        if self.schedule.replica_consistency != "per_step":
+            raise UnsupportedError(
+                f"{self.communicator.rank_label}: other parameters were put into the optimizer's "
+                f"groups, which {self.schedule.name} cannot follow: call flush() and close() "
+                "before that, and create_multi_node_optimizer(optimizer.inner, ...) after it."
+            )
+        self._remove_eager_step()
+        self._unify()
+        self.reducer.rebuild()
+        self.schedule.rebuild()
+
+    def _before_forward(self, model: nn.Module, *_: object) -> None:
+        if not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
+            self._follow_groups()
 
     @property
     def _label(self) -> str:
@@ -569,10 +602,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         Those that only exchange them, because nothing trained them, stop exchanging them.
         """
-        ours = [parameter for _, parameter in named_parameters(self.inner, self._models)]
+        self._named = named_parameters(self.inner, self._models, self._named)
+        ours = [parameter for _, parameter in self._named]
         for reducer in owners_of(ours):
             older = reducer.owner if isinstance(reducer, GradientReducer) else None
-            if not isinstance(older, MultiNodeOptimizer):
+            if not isinstance(older, MultiNodeOptimizer) or older is self:
                 continue
             if set(ours).isdisjoint(parameters_of(older.inner)):
                 older._remove_eager_step()
