@@ -410,7 +410,7 @@ def molecules(worker: Worker) -> nn.Module:
     sizes = torch.randint(2, 6, (20,), generator=g).tolist()
     data = [torch.randn(size, 3, generator=g) for size in sizes]
     loader = _loader(worker, data, 6, collate_fn=_molecules)
-    model = built(_Potential)
+    model = _Potential()
     inner = torch.optim.Adam(model.parameters(), 1e-2, amsgrad=True)
     optimizer = worker.optimizer(inner, model, reduction="sum")
     for positions, molecule, own_num in [*loader, *loader]:

@@ -118,6 +118,44 @@ def test_a_group_that_is_not_in_the_model_is_refused_and_not_added() -> None:
     run_ranks(rank_main, 2)
 
 
+def test_a_group_takes_parameters_over_from_an_older_optimizer() -> None:
+    def rank_main(comm):
+        model = nn.Sequential(mlp(), nn.Linear(3, 2, dtype=torch.float64))
+        older = create_multi_node_optimizer(momentum(model[0]), comm, model)
+        newer = create_multi_node_optimizer(momentum(model[1]), comm, model)
+        newer.add_param_group({"params": model[0].parameters()})
+        train(model, newer, comm.rank, range(2))  # each gradient is exchanged once: no warning
+        with pytest.raises(UsageError, match="gave its parameters to"):
+            older.step()
+        return values(model)
+
+    one, other = run_ranks(rank_main, 2)
+    assert equal(one, other)
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, "periodic_average"])
+def test_parameters_that_a_script_puts_into_a_group_are_those_of_rank_0(schedule: str) -> None:
+    def rank_main(comm):
+        model = nn.Sequential(mlp())
+        optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
+        train(model, optimizer, comm.rank, range(2))
+        model.append(nn.Linear(3, 2, dtype=torch.float64))
+        nn.init.constant_(model[1].weight, comm.rank + 1.0)
+        optimizer.param_groups[0]["params"].extend(model[1].parameters())
+        if optimizer.schedule.replica_consistency != "per_step":
+            with pytest.raises(UnsupportedError, match=r"call flush\(\) and close\(\)"):
+                optimizer.zero_grad()
+            return []
+        optimizer.zero_grad()
+        assert torch.equal(model[1].weight, torch.ones(2, 3, dtype=torch.float64))
+        train(model, optimizer, comm.rank, range(2, 4))
+        optimizer.flush()
+        return values(model)
+
+    one, other = run_ranks(rank_main, 2)
+    assert equal(one, other)
+
+
 @pytest.mark.filterwarnings("ignore:(.|\n)*called step\\(\\) without backward")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
