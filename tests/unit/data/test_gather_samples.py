@@ -37,12 +37,15 @@ LOADERS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "drop_last": ({"batch_size": 4, "drop_last": True}, [*range(8)]),
     "nothing": ({"batch_size": 64, "drop_last": True}, []),
     "repeated": ({"batch_size": 4, "sampler": [0, 5, 5, 0, 1, 9, 5]}, [0, 1, 5, 9]),
-    "workers": ({"batch_size": 4, "num_workers": 2}, [*range(NUM)]),
+    "a worker": ({"batch_size": 4, "num_workers": 1}, [*range(NUM)]),
 }
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    # Workers are forked: not from more threads than must be, for the others may hold locks.
+    [(name, size) for name in LOADERS for size in SIZES if name != "a worker" or size == 2],
+)
 def test_outputs_are_in_the_order_of_the_data_set(name: str, size: int) -> None:
     options, expected = LOADERS[name]
     if "generator" in options:
