@@ -343,7 +343,7 @@ def _mlp_alone(options: Mapping[str, object]) -> Runner:
 
 def _mlp_with_cntk_names(options: Mapping[str, object]) -> Runner:
     """The learners under their CNTK names, to be compared with `cntk_worker.py`."""
-    from torchmn.cntk import distributed_learners as cntk
+    from torchmn.cntk.train import distributed as cntk
 
     model, inner = _mlp()
     comm = communicator(options)

@@ -20,11 +20,11 @@ class WeighsRanksEqually(C.Trainer):
 class TakesItsOwnSamples(C.Trainer):
     """Rate and momentum of the samples of one rank, with the mean gradient of all."""
 
-    def _step(self, optimizer, own, total, **given):
+    def _step(self, optimizer, own, total, *given):
         (learner,) = _learners(optimizer)
         begin = learner.begin_minibatch
         learner.begin_minibatch = lambda n: begin(own.num_samples or n)
-        super()._step(optimizer, own, total, **given)
+        return super()._step(optimizer, own, total, *given)
 
 
 class ReportsItsOwnLoss(C.Trainer):
@@ -50,8 +50,8 @@ class EndsWithItsOwnData(C.Trainer):
 class TakesAllSamplesInBlocks(C.Trainer):
     """Rate and momentum of the global minibatch, where the rank steps with its own gradients."""
 
-    def _step(self, optimizer, own, total, **given):
+    def _step(self, optimizer, own, total, *given):
         (learner,) = _learners(optimizer)
         begin = learner.begin_minibatch
         learner.begin_minibatch = lambda n: begin(total.num_samples if own.num_samples else 0)
-        super()._step(optimizer, own, total, **given)
+        return super()._step(optimizer, own, total, *given)

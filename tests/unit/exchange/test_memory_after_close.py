@@ -57,7 +57,7 @@ def fold(
     if fails:
         optimizer.zero_grad()
         with suppress(ValueError):
-            raise ValueError(float(model(torch.ones(4, 6)).sum()))
+            raise ValueError(model(torch.ones(4, 6)).sum().item())
     optimizer.flush()
     if closes:
         optimizer.close()

@@ -43,6 +43,16 @@ class ImageMemory:
         return self._bytes
 
 
+def image_size(content: bytes) -> tuple[int, int]:
+    """Height and width as `decode` gives them, without decoding.
+
+    Raises DataError and UnsupportedError as `decode`.
+    """
+    rows, columns = _jpeg_size(content) or _size_by_pillow(content)
+    _raise_if_huge(columns, rows)
+    return (columns, rows) if _orientation(content) >= 5 else (rows, columns)
+
+
 def decode(
     content: bytes,
     channels: int,
@@ -92,6 +102,12 @@ def _jpeg_size(content: bytes) -> tuple[int, int] | None:
         rows, columns, _, _ = simplejpeg.decode_jpeg_header(content)
     except ValueError:
         return None  # a rare kind, or no JPEG
+    return rows, columns
+
+
+def _size_by_pillow(content: bytes) -> tuple[int, int]:
+    with _opened(content) as image:
+        columns, rows = image.size
     return rows, columns
 
 

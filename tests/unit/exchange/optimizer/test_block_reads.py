@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
-import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -132,8 +133,10 @@ def test_ranks_of_one_node_are_one_worker() -> None:
     trained(evaluate, lambda: PeriodicAverage(BLOCK, intra_node="every_step"), 3, 2)
 
 
-def test_a_script_that_ends_by_saving() -> None:
+def test_a_script_that_ends_by_saving(monkeypatch) -> None:
     """Nothing comes after it: no step, and it may not close the optimizer."""
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(partial(*call)))
 
     def rank_main(comm):
         model = mlp()
@@ -143,12 +146,10 @@ def test_a_script_that_ends_by_saving() -> None:
         optimizer.step()
         save(model, optimizer)
 
-    def run_and_end() -> None:
-        run_ranks(rank_main, 2)
-        gc.collect()
-
-    with pytest.warns(UserWarning, match="saved in the middle of a block"):
-        run_and_end()
+    run_ranks(rank_main, 2)
+    with pytest.warns(UserWarning, match="saved in the middle of a block") as seen:
+        _ = [call() for call in at_exit]
+    assert len(seen) == 2
 
 
 def test_a_checkpointer_with_the_optimizer_does_not_warn_and_one_without_does(tmp_path) -> None:

@@ -82,6 +82,7 @@ def test_a_load_without_flush_is_refused(
         run_ranks(rank_main, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.*saved in the middle of a block")
 @pytest.mark.parametrize("make", SCHEDULES)
 def test_a_state_that_is_taken_back_changes_nothing(make: type[LocalUpdateSchedule]) -> None:
     """Averaged parameters are loaded, evaluated and replaced by those of training."""
