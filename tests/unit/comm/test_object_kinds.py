@@ -179,7 +179,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("obj", VALUES, ids=lambda obj: f"{type(obj).__name__} {str(obj)[:30]}")
+@pytest.mark.parametrize("obj", VALUES, ids=lambda obj: type(obj).__name__)  # sets have no order
 def test_values_and_types_are_kept(obj: Any) -> None:
     same(obj)
 
