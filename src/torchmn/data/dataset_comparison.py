@@ -22,7 +22,6 @@ import copy
 import hashlib
 import math
 import os
-import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -51,8 +50,6 @@ _NUM_READINGS, _READING_S = 8, 0.5
 _TOLERANCE = 0.02
 """Of a floating-point number, relative to its value and to the standard deviation of all."""
 _CPU = torch.device("cpu")
-_generators_are_in_use = threading.Lock()
-"""Ranks that are threads share the random generators of their process."""
 
 Content = tuple[str, np.ndarray[Any, Any]]
 """The digest of texts and integers, and the floating-point numbers."""
@@ -199,7 +196,7 @@ def _collect(value: Any, texts: list[str], numbers: list[float], most: int) -> N
 
 def _read(name: str, dataset: Any, length: int) -> dict[str, Content]:
     """Three samples by a name; nothing if reading them raises, is slow or random."""
-    with _generators_are_in_use:
+    with rng_state.in_turn:
         before, end_s = rng_state.capture(_CPU), time.monotonic() + _READING_S
         try:
             mine, first = copy.deepcopy(dataset), None

@@ -35,7 +35,10 @@ _NUM_APART = "num_apart"
 
 def position(state: torch.Tensor | None = None) -> int:
     """A number for the state of a generator of torch, by default that on the CPU. Local."""
-    raw = bytes((torch.get_rng_state() if state is None else state).tolist())
+    if state is None:
+        with rng_state.in_turn:
+            state = torch.get_rng_state()
+    raw = bytes(state.tolist())
     return int.from_bytes(hashlib.sha256(raw).digest()[:4], "little")
 
 
@@ -80,7 +83,8 @@ class RandomStreams:
         """Begin with the numbers of one process, on all ranks; returns itself. Local."""
         random.seed(self._job_seed)
         np.random.seed(self._job_seed)
-        torch.manual_seed(self._job_seed)
+        with rng_state.in_turn:
+            torch.manual_seed(self._job_seed)
         return self
 
     def fork(self) -> None:

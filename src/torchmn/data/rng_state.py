@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,19 +18,25 @@ import torch
 
 from torchmn.errors import DataError
 
+in_turn = threading.RLock()
+"""For ranks that are threads, which share generators. torch locks a generator while it makes the
+tensor of its state. There the garbage collector may run and wait for the interpreter, and a thread
+that has the interpreter and waits for the generator would wait forever."""
+
 
 def capture(device: torch.device) -> dict[str, Any]:
     """The state of all generators, as tensors, numbers and lists of them. Local."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
-    state = {
-        "python": [version, list(numbers), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
-        "torch": torch.get_rng_state(),
-        "seed": torch.initial_seed(),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    with in_turn:
+        state = {
+            "python": [version, list(numbers), gauss],
+            "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+            "torch": torch.get_rng_state(),
+            "seed": torch.initial_seed(),
+        }
+        if device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(device)
     return state
 
 
@@ -53,9 +60,10 @@ def restore(state: Mapping[str, Any], device: torch.device) -> None:
     """
     random.setstate(_python(state))
     np.random.set_state(_numpy(state))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    with in_turn:
+        torch.set_rng_state(state["torch"])
+        if device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def start(seed: int | str, step: int, rank: int, device: torch.device) -> None:
@@ -64,7 +72,8 @@ def start(seed: int | str, step: int, rank: int, device: torch.device) -> None:
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
     random.seed(number)
     np.random.seed(number % 2**32)
-    torch.default_generator.manual_seed(number % 2**63)
+    with in_turn:
+        torch.default_generator.manual_seed(number % 2**63)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(number % 2**63)
 

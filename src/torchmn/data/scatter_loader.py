@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from torchmn.cluster.units import counted
 from torchmn.comm.scattered_loaders import PassParts
-from torchmn.data import rank_seeds
+from torchmn.data import rank_seeds, rng_state
 from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_position import SamplerPass, iterating_loader
@@ -257,7 +257,8 @@ class ScatteredBatches(Sampler[list[Any]]):
             left.marks.rewind(left.num_drawn)
         # A loader with workers calls this twice and draws their seed in between.
         if self._resumed is not None and self._before is None:
-            self._before = torch.get_rng_state()
+            with rng_state.in_turn:
+                self._before = torch.get_rng_state()
         own = self._pass = _Pass(SamplerPass(self._comm, source), self._resumed, self._before)
         if self._comm.rank == 0 and own.resumed is None:
             own.begin(self.batches)
@@ -356,7 +357,8 @@ class ScatteredBatches(Sampler[list[Any]]):
         if self._comm.rank > 0:
             rank_seeds.follow(message["random"])
         if own.before is not None and is_first:
-            torch.set_rng_state(own.before)
+            with rng_state.in_turn:
+                torch.set_rng_state(own.before)
             self._resumed = self._before = None
         if error is not None:
             raise error

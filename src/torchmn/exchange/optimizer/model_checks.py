@@ -88,14 +88,15 @@ def compare_random_numbers(comm: Communicator, models: Sequence[nn.Module]) -> N
     """
     if comm.size == 1:
         return
-    is_cuda = comm.device.type == "cuda"
-    position = rank_seeds.position(torch.cuda.get_rng_state(comm.device) if is_cuda else None)
-    shared = rank_seeds.shared_state()
-    own = rank_seeds.process_id(), position if shared is None else comm.rank
+    is_cuda, shared = comm.device.type == "cuda", rank_seeds.shared_state()
+    is_drawn = any(_draws_masks(module) for model in models for module in model.modules())
+    position = comm.rank
+    if is_drawn and shared is None:
+        position = rank_seeds.position(torch.cuda.get_rng_state(comm.device) if is_cuda else None)
+    own = rank_seeds.process_id(), position
     gathered = comm.allgather_obj((own, shared if comm.rank == 0 else None))
     rank_seeds.follow(gathered[0][1])
     processes = dict(own for own, _ in gathered)
-    is_drawn = any(_draws_masks(module) for model in models for module in model.modules())
     if comm.rank == 0 and is_drawn and len(processes) > len(set(processes.values())):
         warnings.warn(
             f"{comm.rank_label}: the model has dropout, and ranks will draw the same masks, as "
