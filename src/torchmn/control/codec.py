@@ -16,11 +16,14 @@ ranks' collective checks compare rows of one fixed size.
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any, TypeVar
 
 import msgspec
 
 Value = TypeVar("Value")
+_in_turn = threading.Lock()
+"""msgspec crashes where several threads are the first to need what it knows of a type."""
 
 
 class Record(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -41,6 +44,8 @@ def decode(line: bytes | str, kind: type[Value]) -> Value:
 def decode_union(line: bytes | str, kinds: Any) -> Any:
     """As `decode`, for a union of records, which their tags tell apart."""
     try:
-        return msgspec.convert(json.loads(line), kinds)
+        content = json.loads(line)
+        with _in_turn:
+            return msgspec.convert(content, kinds)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"Not a message: {line[:80]!r} ({str(error)[:200]})") from None
