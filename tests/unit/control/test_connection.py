@@ -5,10 +5,13 @@ from __future__ import annotations
 import fcntl
 import resource
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
 
+from tests.limits import limit
 from torchmn.control import connection as channels
 from torchmn.control.codec import decode, encode
 from torchmn.control.connection import Channel
@@ -165,3 +168,24 @@ def test_values_survive_as_one_line(value: object) -> None:
 def test_other_values_are_errors(line: bytes) -> None:
     with pytest.raises(ValueError, match="Not a message"):
         decode(line, ServeRendezvous)
+
+
+FIRST_IN_THREADS = """
+import sys, threading
+from torchmn.control.messages import StatusReply, decode, encode
+line, start, found = encode(StatusReply(collectives=())), threading.Barrier(32), []
+def work():
+    start.wait()
+    found.append(decode(line))
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=work) for _ in range(32)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+assert len(found) == 32
+"""
+
+
+def test_several_threads_may_be_the_first_to_decode() -> None:
+    """By itself msgspec ends by a segmentation fault in one of six such processes."""
+    for _ in range(4):
+        subprocess.run([sys.executable, "-c", FIRST_IN_THREADS], check=True, timeout=limit(60))
