@@ -39,7 +39,8 @@ class BlockReads:
         """A warning of a model's state, if the optimizer's is not saved or loaded beside it: both
         together continue the block."""
         self._is_checkpoint = False
-        atexit.register(_warn, self._owed)  # of a script that ends by saving
+        if models:
+            atexit.register(_warn, self._owed)  # of a script that ends by saving
         for model in models:
             hooks.before_forward(model, self._forward_begins)
             hooks.before_state_dict(model, self._state_is_read)
