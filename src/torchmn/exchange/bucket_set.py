@@ -215,6 +215,23 @@ class BucketSet:
             if self._overlaps_backward:
                 self.start_full()
 
+    def fill(
+        self, context: PassContext, scale: float, write: Callable[[Slot, float], None]
+    ) -> None:
+        """Begin an exchange and write all of it. *Collective*, but does not wait.
+
+        ``write`` writes what belongs into a slot, times the factor that it is given.
+        """
+        self.restart()
+        self.begin(context, scale)
+        for slot in self.slots:
+            if self._own_factor == 0.0:  # nothing, even where the values are NaN
+                slot.tensor.zero_()
+            else:
+                write(slot, self._own_factor)
+            self.finiteness.note(slot)
+        self.write_footer()
+
     def _refuse(self, name: str, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
             raise UnsupportedError(
@@ -489,8 +506,12 @@ class BucketSet:
         record: dict[str, Any] | None = None,
         *,
         total_weight: float | None = None,
+        rates: float = 0.0,
     ) -> None:
-        """Hold saved means, and their `record`. Raises UsageError: they are of other parameters."""
+        """Hold saved means, and their `record`, as if they had been summed just now.
+
+        ``rates``: the `sum_of_rates`. Raises UsageError: they are of other parameters.
+        """
         names = [slot.name for slot in self.slots]
         if set(names) != means.keys():
             odd = sorted(set(names) ^ means.keys())
@@ -511,6 +532,8 @@ class BucketSet:
                 weight=float(self.comm.size) if total_weight is None else total_weight,
                 num_samples=0.0,
                 is_active=True,
+                rate=rates,
+                may_rate_differ=True,
             ),
         )
         self.next_scale = record.get("next_scale")

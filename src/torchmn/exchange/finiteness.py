@@ -168,17 +168,17 @@ def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor])
     if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):  # a GPU is waited for once
         names = [  # none, if only the norm was too large
             name
-            for name, parameter in reducer.parameters.trained()
+            for name, parameter in reducer.exchange.trained()
             if parameter.grad is not None and not bool(parameter.grad.to_dense().isfinite().all())
         ]
-    reducer.means.record_problem(
+    reducer.exchange.record_problem(
         NonfiniteGradients(reducer.step, {0: names}) if names else None, reducer.step
     )
 
 
 def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
     """Raise NonFiniteGradientError or warn, once, if the current means are not finite. Local."""
-    problem = reducer.means.nonfinite.take()
+    problem = reducer.exchange.nonfinite.take()
     if problem is None or policy == "ignore":
         return
     text = (
@@ -188,7 +188,7 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
     )
     if policy == "raise":
         error = NonFiniteGradientError(text)
-        if reducer.means.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
+        if reducer.exchange.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
             script_monitor.exchange_failed(error)
         raise error
     warnings.warn(text, RuntimeWarning, stacklevel=5)
