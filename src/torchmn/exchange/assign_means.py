@@ -10,37 +10,44 @@ from torchmn.exchange.buckets import Slot
 from torchmn.exchange.gradient_memory import GradientMemory
 
 
-def assign_means(means: BucketSet, memory: GradientMemory, *, as_view: bool) -> None:
+def assign_means(
+    means: BucketSet, memory: GradientMemory, *, as_view: bool, is_current: bool
+) -> None:
     """Wait for the means and make every dense ``p.grad`` its mean. Local.
 
     Buckets are copied while others arrive. ``as_view``: the slots themselves become the gradients.
-    A parameter that was converted since (``model.float()``) gets a copy of its new dtype. After an
-    error there are no gradients: what was copied are no means.
+    ``is_current``: parameters have the dtypes and devices of their slots; one that was converted
+    since (``model.float()``) gets a copy of its new dtype. After an error there are no gradients:
+    what was copied are no means.
     """
-
-    def is_copied(slot: Slot) -> bool:
-        return not ((as_view or slot.may_lend) and slot.suits_parameter)
-
+    lent: list[Slot] = []
+    copied: list[Slot] = []
     try:
         for bucket in means.buckets:
-            copied = [slot for slot in bucket.slots if is_copied(slot)]
-            if copied:
+            num_copied = len(copied)
+            for slot in bucket.slots:
+                may_lend = (as_view or slot.may_lend) and (is_current or slot.suits_parameter)
+                (lent if may_lend else copied).append(slot)
+            if len(copied) > num_copied:
                 means.await_bucket(bucket)
-                _copy(copied, memory)
+                _copy(copied[num_copied:], memory)
         was_scaled = means.wait()
     except BaseException:
         for slot in means.slots:
             slot.parameter.grad = None
         raise
-    for slot in means.slots:
-        if is_copied(slot) or not _takes_gradient(slot):
+    for slot in lent:
+        parameter = slot.parameter
+        if not parameter.requires_grad and parameter.grad is None:
             continue
-        if as_view:
-            slot.parameter.grad = slot.current_tensor()
+        if slot.tensor.data_ptr() != slot.address:
+            slot.current_tensor()
+        if as_view or slot.unused is not None:
+            parameter.grad = slot.tensor
         else:
             slot.lend()
-    if was_scaled:
-        _copy([slot for slot in means.slots if is_copied(slot)], memory)
+    if was_scaled and copied:
+        _copy(copied, memory)
 
 
 def assign_sparse_means(means: BucketSet) -> None:

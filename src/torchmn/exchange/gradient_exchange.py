@@ -82,6 +82,9 @@ class GradientExchange:
         self._has_warned = False
         self._own_gradients: dict[Tensor, Tensor] | None = None
         """What this rank's last backward pass has computed, if a schedule wants it."""
+        self.is_plain = False
+        """Whether a ``p.grad`` is the mean of an earlier pass only if it is its slot, and need not
+        be kept when it is packed."""
 
     # ---- what is exchanged ----
 
@@ -122,8 +125,12 @@ class GradientExchange:
         codec: Codec | None,
         parameters: Sequence[NamedParameter],
         sparse: Sequence[NamedParameter],
+        watched: Sequence[nn.Parameter],
     ) -> None:
-        """Make the sets again, for these parameters; ``sparse`` are in no bucket. *Collective.*"""
+        """Make the sets again, for these parameters. *Collective.*
+
+        ``sparse`` are in no bucket. ``watched`` are those with a hook, see `BucketSet.number`.
+        """
         self.comm = comm
         self.memory.clear()
         algorithm = comm.allreduce_algorithm(codec)
@@ -143,8 +150,11 @@ class GradientExchange:
             )
             for _ in range(self.num_sets)
         ]
+        for each in self.sets:
+            each.number(watched)
         self.filling = self.sets[0]
         self.filling.warm_up()
+        self._find_out_if_plain()
         self.forget_scale()
 
     def forget_scale(self) -> None:
@@ -155,6 +165,10 @@ class GradientExchange:
         """Scale the next gradients as suits the weights of these. *Collective*, sends nothing."""
         if self.filling.is_narrow:
             self.scale = sums.next_scale
+
+    def _find_out_if_plain(self) -> None:
+        are_lent = self._as_view or all(slot.may_lend for slot in self.filling.slots)
+        self.is_plain = len(self.sets) == 1 and are_lent and self._own_gradients is None
 
     def is_mean(self, parameter: nn.Parameter) -> bool:
         """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
@@ -172,6 +186,7 @@ class GradientExchange:
     def keep_own_gradients(self) -> None:
         """Keep what each backward pass computes on this rank for `take_own_gradients`. Local."""
         self._own_gradients = {}
+        self._find_out_if_plain()
 
     def take_own_gradients(self) -> dict[Tensor, Tensor]:
         """This rank's dense gradients of the pass that has ended; empty if none are kept. Local."""
@@ -247,7 +262,8 @@ class GradientExchange:
         trainable after these sums were started. Buckets are copied while others arrive.
         *Collective*, though it sends nothing unless something was not finite.
         """
-        assign_means(sums, self.memory, as_view=self._as_view)
+        is_current = len(self.sets) == 1 and sums in self.sets  # summed in this pass
+        assign_means(sums, self.memory, as_view=self._as_view, is_current=is_current)
         self._clear_absent(sums)
         assign_sparse_means(sums)
         found = self.discard(sums)
@@ -272,9 +288,11 @@ class GradientExchange:
     def _clear_absent(self, sums: BucketSet) -> None:
         """Clear every ``p.grad`` that has no mean among these."""
         if not self.zero_fill:
-            for slot, is_present in zip(sums.slots, sums.presence, strict=True):
-                if not is_present:
-                    slot.parameter.grad = None
+            presence = sums.presence
+            if False in presence:
+                for slot, is_present in zip(sums.slots, presence, strict=True):
+                    if not is_present:
+                        slot.parameter.grad = None
         if sums not in self.sets:  # of an earlier layout
             for parameter in self.filling.slot_of:
                 if parameter not in sums.slot_of:

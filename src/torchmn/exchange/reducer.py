@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +126,8 @@ class GradientReducer:
         that gradient after the last of them; None: a hook of the script may change it later."""
         self._is_joint = False
         """Whether other optimizers exchange in the backward pass that ends."""
+        self._are_compared = False
+        """Whether that pass has found the parameters as they were laid out."""
         self.were_own_changed = False
         """Whether the script had changed such gradients before they were exchanged in `step`."""
         self.replicas = ReplicaWatch()
@@ -217,10 +219,12 @@ class GradientReducer:
             trainable, sparse = [], []
         self.replicas.watch([*trainable, *sparse], self._find_buffers())
         self._num_exchanges = 0
-        self.exchange.lay_out(self.comm, self.codec, trainable, sparse)
+        self._watched = self.parameters.differentiable
+        self.exchange.lay_out(self.comm, self.codec, trainable, sparse, self._watched)
         if self.is_needed:
             self._hooks = [
-                watch_gradient(p, self._on_gradient) for p in self.parameters.differentiable
+                watch_gradient(parameter, self._on_gradient, index)
+                for index, parameter in enumerate(self._watched)
             ]
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
@@ -285,11 +289,6 @@ class GradientReducer:
         """The buckets that the current backward pass fills."""
         return self.exchange.filling
 
-    def _pack(self, slot: Slot, *, is_mean: bool) -> None:
-        """Write this rank's gradient into the bucket; ``is_mean``: it was added to a mean."""
-        self.exchange.note_own(slot.parameter, is_mean=is_mean)
-        self.filling.pack(slot)
-
     # ---- during backward ----
 
     @contextmanager
@@ -311,57 +310,66 @@ class GradientReducer:
             self.is_active = True
             self.replicas.forget()
 
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self, index: int) -> None:
         """A gradient is final: pack it, which sends the buckets that are full in order."""
-        recorder = recording.current()
-        if recorder is None or not recorder.clock.is_host:  # a GPU does it in order with backward
-            self._take_gradient(parameter)
-            return
-        before = recorder.enter("exchange", in_backward=True)
-        try:
-            self._take_gradient(parameter)
-        finally:
-            recorder.leave(before)
-
-    def _take_gradient(self, whole: Tensor) -> None:
-        parameter = self.parameters.of(whole)
         with self._lock:
             if not self._is_syncing:
-                is_final = not has_later_hook(whole, self._on_gradient)
-                self._unexchanged[parameter] = gradient_state(parameter) if is_final else None
+                self._note_unexchanged(index)
                 return
             pass_ = self._pass
             if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
-            filling = self.filling
-            slot: Slot | None = filling.slot_of.get(parameter)  # type: ignore[call-overload]
+            exchange = self.exchange
+            slot = exchange.filling.slot_at[index]
+            if slot is None or not pass_.packs_early:
+                return  # not in the layout, or the end of backward sees to it
+            parameter, recorder = slot.parameter, pass_.recorder
+            hooks = parameter._post_accumulate_grad_hooks
             if (
-                slot is None
-                or not pass_.packs_early
-                or (
-                    len(parameter._post_accumulate_grad_hooks or ()) > 1
-                    and has_later_hook(parameter, self._on_gradient)
-                )
+                hooks is not None
+                and len(hooks) > 1
+                and has_later_hook(parameter, self._on_gradient)
             ):
-                # Not in the layout, the scale of weights is not known yet, or the script has a hook
-                # that comes later and may change it: the end of backward sees to it.
-                return
+                return  # the script may change it: the end of backward sees to it
             if slot.is_packed:
-                raise UnsupportedError(
-                    f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' "
-                    "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. "
-                    "Use use_reentrant=False."
-                )
-            is_mean = self.exchange.is_mean(slot.parameter)
-            self._pack(slot, is_mean=is_mean)
-            # What was copied is freed at once: the next layer's gradient then takes its memory,
-            # where all of them together would cost 10,000 page faults a step for 60 MB.
+                self._refuse_second(slot)
+            before = None if recorder is None else recorder.enter("exchange", in_backward=True)
+            try:
+                if exchange.is_plain:
+                    is_mean = parameter.grad is slot.tensor
+                    exchange.filling.pack(slot)
+                else:
+                    is_mean = self._pack(slot)
+            finally:
+                if recorder is not None:
+                    recorder.leave(before)
+            # What was copied is freed: the next layer's gradient then takes its memory.
             if self.gradient_as_bucket_view:
                 parameter.grad = slot.tensor
-            elif is_mean:
-                filling.is_accumulating = True
-            else:
+            elif not is_mean:
                 parameter.grad = None
+
+    def _pack(self, slot: Slot) -> bool:
+        """Write a gradient into its bucket. Returns whether it was added to an earlier mean."""
+        exchange = self.exchange
+        is_mean = exchange.is_mean(slot.parameter)
+        exchange.note_own(slot.parameter, is_mean=is_mean)
+        filling = exchange.filling
+        filling.is_accumulating |= is_mean
+        filling.pack(slot)
+        return is_mean
+
+    def _refuse_second(self, slot: Slot) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' twice in one "
+            "pass, as torch.utils.checkpoint with use_reentrant=True does. Use use_reentrant=False."
+        )
+
+    def _note_unexchanged(self, index: int) -> None:
+        """A gradient of a pass under no_sync() is final."""
+        parameter = self._watched[index]
+        is_final = not has_later_hook(parameter, self._on_gradient)
+        self._unexchanged[parameter] = gradient_state(parameter) if is_final else None
 
     def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
@@ -382,7 +390,10 @@ class GradientReducer:
             and parameters.can_be_compared_in_backward
             and not parameters.have_changed()
         )
-        self._pass = BackwardPass(backward_id, callback, packs_early=packs_early)
+        recorder = recording.current()
+        if recorder is not None and not recorder.clock.is_host:
+            recorder = None  # a GPU packs in order with backward
+        self._pass = BackwardPass(backward_id, callback, packs_early=packs_early, recorder=recorder)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
         self._begin_exchange()
         return self._pass
@@ -423,6 +434,7 @@ class GradientReducer:
     def _end_backward(self) -> None:
         ended, self._pass = self._pass, None
         self._is_joint = ended is not None and ended.is_joint
+        self._are_compared = ended is not None and ended.packs_early
         recorder = recording.current()
         before = None if recorder is None else recorder.enter("exchange", in_backward=True)
         try:
@@ -449,7 +461,7 @@ class GradientReducer:
                     ended.failure = error
             raise
         finally:
-            self._is_joint = False
+            self._is_joint = self._are_compared = False
             if recorder is not None:
                 recorder.leave(before)
 
@@ -545,16 +557,15 @@ class GradientReducer:
     def finish_filling(self) -> None:
         """Pack what is not packed yet and hand over what may be sent early."""
         self.raise_if_unfinished()
-        if self.parameters.have_changed():
+        if not self._are_compared and self.parameters.have_changed():
             self._lay_out_again()
-        filling = self.filling
+        self._are_compared = False
+        filling = self.exchange.filling
         self._begin_exchange()
         self.exchange.scale = filling.await_scale(self.exchange.scale)
         for slot in filling.slots:
             if not slot.is_packed:
-                is_mean = self.exchange.is_mean(slot.parameter)
-                self._pack(slot, is_mean=is_mean)
-                filling.is_accumulating |= is_mean
+                self._pack(slot)
         is_active = filling.context.is_active
         has_gradients = any(slot.has_gradient for slot in filling.slots) or any(
             parameter.grad is not None for _, parameter in self.parameters.sparse
