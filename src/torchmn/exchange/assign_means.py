@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from torchmn.comm.local_tensors import division_of
+from torchmn.exchange.agreements.joint_pass import JointPass
+from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.exchange_buffers import ExchangeBuffers
@@ -77,15 +79,15 @@ class MeanAssignment:
 
     def note_late_ranks(self, means: BucketSet) -> None:
         """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
-        self.are_late_on_some, self.are_joint = means.is_late_on_some, means.is_joint
+        late = means.footer.get(LateRanks)
+        self.are_late_on_some = late.are_some_late
+        self.are_joint = means.footer.get(JointPass).is_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
-        own = means.context
-        counts_zeros = own.is_late and not own.has_gradients and self._buffers.reduction == "mean"
-        if self.are_late_on_some and counts_zeros and own.weight and not self._has_warned:
+        weight = means.context.weight
+        counts_zeros = late.is_late and not late.has_gradients and self._buffers.reduction == "mean"
+        if self.are_late_on_some and counts_zeros and weight and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"{means.comm.rank_label}: {_COUNTS_ZEROS.format(own.weight)}", stacklevel=2
-            )
+            warnings.warn(f"{means.comm.rank_label}: {_COUNTS_ZEROS.format(weight)}", stacklevel=2)
 
     @property
     def were_changed(self) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
+from torchmn.exchange.agreements.base import Agreement
+from torchmn.exchange.agreements.footer import Footer
+from torchmn.exchange.agreements.presence import Presence
+from torchmn.exchange.agreements.weights import Weights
 from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
-from torchmn.exchange.footer import NUM_FOOTER
 
 
 class ExchangeBuffers:
@@ -40,25 +43,29 @@ class ExchangeBuffers:
         codec: Codec | None,
         parameters: Sequence[NamedParameter],
         sparse: Sequence[NamedParameter],
+        agreements: Callable[[], Sequence[Agreement]] = tuple,
     ) -> None:
-        """Make the sets again, for these parameters; ``sparse`` are in no bucket. *Collective.*"""
+        """Make the sets again, for these parameters; ``sparse`` are in no bucket. *Collective.*
+
+        ``agreements`` is called for each set: what ranks must have in common at its exchanges.
+        """
         algorithm = comm.allreduce_algorithm(codec)
-        self.sets = [
-            BucketSet(
-                comm,
-                algorithm,
-                plan_buckets(
-                    parameters,
-                    granularity=comm.granularity,
-                    bucket_bytes=self.bucket_bytes or comm.bucket_bytes,
-                    num_footer=NUM_FOOTER + (0 if self.zero_fill else len(parameters)),
-                    footer_device=sparse[0][1].device if sparse else None,
-                    allocate=comm.new_buffer,
-                ),
-                reduction=self.reduction,
+
+        def new_set() -> BucketSet:
+            presence = [] if self.zero_fill else [Presence(len(parameters))]
+            weights = Weights(may_be_zero=self.reduction == "sum")
+            footer = Footer(comm, [*agreements(), *presence], weights=weights)
+            buckets = plan_buckets(
+                parameters,
+                granularity=comm.granularity,
+                bucket_bytes=self.bucket_bytes or comm.bucket_bytes,
+                num_footer=footer.num_values,
+                footer_device=sparse[0][1].device if sparse else None,
+                allocate=comm.new_buffer,
             )
-            for _ in range(self.num_sets)
-        ]
+            return BucketSet(comm, algorithm, buckets, footer=footer, reduction=self.reduction)
+
+        self.sets = [new_set() for _ in range(self.num_sets)]
         self.filling = self.sets[0]
         self.filling.warm_up()
 
