@@ -49,7 +49,7 @@ class MeanAssignment:
         self.are_late_on_some = False
         """Whether some ranks made the last exchange in `step`; see `ranks_without_backward`."""
         self.are_joint = False
-        """Whether the last exchange was made in a backward pass that other optimizers share."""
+        """Whether it was made in a backward pass that other optimizers share."""
         self._late_states: list[GradientState] = []
         self._has_warned = False
 
@@ -81,7 +81,7 @@ class MeanAssignment:
         """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
         late = means.footer.get(LateRanks)
         self.are_late_on_some = late.are_some_late
-        self.are_joint = means.footer.get(JointPass).is_joint
+        self.are_joint = self.are_late_on_some and means.footer.get(JointPass).is_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
         weight = means.context.weight
         counts_zeros = late.is_late and not late.has_gradients and self._buffers.reduction == "mean"

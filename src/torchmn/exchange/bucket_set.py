@@ -228,7 +228,7 @@ class BucketSet:
         """Write what this rank contributes to the agreements."""
         if not self.buckets:
             return
-        if self._norms is not None:
+        if self._norms is not None and self._own_squares is not None:
             is_own = not self.is_accumulating
             self._norms.measure(self._own_squares, self._own_factor, is_own=is_own)
         self.footer.write(self.context)

@@ -179,7 +179,7 @@ class GradientReducer:
         steps.
         """
         load_codec_state(self.codec, self.comm, codec)
-        self._loaded.is_done = True
+        self._loaded.note()
         self.replicas.forget()
         self.load_progress(progress)
 
@@ -510,7 +510,7 @@ class GradientReducer:
 
     def _end_without_means(self, why: Together) -> None:
         """Send the rest of this exchange with a footer that says why there will be no means."""
-        why.is_done = True
+        why.note()
         filling = self.filling
         self._begin_exchange()
         self.buffers.scale = filling.await_scale(self.buffers.scale)
@@ -588,12 +588,13 @@ class GradientReducer:
                 is_mean = self.means.is_mean(slot.parameter)
                 self._pack(slot, is_mean=is_mean)
                 filling.is_accumulating |= is_mean
-        late = filling.footer.get(LateRanks)
-        late.is_late = self.is_late
-        late.has_gradients = any(slot.has_gradient for slot in filling.slots) or any(
-            parameter.grad is not None for _, parameter in self.parameters.sparse
+        has_gradients = not self.is_late or (
+            any(slot.has_gradient for slot in filling.slots)
+            or any(parameter.grad is not None for _, parameter in self.parameters.sparse)
         )
-        filling.footer.get(JointPass).is_own_joint = self._is_joint
+        late = filling.footer.get(LateRanks)
+        late.note(is_late=self.is_late, has_gradients=has_gradients)
+        filling.footer.get(JointPass).is_idle = not self._is_joint
         filling.write_footer()
         self._unexchanged.clear()
         self._num_exchanges.num += 1

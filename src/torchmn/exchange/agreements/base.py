@@ -32,9 +32,10 @@ class Agreement:
 
     1. `begin`, when the first gradient of a backward pass is there;
     2. `contribute` and `write_values`, when its last one is there;
-    3. `check`, when the sums have arrived. With two sets of buckets, `contribute` of the next
-       exchange comes before it. So one object may serve both only if all that it keeps is about the
-       rank; what is about one exchange is in `own` and `sums`, or in an object for each set.
+    3. `check`, when the sums have arrived, unless they are all zero. With two sets of buckets,
+       `contribute` of the next exchange comes before it. So one object may serve both only if all
+       that it keeps is about the rank; what is about one exchange is in `own` and `sums`, or in an
+       object for each set.
 
     A rank that has left its loop in `join` takes part with ``context.is_active`` False, and so does
     one that gave up its pass. Where nothing is exchanged, inside blocks of local updates for
@@ -45,13 +46,17 @@ class Agreement:
     """How many numbers there are, the same on all ranks."""
     voids_exchange = False
     """Whether there are no means if the sum of the first number is not zero."""
+    is_idle = False
+    """Whether this rank has nothing to say: it contributes zeros, and step 2 is left out."""
     comm: Communicator
-    """The ranks; the footer sets this and the two below."""
+    """The ranks; the footer sets this and the three below."""
     own: Sequence[float] = ()
     """What `contribute` returned for the exchange that is checked."""
     sums: Sequence[float] = ()
     """The sums over ranks of the last exchange that was awaited. float32 in general: whole numbers
     are exact up to 2**24."""
+    num_active = 0
+    """How many ranks had data of their own in that exchange."""
 
     def begin(self, context: PassContext) -> None:
         """Take note of what may be something else when backward ends."""
@@ -63,9 +68,9 @@ class Agreement:
     def write_values(self, values: Tensor, context: PassContext) -> None:
         """Write numbers that are on a device over those of `contribute`; the host does not wait."""
 
-    def check(self, context: PassContext, num_active: int) -> None:
+    def check(self, context: PassContext) -> None:
         """Raise or warn if `sums` show that the ranks do not agree. Send nothing.
 
         The sums are the same on all ranks. An error that depends on them alone comes on all ranks,
-        which may then continue together. ``num_active`` is the number of ranks with data.
+        which may then continue together.
         """

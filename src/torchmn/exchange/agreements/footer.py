@@ -75,10 +75,12 @@ class Footer:
         row = self._own = [0.0] * self.num_values
         slices = self._slices
         for agreement in self._contribute:
-            row[slices[agreement]] = agreement.contribute(context)
+            if not agreement.is_idle:
+                row[slices[agreement]] = agreement.contribute(context)
         self.values.copy_(torch.tensor(row, dtype=torch.float64, device="cpu"))
         for agreement in self._on_device:
-            agreement.write_values(self.values[slices[agreement]], context)
+            if not agreement.is_idle:
+                agreement.write_values(self.values[slices[agreement]], context)
 
     def hold(self, sums: Mapping[Agreement, Sequence[float]]) -> None:
         """Make these the sums of an exchange that was awaited; all others become zero."""
@@ -91,16 +93,20 @@ class Footer:
     def read(self) -> None:
         """Give every agreement its sums, which have arrived."""
         sums = self._sums = self.values.tolist()
+        num_active = round(sums[self._slices[self.weights]][1])
         for agreement, part in self._slices.items():
-            agreement.sums = sums[part]
+            agreement.sums, agreement.num_active = sums[part], num_active
 
     def check(self, context: PassContext) -> None:
         """Raise or warn if the ranks do not agree, by the sums that were read last."""
         own, sums, num_active = self._own, self._sums, self.weights.num_active
         for agreement in self._check:
             part = self._slices[agreement]
-            agreement.own, agreement.sums = own[part], sums[part]
-            agreement.check(context, num_active)
+            if any(sums[part]) or agreement is self.weights:
+                # Again: another set may share the agreement.
+                agreement.own, agreement.sums = own[part], sums[part]
+                agreement.num_active = num_active
+                agreement.check(context)
 
     def is_used(self) -> bool:
         """Whether there will be means of the sums that have arrived. Called by the engine."""

@@ -10,8 +10,7 @@ from torchmn.exchange.agreements.base import Agreement, PassContext
 class JointPass(Agreement):
     """Whether other optimizers exchange in this backward pass. One object for each set."""
 
-    is_own_joint = False
-    """Whether they do on this rank."""
+    is_idle = True
 
     @property
     def is_joint(self) -> bool:
@@ -20,4 +19,4 @@ class JointPass(Agreement):
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        return (float(self.is_own_joint),)
+        return (1.0,)

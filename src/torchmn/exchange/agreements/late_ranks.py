@@ -13,18 +13,21 @@ class LateRanks(Agreement):
     The others' gradients are given to it; see `share_with_late_ranks`.
     """
 
-    num_values = 2
+    is_idle = True
     is_late = False
     """Whether this rank does."""
     has_gradients = True
-    """Whether this rank has any gradient to exchange."""
+    """Whether this rank has any gradient to exchange, if it is late."""
 
     @property
     def are_some_late(self) -> bool:
         """Whether some of the active ranks are late, and not all of them."""
-        num_late, num_active = self.sums
-        return 0 < round(num_late) < round(num_active)
+        return 0 < round(self.sums[0]) < self.num_active
+
+    def note(self, *, is_late: bool, has_gradients: bool = True) -> None:
+        """What this rank does in the exchange that it is about to make."""
+        self.is_late, self.has_gradients, self.is_idle = is_late, has_gradients, not is_late
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        return float(self.is_late and context.is_active), context.is_active
+        return (float(context.is_active),)

@@ -30,14 +30,14 @@ class LearningRates(Agreement):
         rate = self._rate()
         return rate, rate**2
 
-    def check(self, context: PassContext, num_active: int) -> None:
+    def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
         # By Cauchy and Schwarz this is 0 only where all are equal, and the same on all ranks.
         total, squares = self.sums
-        if num_active * squares - total**2 > self.comm.size * _TOLERANCE * total**2:
+        if self.num_active * squares - total**2 > self.comm.size * _TOLERANCE * total**2:
             raise RankMismatchError(
                 f"{self.comm.rank_label}: the learning rates of the ranks differ: {self.own[0]:g} "
-                f"here, {total / max(1, num_active):g} in the mean over ranks (sums of the "
+                f"here, {total / max(1, self.num_active):g} in the mean over ranks (sums of the "
                 "groups). The parameters would become others on each rank. Step schedulers on all "
                 "ranks in the same way, and ReduceLROnPlateau by a value that all ranks share, "
                 "such as comm.sum_over_ranks(loss_sum, n)."

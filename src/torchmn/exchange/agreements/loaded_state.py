@@ -21,6 +21,7 @@ class LoadedState(Together):
         """See `Agreement.contribute`."""
         return super().contribute(context) if context.is_active else (0.0, 0.0)
 
-    def num_expected(self, num_active: int) -> int:
+    @property
+    def num_expected(self) -> int:
         """See `Together.num_expected`."""
-        return num_active
+        return self.num_active

@@ -19,7 +19,7 @@ class NumExchanges(Agreement):
         """See `Agreement.contribute`."""
         return (float(self.num % _MODULUS),)
 
-    def check(self, context: PassContext, num_active: int) -> None:
+    def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
         (count,), (total,), size = self.own, self.sums, self.comm.size
         if total != count * size:

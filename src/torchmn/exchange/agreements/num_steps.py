@@ -24,9 +24,9 @@ class NumSteps(Agreement):
         steps = self._watch.num_steps
         return (UNKNOWN if steps is None else float(min(steps, _MAX_STEPS)),)
 
-    def check(self, context: PassContext, num_active: int) -> None:
+    def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
-        (steps,), (total,) = self.own, self.sums
+        (steps,), (total,), num_active = self.own, self.sums, self.num_active
         if context.is_active and total >= 0 and total != steps * num_active:
             raise RankMismatchError(
                 f"{self.comm.rank_label}: the ranks have made different numbers of optimizer steps "

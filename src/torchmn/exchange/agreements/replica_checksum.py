@@ -23,12 +23,9 @@ class ReplicaChecksum(Agreement):
         self._checksum: Tensor | None = None
         self._part: Watched | None = None
 
-    def begin(self, context: PassContext) -> None:
-        """See `Agreement.begin`."""
-        self._checksum, self._part = self._watch.checksum, self._watch.part
-
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
+        self._checksum, self._part = self._watch.checksum, self._watch.part
         return (UNKNOWN if context.is_active and self._checksum is None else 0.0, 0.0)
 
     def write_values(self, values: Tensor, context: PassContext) -> None:
@@ -37,8 +34,8 @@ class ReplicaChecksum(Agreement):
             values[0] = self._checksum
             values[1] = self._checksum * self._checksum
 
-    def check(self, context: PassContext, num_active: int) -> None:
+    def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
         total, squares = self.sums
-        if context.is_active and total >= 0 and num_active * squares != total**2:
+        if context.is_active and total >= 0 and self.num_active * squares != total**2:
             self._watch.warn(self.comm, self._part, context.step)

@@ -28,6 +28,9 @@ class SampleShares(Agreement):
     def begin(self, context: PassContext) -> None:
         """See `Agreement.begin`."""
         own = self._contribution
+        self.is_idle = own.shares is None and own.is_checked  # the same on all ranks
+        if self.is_idle:
+            return
         is_active = context.is_active
         self._shares = own.compare(context.num_samples) if is_active else None
         self._is_miscounted = is_active and own.is_miscounted(self._shares)
@@ -39,7 +42,7 @@ class SampleShares(Agreement):
         fits = NOT_COMPARED if self._shares is None else self._shares.fits
         return float(self._is_miscounted), context.num_samples, *fits
 
-    def check(self, context: PassContext, num_active: int) -> None:
+    def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
         num_miscounted, num_samples, *fits = self.sums
         label, own, shares = self.comm.rank_label, context.num_samples, self._shares

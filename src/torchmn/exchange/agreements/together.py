@@ -15,25 +15,27 @@ class Together(Agreement):
     num_values = 2
     what: ClassVar[str]
     """What only some ranks did, after "rank 1 ", and what to do about it."""
-    is_done = False
-    """Whether this rank did it since its last exchange."""
+    is_idle = True
+
+    def note(self) -> None:
+        """Let the next exchange tell the other ranks that this one did it."""
+        self.is_idle = False
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        if not self.is_done:
-            return (0.0, 0.0)
-        self.is_done = False
+        self.is_idle = True
         return 1.0, float(self.comm.rank + 1)
 
-    def check(self, context: PassContext, num_active: int) -> None:
+    def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
         num_done = round(self.sums[0])
-        if 0 < num_done < self.num_expected(num_active):
+        if num_done < self.num_expected:
             ranks = f"{num_done} of {self.comm.size} ranks each"
             if num_done == 1:
                 ranks = f"rank {round(self.sums[1]) - 1}"
             raise RankMismatchError(f"{self.comm.rank_label}: {ranks} {self.what}.")
 
-    def num_expected(self, num_active: int) -> int:
+    @property
+    def num_expected(self) -> int:
         """How many ranks must do it if one does."""
         return self.comm.size

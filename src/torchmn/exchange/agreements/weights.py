@@ -40,11 +40,6 @@ class Weights(Agreement):
         return self.sums[0]
 
     @property
-    def num_active(self) -> int:
-        """The number of ranks that contributed data of their own."""
-        return round(self.sums[1])
-
-    @property
     def num_samples(self) -> float:
         """The samples of all ranks, where they are counted."""
         return self.sums[2]
@@ -53,10 +48,10 @@ class Weights(Agreement):
         """See `Agreement.contribute`."""
         return context.weight, context.is_active, context.num_samples, context.is_weight_given
 
-    def check(self, context: PassContext, num_active: int) -> None:
+    def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
         total, _, _, num_given = self.sums
-        if total == 0.0 and num_active and not (self._may_be_zero or num_given > 0):
+        if total == 0.0 and self.num_active and not (self._may_be_zero or num_given > 0):
             raise UsageError(
                 f"{self.comm.rank_label}: the weights of all ranks are zero. With weight='samples' "
                 "(the default with scatter_loader) the model's forward must see a tensor with a "
