@@ -33,7 +33,7 @@ from torchmn.errors import UnsupportedError, UsageError
 
 
 class ErrorFeedback(StripeCodec):
-    """Wraps any stripe codec. Memory: 8 bytes an element of the stripes of other owners, and of the own one.
+    """Wraps any stripe codec. Memory: 8 bytes an element, of all stripes, as worker or as owner.
 
     One object belongs to one exchange: its residuals are of that exchange's parameters.
     Raises UsageError: not a stripe codec, or one that has error feedback.
