@@ -36,6 +36,7 @@ from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.group import Group, Groups
 from torchmn.comm.point_to_point import PointToPoint
 from torchmn.comm.scattered_loaders import DividedBatches
+from torchmn.comm.streams import Event
 from torchmn.comm.training_start import training_start
 from torchmn.comm.transports.base import Transport
 from torchmn.comm.transports.join import make_process_group, mesh_of_groups
@@ -228,6 +229,7 @@ class Communicator(Collectives, ABC):
         bucket: int | None = None,
         step: int | None = None,
         on_complete: Callable[[], None] | None = None,
+        after: Sequence[Event | None] = (),
     ) -> None:
         """Sum a buffer over all ranks, in place, with the same bits on all.
 
@@ -237,11 +239,14 @@ class Communicator(Collectives, ABC):
             algorithm: from `allreduce_algorithm`; by default with the communicator's own codec.
             bucket: a number for the flight recorder, with ``step``.
             step: the step of the optimizer, for the flight recorder.
-            on_complete: called after the sum, before the next exchange of this rank begins.
+            on_complete: called after the sum, before the next exchange of this rank begins. On a
+                GPU the sum is queued then, on the current stream, and not done.
+            after: events of streams beside the current one that write into the buffer, from
+                ``comm.engine.streams.record()``.
 
         Raises UnsupportedError: the codec needs whole parameters and the route or block has parts.
         """
-        self.engine.call(self._sum_job(block, algorithm, bucket, step, on_complete))
+        self.engine.call(self._sum_job(block, algorithm, bucket, step, on_complete), after)
 
     def start_sum_(
         self,
@@ -251,13 +256,14 @@ class Communicator(Collectives, ABC):
         bucket: int | None = None,
         step: int | None = None,
         on_complete: Callable[[], None] | None = None,
+        after: Sequence[Event | None] = (),
     ) -> Work[None]:
         """Start `sum_` and return at once; do not touch the buffer before `Work.wait` returns.
 
         All ranks start their sums and collectives in the same order. ``on_complete`` is called on
         the engine's thread. `Work.wait` raises what `sum_` would raise.
         """
-        return self.engine.submit(self._sum_job(block, algorithm, bucket, step, on_complete))
+        return self.engine.submit(self._sum_job(block, algorithm, bucket, step, on_complete), after)
 
     def _sum_job(
         self,
@@ -479,9 +485,11 @@ class Communicator(Collectives, ABC):
         """
         while self._on_finalize:
             self._on_finalize.pop()()
-        self.engine.close()
-        recording.forget(self)
-        self._groups.close()
+        try:
+            self.engine.close()
+        finally:
+            recording.forget(self)
+            self._groups.close()
 
     def __copy__(self) -> Communicator:
         return self

@@ -194,18 +194,21 @@ class Engine:
                 "torch.cuda.make_graphed_callables, and call backward() and step() outside."
             )
 
-    def call(self, job: Callable[[], Result]) -> Result:
-        """Run a job and return its result; on this thread if nothing is in flight."""
+    def call(self, job: Callable[[], Result], after: Sequence[Event | None] = ()) -> Result:
+        """Run a job and return its result; on this thread if nothing is in flight.
+
+        ``after``: see `submit`.
+        """
         self._raise_if_unusable()
         with self._condition:
             is_idle = not self._queue and not self._is_running
             if is_idle:
                 self._is_running = True
         if not is_idle:
-            return self.submit(job).wait()
+            return self.submit(job, after).wait()
         before = recording.enter("exchange")
         try:
-            return self._run_here(job)
+            return self._run_here(job, after)
         except BaseException as error:
             self._note(error)
             raise
@@ -216,10 +219,10 @@ class Engine:
                 if self._queue:
                     self._condition.notify_all()
 
-    def _run_here(self, job: Callable[[], Result]) -> Result:
+    def _run_here(self, job: Callable[[], Result], after: Sequence[Event | None]) -> Result:
         if self.streams.is_host:
             return job()
-        work = Work(job, self)
+        work = Work(job, self, after)
         self._run_work(work)
         return work.wait()
 
