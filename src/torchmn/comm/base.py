@@ -29,6 +29,7 @@ from torchmn.comm.allreduce import (
     create_allreduce,
 )
 from torchmn.comm.codecs import Codec
+from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.collectives import Collectives
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.engine_jobs import CollectiveJobs
@@ -178,10 +179,11 @@ class Communicator(Collectives, ABC):
     def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
         """Announce what `_sum_` will send first, if that is known before it runs. Local."""
 
-    def all_valid(self, is_valid: bool) -> bool:
+    def all_valid(self, is_valid: IsValid) -> IsValid:
         """Whether what was decoded is valid on all ranks. Only in ``on_complete`` of a sum.
 
-        By default all ranks have decoded the same bytes, so they agree.
+        A tensor of a GPU stays there, and so does the answer. By default all ranks have decoded the
+        same bytes, so they agree.
         """
         return is_valid
 

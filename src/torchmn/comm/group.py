@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchmn.cluster import Topology
+from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.engine import Engine
 from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
 from torchmn.comm.transports.base import Message, QueuedWork, ReduceOp, TimeLimit, Transport
@@ -138,10 +139,14 @@ class Group:
         """Return when a GPU has done what is queued on the current stream. Local."""
         self._run("await_gpu", None, await_stream, device)
 
-    def all_true(self, flag: bool) -> bool:
-        """Whether the flag is True on all ranks."""
+    def all_true(self, flag: IsValid) -> IsValid:
+        """Whether the flag is True on all ranks; a tensor for a tensor."""
         if self.size == 1:
             return flag
+        if isinstance(flag, Tensor):
+            is_false = (~flag).to(torch.int32).view(1)
+            self.all_reduce_(is_false, "max")
+            return is_false.view(()) == 0
         is_false = torch.tensor([0 if flag else 1], dtype=torch.int32, device="cpu")
         self.all_reduce_(is_false, "max")
         return not int(is_false)

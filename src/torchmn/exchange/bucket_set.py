@@ -320,7 +320,7 @@ class BucketSet:
         finiteness = self.finiteness
         finiteness.in_decoding = codec.nonfinite.names("decoding")
         finiteness.in_encoding = codec.nonfinite.names("encoding")
-        is_decoded = self.comm.all_valid(not finiteness.in_decoding)
+        is_decoded = bool(self.comm.all_valid(not finiteness.in_decoding))
         # A sum that is thrown away has lost nothing, and what was added to it is still lost.
         row = self._footer.tolist()
         finiteness.is_valid = is_decoded and row[NONFINITE] == 0

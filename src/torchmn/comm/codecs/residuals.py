@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import Side
+from torchmn.comm.codecs.base import IsValid, Side
 from torchmn.comm.codecs.layout import Layout
 from torchmn.errors import UsageError
 
@@ -96,14 +96,21 @@ class Residuals:
         block.convert(self.scale)
         return block
 
-    def finish(self, *, is_valid: bool) -> None:
+    def finish(self, *, is_valid: IsValid) -> None:
         """Make what was written since the last call valid, or discard it.
+
+        The host cannot know which of two tensors is the valid one before a tensor has arrived: the
+        device then copies, one pass more over memory.
 
         Pieces that no stripe has taken stay: their parameters are frozen for some steps, or the
         exchange was given up before it came to them.
         """
         for block in self._blocks.values():
-            if block.is_written and is_valid:
+            if not block.is_written:
+                continue
+            if isinstance(is_valid, Tensor):
+                torch.where(is_valid, block.pending, block.current, out=block.current)
+            elif is_valid:
                 block.current, block.pending = block.pending, block.current
             block.is_written = False
 
