@@ -348,7 +348,7 @@ class BucketSet:
         finiteness = self.finiteness
         finiteness.in_decoding = codec.nonfinite.names("decoding")
         finiteness.in_encoding = codec.nonfinite.names("encoding")
-        is_decoded = self.comm.all_valid(not finiteness.in_decoding)
+        is_decoded = bool(self.comm.all_valid(not finiteness.in_decoding))
         # A sum that is thrown away has lost nothing, and what was added to it is still lost.
         finiteness.is_valid = is_decoded and self.footer.is_finite()
         codec.finish(is_valid=finiteness.is_valid and self.footer.is_used())

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import Side, StripeCodec, span_of
+from torchmn.comm.codecs.base import IsValid, Side, StripeCodec, span_of
 from torchmn.comm.codecs.layout import Layout
 from torchmn.comm.codecs.residuals import ResidualBlock, Residuals
 from torchmn.errors import UnsupportedError, UsageError
@@ -89,7 +89,7 @@ class ErrorFeedback(StripeCodec):
         self._raise_without_names(stripe)
         self._residuals.flush_into(span_of(values, stripe), side, stripe)
 
-    def finish(self, *, is_valid: bool) -> None:
+    def finish(self, *, is_valid: IsValid) -> None:
         self._residuals.finish(is_valid=is_valid)
         self.codec.finish(is_valid=is_valid)
 
