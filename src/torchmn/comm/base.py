@@ -29,6 +29,7 @@ from torchmn.comm.allreduce import (
     create_allreduce,
 )
 from torchmn.comm.codecs import Codec
+from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.collectives import Collectives
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.engine_jobs import CollectiveJobs
@@ -36,6 +37,7 @@ from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.group import Group, Groups
 from torchmn.comm.point_to_point import PointToPoint
 from torchmn.comm.scattered_loaders import DividedBatches
+from torchmn.comm.streams import Event
 from torchmn.comm.training_start import training_start
 from torchmn.comm.transports.base import Transport
 from torchmn.comm.transports.join import make_process_group, mesh_of_groups
@@ -177,10 +179,11 @@ class Communicator(Collectives, ABC):
     def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
         """Announce what `_sum_` will send first, if that is known before it runs. Local."""
 
-    def all_valid(self, is_valid: bool) -> bool:
+    def all_valid(self, is_valid: IsValid) -> IsValid:
         """Whether what was decoded is valid on all ranks. Only in ``on_complete`` of a sum.
 
-        By default all ranks have decoded the same bytes, so they agree.
+        A tensor of a GPU stays there, and so does the answer. By default all ranks have decoded the
+        same bytes, so they agree.
         """
         return is_valid
 
@@ -228,6 +231,7 @@ class Communicator(Collectives, ABC):
         bucket: int | None = None,
         step: int | None = None,
         on_complete: Callable[[], None] | None = None,
+        after: Sequence[Event | None] = (),
     ) -> None:
         """Sum a buffer over all ranks, in place, with the same bits on all.
 
@@ -237,11 +241,14 @@ class Communicator(Collectives, ABC):
             algorithm: from `allreduce_algorithm`; by default with the communicator's own codec.
             bucket: a number for the flight recorder, with ``step``.
             step: the step of the optimizer, for the flight recorder.
-            on_complete: called after the sum, before the next exchange of this rank begins.
+            on_complete: called after the sum, before the next exchange of this rank begins. On a
+                GPU the sum is queued then, on the current stream, and not done.
+            after: events of streams beside the current one that write into the buffer, from
+                ``comm.engine.streams.record()``.
 
         Raises UnsupportedError: the codec needs whole parameters and the route or block has parts.
         """
-        self.engine.call(self._sum_job(block, algorithm, bucket, step, on_complete))
+        self.engine.call(self._sum_job(block, algorithm, bucket, step, on_complete), after)
 
     def start_sum_(
         self,
@@ -251,13 +258,14 @@ class Communicator(Collectives, ABC):
         bucket: int | None = None,
         step: int | None = None,
         on_complete: Callable[[], None] | None = None,
+        after: Sequence[Event | None] = (),
     ) -> Work[None]:
         """Start `sum_` and return at once; do not touch the buffer before `Work.wait` returns.
 
         All ranks start their sums and collectives in the same order. ``on_complete`` is called on
         the engine's thread. `Work.wait` raises what `sum_` would raise.
         """
-        return self.engine.submit(self._sum_job(block, algorithm, bucket, step, on_complete))
+        return self.engine.submit(self._sum_job(block, algorithm, bucket, step, on_complete), after)
 
     def _sum_job(
         self,
@@ -479,9 +487,11 @@ class Communicator(Collectives, ABC):
         """
         while self._on_finalize:
             self._on_finalize.pop()()
-        self.engine.close()
-        recording.forget(self)
-        self._groups.close()
+        try:
+            self.engine.close()
+        finally:
+            recording.forget(self)
+            self._groups.close()
 
     def __copy__(self) -> Communicator:
         return self

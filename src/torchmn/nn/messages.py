@@ -155,9 +155,6 @@ class Messages:
                 f"dicts of them. ({error})"
             ) from error
         engine = self._engine("send", peer)
-        for buffer in message.buffers:
-            if buffer.is_cuda:
-                buffer.record_stream(engine.stream)
         self._sends.append((place, engine.submit(partial(self._send, place, message, samples))))
         while self._sends and self._sends[0][1].done:  # so that their memory is free
             self._finish_send()

@@ -17,6 +17,7 @@ from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start
 from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.learning_rates import LearningRates
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.buckets import NamedParameter
@@ -160,7 +161,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            rate=lambda: sum_of_rates(inner),
+            agreements=lambda: [LearningRates(lambda: sum_of_rates(inner))],
             owner=self,
         )
         try:
