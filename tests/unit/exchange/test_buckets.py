@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
+from torchmn.comm.streams import HostStreams
 from torchmn.comm.allreduce import create_allreduce
 from torchmn.exchange.agreements.base import PassContext
 from torchmn.exchange.bucket_set import BucketSet
@@ -88,6 +91,7 @@ class OneRank:
     """What a `BucketSet` needs of a communicator to be filled."""
 
     rank, size, overlaps_backward, rank_label = 0, 1, False, "rank 0"
+    engine = SimpleNamespace(device=torch.device("cpu"), streams=HostStreams())
 
 
 def bucket_set(named, weight: float) -> BucketSet:
