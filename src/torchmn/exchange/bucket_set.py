@@ -79,7 +79,8 @@ class BucketSet:
         self.context = _NO_DATA
         """What this rank contributes."""
         self._reduction = reduction
-        self._overlaps_backward = comm.overlaps_backward
+        self._route = comm.route
+        self._overlaps_backward = self._route.overlaps_backward
         self._footer = buckets[-1].exact if buckets else torch.zeros(NUM_FOOTER, device="cpu")
         self._row: list[float] = [0.0] * self._footer.numel()
         """The footer, as it was when it was last awaited or written."""
@@ -276,7 +277,7 @@ class BucketSet:
     def reduce_remaining(self) -> None:
         """Do all other sums, on the calling thread if nothing else is under way."""
         for bucket in self.buckets[self._num_started :]:
-            self.comm.sum_(
+            self._route.sum_(
                 bucket,
                 self.algorithm,
                 bucket=bucket.index,
@@ -298,7 +299,7 @@ class BucketSet:
         self.reduce_remaining()
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.work = self.comm.start_sum_(
+        bucket.work = self._route.start_sum_(
             bucket,
             self.algorithm,
             bucket=bucket.index,
@@ -320,7 +321,7 @@ class BucketSet:
         finiteness = self.finiteness
         finiteness.in_decoding = codec.nonfinite.names("decoding")
         finiteness.in_encoding = codec.nonfinite.names("encoding")
-        is_decoded = self.comm.all_valid(not finiteness.in_decoding)
+        is_decoded = self._route.all_valid(not finiteness.in_decoding)
         # A sum that is thrown away has lost nothing, and what was added to it is still lost.
         row = self._footer.tolist()
         finiteness.is_valid = is_decoded and row[NONFINITE] == 0

@@ -42,18 +42,18 @@ class ExchangeBuffers:
         sparse: Sequence[NamedParameter],
     ) -> None:
         """Make the sets again, for these parameters; ``sparse`` are in no bucket. *Collective.*"""
-        algorithm = comm.allreduce_algorithm(codec)
+        algorithm = comm.route.allreduce_algorithm(codec)
         self.sets = [
             BucketSet(
                 comm,
                 algorithm,
                 plan_buckets(
                     parameters,
-                    granularity=comm.granularity,
-                    bucket_bytes=self.bucket_bytes or comm.bucket_bytes,
+                    granularity=comm.route.granularity,
+                    bucket_bytes=self.bucket_bytes or comm.route.bucket_bytes,
                     num_footer=NUM_FOOTER + (0 if self.zero_fill else len(parameters)),
                     footer_device=sparse[0][1].device if sparse else None,
-                    allocate=comm.new_buffer,
+                    allocate=comm.route.new_buffer,
                 ),
                 reduction=self.reduction,
             )

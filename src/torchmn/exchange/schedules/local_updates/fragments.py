@@ -70,13 +70,13 @@ class Fragment:
         """The parameters when the pending exchange started; None without overlap."""
         self.buckets = BucketSet(
             comm,
-            comm.allreduce_algorithm(codec),
+            comm.route.allreduce_algorithm(codec),
             plan_buckets(
                 parameters,
-                granularity=comm.granularity,
-                bucket_bytes=comm.bucket_bytes,
+                granularity=comm.route.granularity,
+                bucket_bytes=comm.route.bucket_bytes,
                 num_footer=NUM_FOOTER,
-                allocate=comm.new_buffer,
+                allocate=comm.route.new_buffer,
             ),
             what="pseudo-gradients of a block",
         )
