@@ -37,7 +37,9 @@ def run(
     in "[0] ...", and written to a log file per rank. When a rank fails, all others are terminated,
     and this command exits with the exit code of that rank.
     """
-    launcher, *launcher_args = launch.split_words(options.pop("launcher"), source="--launcher")
+    launcher, *launcher_args = launch.split_words(options.pop("launcher"), source="--launcher") or (
+        "",
+    )
     request = launch.RunOptions(
         argv=tuple(launch.python_command(target, args or [], is_module=is_module)),
         script="" if is_module else target,

@@ -52,8 +52,8 @@ def parse_elastic(text: str) -> tuple[int, int, float]:
             "--elastic must be MIN:MAX hosts, such as 2:4, or MIN:MAX:SECONDS with the time to "
             f"wait for MIN, got {text!r}."
         )
-    minimum, maximum, seconds = map(int, [*parts, JOIN_TIMEOUT_S][:3])
-    return minimum, maximum, float(seconds)
+    minimum, maximum, *seconds = map(int, parts)
+    return minimum, maximum, float(seconds[0] if seconds else JOIN_TIMEOUT_S)
 
 
 def rendezvous_process(elastic: ElasticJob, env: Mapping[str, str], address: str) -> Command:

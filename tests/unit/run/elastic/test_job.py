@@ -13,7 +13,7 @@ def run_options(**more: object) -> RunOptions:
     return RunOptions(**{"argv": ("true",), "elastic": "1:1", "backend": "gloo", **more})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("text", ["", "2", ":", "a:b", "2:", "-1:2", "1:2:3"])
+@pytest.mark.parametrize("text", ["", "2", ":", "a:b", "2:", "-1:2", "1:2:", "1:2:3:4"])
 def test_invalid_host_range(text: str) -> None:
     with pytest.raises(UsageError, match="--elastic must be MIN:MAX"):
         parse_elastic(text)
