@@ -68,7 +68,8 @@ class BucketSet:
         self.context = _NO_DATA
         """What this rank contributes."""
         self._reduction = reduction
-        self._overlaps_backward = comm.overlaps_backward
+        self._route = comm.route
+        self._overlaps_backward = self._route.overlaps_backward
         self._is_on_gpu = any(bucket.buffer.device.type != "cpu" for bucket in buckets)
         self.footer = footer or Footer(comm)
         """What ranks must have in common."""
@@ -304,7 +305,7 @@ class BucketSet:
     def reduce_remaining(self) -> None:
         """Do all other sums, on the calling thread if nothing else is under way."""
         for bucket in self.buckets[self._num_started :]:
-            self.comm.sum_(
+            self._route.sum_(
                 bucket,
                 self.algorithm,
                 bucket=bucket.index,
@@ -326,7 +327,7 @@ class BucketSet:
         self.reduce_remaining()
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.work = self.comm.start_sum_(
+        bucket.work = self._route.start_sum_(
             bucket,
             self.algorithm,
             bucket=bucket.index,
@@ -348,7 +349,7 @@ class BucketSet:
         finiteness = self.finiteness
         finiteness.in_decoding = codec.nonfinite.names("decoding")
         finiteness.in_encoding = codec.nonfinite.names("encoding")
-        is_decoded = bool(self.comm.all_valid(not finiteness.in_decoding))
+        is_decoded = bool(self._route.all_valid(not finiteness.in_decoding))
         # A sum that is thrown away has lost nothing, and what was added to it is still lost.
         finiteness.is_valid = is_decoded and self.footer.is_finite()
         codec.finish(is_valid=finiteness.is_valid and self.footer.is_used())

@@ -140,7 +140,7 @@ class GradientExchange:
         """
         self.comm = comm
         self.memory.clear()
-        algorithm = comm.allreduce_algorithm(codec)
+        algorithm = comm.route.allreduce_algorithm(codec)
 
         def new_set() -> BucketSet:
             presence = [] if self.zero_fill else [Presence(len(parameters))]
@@ -148,11 +148,11 @@ class GradientExchange:
             footer = Footer(comm, [*agreements(), *presence], weights=weights)
             buckets = plan_buckets(
                 parameters,
-                granularity=comm.granularity,
-                bucket_bytes=self.bucket_bytes or comm.bucket_bytes,
+                granularity=comm.route.granularity,
+                bucket_bytes=self.bucket_bytes or comm.route.bucket_bytes,
                 num_footer=footer.num_values,
                 footer_device=sparse[0][1].device if sparse else None,
-                allocate=comm.new_buffer,
+                allocate=comm.route.new_buffer,
             )
             return BucketSet(comm, algorithm, buckets, footer=footer, reduction=self.reduction)
 

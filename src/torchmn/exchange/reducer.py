@@ -296,7 +296,7 @@ class GradientReducer:
     @property
     def bucket_bytes(self) -> int:
         """The size of a bucket, at least, but for the last."""
-        return self.exchange.bucket_bytes or self.comm.bucket_bytes
+        return self.exchange.bucket_bytes or self.comm.route.bucket_bytes
 
     @property
     def filling(self) -> BucketSet:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
-from torchmn.comm.training_start import training_start
+from torchmn.comm.training_start import training_start, training_steps
 from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.learning_rates import LearningRates
@@ -115,7 +115,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         raise_if_it_has_no_hooks(inner)
         self.inner = inner
         self.communicator = comm
-        comm.num_steps = comm.num_steps or 0
+        training_steps(comm).expect()
         self.schedule = schedule
         self.tuner = tuner
         self._models = models = list(models)  # what refers to them need not refer to this
@@ -245,7 +245,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def __repr__(self) -> str:
         parts = [self.schedule.name]
         if self._asked["codec"] is not None:
-            between = self.communicator.codec_scope or "no ranks"
+            between = self.communicator.route.codec_scope or "no ranks"
             parts.append(f"{self._asked['codec']} between {between}")
         return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
@@ -310,7 +310,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
         reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
-        self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
+        training_steps(self.communicator).add()
         self._has_local_passes = False
         self._block_reads.end_step()
         self._follow_groups()

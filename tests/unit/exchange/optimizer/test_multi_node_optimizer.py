@@ -184,7 +184,7 @@ def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
 @pytest.mark.parametrize("codec", [None, "1bit"])
 def test_a_backward_that_raises_on_all_ranks_may_be_repeated(name: str, schedule, codec) -> None:
     def rank_main(comm, *, raises):
-        comm.bucket_bytes = 1
+        comm.route.bucket_bytes = 1
         model = mlp()
         optimizer = create_multi_node_optimizer(
             momentum(model), comm, model, schedule=schedule, codec=codec
@@ -212,7 +212,7 @@ def test_a_backward_that_raises_on_all_ranks_may_be_repeated(name: str, schedule
 
 def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_the_other() -> None:
     def rank_main(comm):
-        comm.bucket_bytes = 1
+        comm.route.bucket_bytes = 1
         model = mlp()
         optimizer = create_multi_node_optimizer(momentum(model), comm, model)
         if comm.rank == 1:
@@ -233,7 +233,7 @@ def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_th
 
 def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
     def rank_main(comm):
-        comm.bucket_bytes = 1
+        comm.route.bucket_bytes = 1
         model = mlp()
         optimizer = create_multi_node_optimizer(momentum(model), comm, model)
         layers = nn.Sequential(Raises(), *model) if comm.rank == 0 else model
