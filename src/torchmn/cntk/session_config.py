@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from torchmn.cntk.readers import MinibatchSource, UserMinibatchSource, as_minibatch_source
-from torchmn.cntk.readers.streams import wanted_streams
+from torchmn.cntk.readers.deserializer import wanted_streams
 from torchmn.cntk.schedules import Schedule, minibatch_size_schedule
 from torchmn.errors import UsageError
 

@@ -42,7 +42,7 @@ def record_progress(line: str) -> None:
 
     ``checkpoint ...`` names one that is complete, ``limit ...`` is when the scheduler ends the job,
     in seconds since 1970, and ``exit ...`` says why all ranks save and exit.
-    Without the latter exit status 85 is the script's own; see `torchmn.submit.requeue`.
+    Without the latter exit status 85 is the script's own; see `torchmn.submit.scheduler`.
     """
     path = os.environ.get(PROGRESS_VARIABLE)
     if path:

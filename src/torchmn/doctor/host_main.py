@@ -13,10 +13,9 @@ import time
 from typing import Any
 
 from torchmn.control.codec import Record, decode, decode_union, encode
-from torchmn.doctor.disks import DiskCheck
 from torchmn.doctor.findings import AskTime, Begin, Examine, Failed, Order, Ready, TimeIs
 from torchmn.doctor.gpus import GpuCheck
-from torchmn.doctor.limits import LimitCheck
+from torchmn.doctor.limits import DiskCheck, LimitCheck
 from torchmn.doctor.link_probe import measure_link, serve_probes
 from torchmn.doctor.network import NetworkCheck
 from torchmn.doctor.processors import ProcessorCheck, machine_of_host

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torchmn.cluster import available_processors
-from torchmn.cluster.memory import memory_of_host
+from torchmn.cluster.cpus import memory_of_host
 from torchmn.cluster.units import GiB, counted
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request

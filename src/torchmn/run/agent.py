@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Literal
 
 from torchmn.cluster import CpuAssignment
+from torchmn.cluster.cpus import count_memory_kills, describe_sigkill
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
-from torchmn.cluster.memory import count_memory_kills, describe_sigkill
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
 from torchmn.control.messages import (

@@ -32,8 +32,8 @@ from torchmn.control.messages import AgentHello, StartRefused, StartScript
 from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.agent import HANDLED_SIGNALS, Agent
+from torchmn.run.backend import open_mpi_memory
 from torchmn.run.host_checks import find_problem, versions
-from torchmn.run.open_mpi_folders import open_mpi_memory
 from torchmn.run.rank_environment import bind_cores, script_environment
 
 _ALL_RANKS_S = 3600.0

@@ -14,11 +14,11 @@ from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.processes import StoppedProcesses, is_stopped, send_group, signal_name
 from torchmn.errors import SAVED_STATUS
 from torchmn.run.agent_session import AgentSession
+from torchmn.run.backend import remove_abandoned
 from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Command, Job
 from torchmn.run.monitor.rank_session import STOPPED
-from torchmn.run.open_mpi_folders import remove_abandoned
 
 _MARGIN_S = 3.0
 """How much longer than the ranks' grace period we wait before we kill the agents themselves."""

@@ -10,8 +10,15 @@ import re
 import shlex
 
 from torchmn.submit.request import JobRequest
-from torchmn.submit.requeue import before_the_limit, refused, resubmitted
-from torchmn.submit.scheduler import Answer, Ask, JobState, Scheduler
+from torchmn.submit.scheduler import (
+    Answer,
+    Ask,
+    JobState,
+    Scheduler,
+    before_the_limit,
+    refused,
+    resubmitted,
+)
 
 _DELETED, _DELETED_STATUS = "91", 143
 """The substate of a job that was deleted, and what its exit status is then."""

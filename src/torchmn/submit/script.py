@@ -16,8 +16,7 @@ from pathlib import Path
 from torchmn.cluster.walltime import parse_duration
 from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.request import JobRequest, PythonEnvironment
-from torchmn.submit.requeue import first_lines, last_lines
-from torchmn.submit.scheduler import Ask, Scheduler, ask, filled
+from torchmn.submit.scheduler import Ask, Scheduler, ask, filled, first_lines, last_lines
 
 ENDED = "torchmn: job ended with exit status"
 """Start of the last line of a job's log, from which `Follower` reads the exit status."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.cluster.memory import count_memory_kills, describe_sigkill, memory_of_host
+from torchmn.cluster.cpus import count_memory_kills, describe_sigkill, memory_of_host
 
 MEMINFO = """\
 MemTotal:       65536 kB

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.run.open_mpi_folders import (
+from torchmn.run.backend import (
     SESSION_VARIABLE,
     VARIABLES,
     open_mpi_memory,
@@ -34,7 +34,7 @@ def test_the_folder_of_a_killed_agent_is_removed_by_the_next(tmp_path: Path) -> 
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from torchmn.run.open_mpi_folders import open_mpi_memory\n"
+        "from torchmn.run.backend import open_mpi_memory\n"
         "with open_mpi_memory({'OMPI_COMM_WORLD_SIZE': '2'}, Path(sys.argv[1])):\n"
         "    os.kill(os.getpid(), 9)\n"
     )

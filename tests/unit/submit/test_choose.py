@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
-from torchmn.submit.choose import (
+from torchmn.submit.site import (
     SCHEDULERS,
     choose_scheduler,
     installed_schedulers,

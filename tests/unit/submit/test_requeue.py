@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.submit.examples import tutorial
-from torchmn.submit.choose import SCHEDULERS
-from torchmn.submit.requeue import RESUBMITTED, last_lines
+from torchmn.submit.scheduler import RESUBMITTED, last_lines
+from torchmn.submit.site import SCHEDULERS
 
 pytestmark = pytest.mark.processes
 

@@ -9,8 +9,15 @@ import numpy as np
 import torch
 
 from torchmn.cntk.readers.assembly import join, rows_of, select
-from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, Indices, Seed, StreamData
-from torchmn.cntk.readers.streams import StreamInformation, csr_tensor
+from torchmn.cntk.readers.deserializer import (
+    Chunk,
+    ChunkInfo,
+    Indices,
+    Seed,
+    StreamData,
+    StreamInformation,
+    csr_tensor,
+)
 from torchmn.errors import UsageError
 
 

@@ -8,8 +8,15 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from torchmn.cntk.readers.deserializer import Chunk, ChunkPart, Indices, Seed, StreamData
-from torchmn.cntk.readers.streams import StreamInformation, csr_tensor
+from torchmn.cntk.readers.deserializer import (
+    Chunk,
+    ChunkPart,
+    Indices,
+    Seed,
+    StreamData,
+    StreamInformation,
+    csr_tensor,
+)
 from torchmn.errors import DataError
 
 

@@ -13,8 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchmn.cntk.readers.deserializer import ChunkPart, StreamData
-from torchmn.cntk.readers.streams import StreamDef, StreamInformation, csr_tensor
+from torchmn.cntk.readers.deserializer import (
+    ChunkPart,
+    StreamData,
+    StreamDef,
+    StreamInformation,
+    csr_tensor,
+)
 from torchmn.errors import UsageError, require
 
 Array = np.ndarray[Any, Any]

@@ -16,11 +16,11 @@ from torchmn.cntk.readers.deserializer import (
     Indices,
     Seed,
     StreamData,
+    StreamInformation,
     has_one_sample,
     sequence_lengths,
 )
 from torchmn.cntk.readers.files import ProcessLock
-from torchmn.cntk.readers.streams import StreamInformation
 from torchmn.errors import DataError, UsageError
 
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from torchmn.cntk.readers.deserializer import Chunk, Deserializer
+from torchmn.cntk.readers.deserializer import Chunk, Deserializer, StreamInformation
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.minibatch_plan import MinibatchPlan, PlannedMinibatch, Progress, Request
-from torchmn.cntk.readers.streams import StreamInformation
 from torchmn.errors import DataError, TorchmnError
 
 Result = TypeVar("Result")

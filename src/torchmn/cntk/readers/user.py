@@ -9,11 +9,18 @@ from typing import Any
 import torch
 
 from torchmn.cntk.readers.arrays import ArrayChunk
-from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, InfosOnDemand
+from torchmn.cntk.readers.deserializer import (
+    Chunk,
+    ChunkInfo,
+    InfosOnDemand,
+    InputMap,
+    Record,
+    StreamInformation,
+    wanted_streams,
+)
 from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.read_ahead import named_error
-from torchmn.cntk.readers.streams import InputMap, Record, StreamInformation, wanted_streams
 from torchmn.errors import DataError, UnsupportedError
 
 

@@ -22,7 +22,7 @@ from torchmn.cntk.readers import (
     MinibatchSource,
     as_minibatch_source,
 )
-from torchmn.cntk.readers.streams import wanted_streams
+from torchmn.cntk.readers.deserializer import wanted_streams
 from torchmn.cntk.readers.user import UserSourceMinibatches
 from torchmn.cntk.schedules import minibatch_size_schedule
 from torchmn.cntk.session_config import (

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from torchmn.observe.report.scaling import Scaling
 from torchmn.observe.report.summary import Summary, bits, duration, rank_list
-from torchmn.observe.report.tables import MAX_ROWS, Table, links_table, scaling_table
+from torchmn.observe.report.tables import MAX_ROWS, Scaling, Table, links_table, scaling_table
 from torchmn.record.records import PHASES
 
 if TYPE_CHECKING:
