@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pytorch_pfn_extras.training import extension
 from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
-    Trigger,  # type: ignore[attr-defined]
+    Trigger,
     TriggerLike,
     get_trigger,
 )
 from pytorch_pfn_extras.training.triggers.early_stopping_trigger import EarlyStoppingTrigger
 
+from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError
 from torchmn.train.evaluation import WeightedSums, means_of
-
-if TYPE_CHECKING:
-    from torchmn.comm import Communicator
 
 Aggregator = Callable[[list[list[Any]]], Any]
 

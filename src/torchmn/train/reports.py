@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, Any, cast
 
 from pytorch_pfn_extras.training import extension, extensions
 from pytorch_pfn_extras.training.extensions import log_report
@@ -12,6 +12,7 @@ from pytorch_pfn_extras.training.extensions.plot_report import PlotReport
 from pytorch_pfn_extras.training.trigger import TriggerLike  # type: ignore[attr-defined]
 from torch import nn
 
+from torchmn.comm import Communicator
 from torchmn.record import recording
 from torchmn.train.evaluation import (
     BufferRule,
@@ -22,9 +23,6 @@ from torchmn.train.evaluation import (
     sync_buffers_,
 )
 from torchmn.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from torchmn.comm import Communicator
 
 
 class LogReport(log_report.LogReport):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,10 +37,8 @@ from torchmn.cntk.readers.user import (
     UserMinibatchSource,
     UserSourceMinibatches,
 )
+from torchmn.comm import Communicator
 from torchmn.errors import DataError, UnknownNameError, UnsupportedError, UsageError
-
-if TYPE_CHECKING:
-    from torchmn.comm import Communicator
 
 
 class MinibatchSource:

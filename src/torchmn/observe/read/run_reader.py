@@ -12,14 +12,21 @@ from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 
 from torchmn.control.codec import decode_union
 from torchmn.errors import DataError
-from torchmn.observe.read.recorded_run import Buckets, Clock, RankRecord, Run, Steps
+from torchmn.observe.read.recorded_run import (
+    Buckets,
+    Clock,
+    Floats,
+    RankRecord,
+    Run,
+    Steps,
+)
 from torchmn.record.records import (
     FORMAT,
     PHASES,
@@ -33,12 +40,6 @@ from torchmn.record.records import (
     Step,
     Value,
 )
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Integers = NDArray[np.int64]
 
 FOLDER = "steps"
 MAX_NBYTES = 128 * 2**20

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from torchmn.observe.read.recorded_run import Floats, Integers
 from torchmn.observe.report.summary import Summary, bits, duration, rank_list
 from torchmn.observe.report.tables import MAX_ROWS, Scaling, Table, links_table, scaling_table
 from torchmn.record.records import PHASES
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
 
 MAX_BARS = 48
 MAX_LINES = 24
@@ -351,7 +347,7 @@ def _memory(summary: Summary) -> Chart:
     )
 
 
-def _bins(count: int, limit: int) -> list[NDArray[np.int64]]:
+def _bins(count: int, limit: int) -> list[Integers]:
     return [part for part in np.array_split(np.arange(count), min(count, limit)) if len(part)]
 
 

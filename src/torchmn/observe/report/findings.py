@@ -9,7 +9,6 @@ which it waits for the others in the exchange is not its own.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,11 +32,6 @@ from torchmn.observe.report.summary import (
     rank_list,
 )
 from torchmn.record.records import PHASES, Phase
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
 
 MIN_LINK_SHARE = 0.1
 """Of its nominal rate that a link carries while gradients are exchanged, waiting included."""

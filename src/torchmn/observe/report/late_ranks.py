@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchmn.observe.read.recorded_run import Floats
 from torchmn.observe.report.finding import (
     CURES,
     MAX_FINDINGS,
@@ -18,11 +18,6 @@ from torchmn.observe.report.finding import (
 )
 from torchmn.observe.report.summary import COLLECTIVE_PHASES, Summary, duration, listed, rank_list
 from torchmn.record.records import PHASES, Phase
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
 
 MIN_LATE_SHARE = 0.03
 """By how much longer than the others a late rank computes, at least."""

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from torchmn.cluster.units import spans
 from torchmn.errors import DataError
-from torchmn.observe.read.recorded_run import RankRecord, Run
+from torchmn.observe.read.recorded_run import Floats, Integers, RankRecord, Run
 from torchmn.record.records import NOISE_SCALE, PHASES, Phase
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-
 
 COLLECTIVE_PHASES: tuple[Phase, ...] = ("exchange", "evaluation", "checkpoint")
 """In which a rank waits for the others; how long it takes for the rest is up to itself."""
@@ -69,9 +63,9 @@ class Summary:
     ranks: tuple[RankRecord, ...]
     notes: tuple[str, ...]
     """What is to be known of the records themselves."""
-    step: NDArray[np.int64]
+    step: Integers
     phases: Floats
-    rows: tuple[NDArray[np.int64], ...]
+    rows: tuple[Integers, ...]
     """Of each rank: the rows of these steps in its `Steps`."""
 
     @property
@@ -85,7 +79,7 @@ class Summary:
         return self.phases[self.num_warmup :]
 
     @cached_property
-    def is_slow(self) -> NDArray[np.bool_]:
+    def is_slow(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Of each steady step, whether it took more than twice as long as the median.
 
         Without evaluations and checkpoints. None is slow where such steps are the rule.
@@ -372,7 +366,7 @@ def summarize(run: Run) -> Summary:
     )
 
 
-def _rows_of(steps: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def _rows_of(steps: Integers, wanted: Integers) -> Integers:
     """The last row of each step: a step that was repeated counts once."""
     order = np.argsort(steps, kind="stable")
     return np.asarray(order[np.searchsorted(steps[order], wanted, side="right") - 1])

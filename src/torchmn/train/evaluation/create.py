@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from pytorch_pfn_extras import reporting
@@ -19,6 +19,7 @@ from pytorch_pfn_extras.training import extension
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
 from torch import nn
 
+from torchmn.comm import Communicator
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.data.batch_size import num_samples
 from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
@@ -32,9 +33,6 @@ from torchmn.train.evaluation.evaluation_batches import (
     one_pass,
 )
 from torchmn.train.evaluation.sums import Sums, WeightedSums, means_of, merge_sums, raise_if_no_mean
-
-if TYPE_CHECKING:
-    from torchmn.comm import Communicator
 
 EvaluatorLike = TypeVar("EvaluatorLike", bound=Evaluator)
 Compatibility = Literal["chainermn"]
