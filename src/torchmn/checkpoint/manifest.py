@@ -128,12 +128,7 @@ def order_of(name: str) -> tuple[int, int]:
 
 
 def checkpoints_to_delete(
-    good: Mapping[str, Manifest],
-    bad: Sequence[str],
-    newest: str,
-    *,
-    keep: int,
-    best: Best | None,
+    good: Mapping[str, Manifest], bad: Sequence[str], newest: str, *, keep: int, best: Best | None
 ) -> list[str]:
     """The checkpoints to delete once ``newest`` is complete.
 

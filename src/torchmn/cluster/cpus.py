@@ -112,11 +112,7 @@ def assign_cpus(processors: Processors, *, intra_rank: int, intra_size: int) -> 
 
 
 def cores_near_gpu(
-    processors: Processors,
-    localities: Sequence[GpuLocality],
-    *,
-    intra_rank: int,
-    intra_size: int,
+    processors: Processors, localities: Sequence[GpuLocality], *, intra_rank: int, intra_size: int
 ) -> tuple[CpuAssignment, GpuLocality | None]:
     """A rank's share of the cores next to its GPU, the ``intra_rank``-th one.
 

@@ -87,10 +87,7 @@ def local_address_for(host: str) -> str | None:
         '127.0.0.1'
     """
     for address in addresses_of_host(host):
-        with (
-            suppress(OSError),
-            socket.socket(family_of(address), socket.SOCK_DGRAM) as probe,
-        ):
+        with suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, _ANY_PORT))  # of a datagram socket: only looks up the route
             return str(probe.getsockname()[0])
     return None

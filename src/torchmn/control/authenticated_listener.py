@@ -317,12 +317,7 @@ def _new_nonce() -> str:
 
 
 def _proof(
-    secret: str,
-    side: bytes,
-    role: str,
-    listener_nonce: bytes,
-    client_nonce: bytes,
-    identity: bytes,
+    secret: str, side: bytes, role: str, listener_nonce: bytes, client_nonce: bytes, identity: bytes
 ) -> bytes:
     """Proves that ``side`` knows the secret. Only the identity, at the end, may hold any byte."""
     signed = b"\n".join((_GREETING, side, role.encode(), listener_nonce, client_nonce, identity))

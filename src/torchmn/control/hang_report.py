@@ -55,9 +55,7 @@ class RankStatus:
             return cls(text=text, is_halted=True, has_ended=True)
         if reply.process is None:
             return cls(
-                collectives=reply.collectives,
-                stacks=reply.stacks,
-                script_stack=reply.script_stack,
+                collectives=reply.collectives, stacks=reply.stacks, script_stack=reply.script_stack
             )
         where = f" (in {reply.kernel_function})" if reply.kernel_function else ""
         return cls(
@@ -148,11 +146,7 @@ def _missing_text(
 
 
 def _hang_report(
-    head: str,
-    cause: str,
-    missing: tuple[int, ...],
-    statuses: Statuses,
-    hosts: Mapping[int, str],
+    head: str, cause: str, missing: tuple[int, ...], statuses: Statuses, hosts: Mapping[int, str]
 ) -> HangReport:
     def text(*, is_short: bool) -> str:
         lines = [f"Hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]

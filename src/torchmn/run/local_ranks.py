@@ -143,13 +143,7 @@ def start_local_ranks(
 
         with open(folder / "stderr", "wb") as errors:
             ranks.process = subprocess.Popen(
-                [
-                    *python_module(_MODULE),
-                    str(folder),
-                    str(len(arguments)),
-                    backend,
-                    str(log_dir),
-                ],
+                [*python_module(_MODULE), str(folder), str(len(arguments)), backend, str(log_dir)],
                 stdin=subprocess.DEVNULL,
                 stdout=None if attached is None else subprocess.PIPE,
                 stderr=errors if attached is None else subprocess.PIPE,

@@ -69,9 +69,7 @@ class RunOptions:
     num_nodes: int | None = _option("Number of hosts.", "--nodes")
     per_node: int | None = _option("Number of ranks on each host.")
     launcher: str = _option(
-        "Launcher: auto, local, mpirun, torchrun, srun or ssh.",
-        values=LAUNCHERS,
-        default="auto",
+        "Launcher: auto, local, mpirun, torchrun, srun or ssh.", values=LAUNCHERS, default="auto"
     )
     exported: tuple[str, ...] = _option(
         "Environment variable to export to all ranks (repeatable).",

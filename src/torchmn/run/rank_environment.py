@@ -36,10 +36,7 @@ from torchmn.run.job import Job
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RENDEZVOUS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
-_KEPT_HEAP = {
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-}
+_KEPT_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 """For glibc: what a training step frees is used again by the next one. By default the end of the
 heap goes back to the system, and each step of VGG-16 on a CPU causes some 25,000 page faults."""
 

@@ -7,11 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pytorch_pfn_extras.training import extension
-from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
-    Trigger,
-    TriggerLike,
-    get_trigger,
-)
+from pytorch_pfn_extras.training.trigger import Trigger, TriggerLike, get_trigger  # type: ignore[attr-defined]
 from pytorch_pfn_extras.training.triggers.early_stopping_trigger import EarlyStoppingTrigger
 
 from torchmn.comm import Communicator

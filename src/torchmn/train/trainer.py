@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from pytorch_pfn_extras.training.extension import Extension
 from pytorch_pfn_extras.training.manager import ExtensionsManager
-from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
-    Trigger,
-    TriggerLike,
-    get_trigger,
-)
+from pytorch_pfn_extras.training.trigger import Trigger, TriggerLike, get_trigger  # type: ignore[attr-defined]
 from pytorch_pfn_extras.training.triggers.interval_trigger import IntervalTrigger
 from pytorch_pfn_extras.training.triggers.manual_schedule_trigger import ManualScheduleTrigger
 from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]

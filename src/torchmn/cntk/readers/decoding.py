@@ -54,11 +54,7 @@ def image_size(content: bytes) -> tuple[int, int]:
 
 
 def decode(
-    content: bytes,
-    channels: int,
-    *,
-    reduction: Reduction = 1,
-    memory: ImageMemory | None = None,
+    content: bytes, channels: int, *, reduction: Reduction = 1, memory: ImageMemory | None = None
 ) -> Image:
     """An image (height, width, channels), uint8: blue, green, red, or grey for one channel.
 

@@ -201,10 +201,7 @@ def _keys(infos: list[ChunkInfo]) -> list[Hashable] | None:
 
 
 def _match(
-    wanted: Sequence[Hashable],
-    keys: Sequence[Hashable],
-    first: Deserializer,
-    other: Deserializer,
+    wanted: Sequence[Hashable], keys: Sequence[Hashable], first: Deserializer, other: Deserializer
 ) -> Indices:
     """For each key, where it is in another deserializer."""
     places = {key: number for number, key in enumerate(keys)}

@@ -171,11 +171,7 @@ class MinibatchPlan:
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Numbers for a checkpoint."""
-        return {
-            **progress.position.state(),
-            "num_samples": progress.num_samples,
-            **self._settings,
-        }
+        return {**progress.position.state(), "num_samples": progress.num_samples, **self._settings}
 
     def restored(self, state: Mapping[str, Any]) -> Progress:
         """The inverse of `state`. Raises UsageError: the state is that of another plan."""

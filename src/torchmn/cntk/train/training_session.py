@@ -17,11 +17,7 @@ from typing import Any
 
 import torch
 
-from torchmn.cntk.readers import (
-    MinibatchData,
-    MinibatchSource,
-    as_minibatch_source,
-)
+from torchmn.cntk.readers import MinibatchData, MinibatchSource, as_minibatch_source
 from torchmn.cntk.readers.deserializer import wanted_streams
 from torchmn.cntk.readers.user import UserSourceMinibatches
 from torchmn.cntk.schedules import minibatch_size_schedule

@@ -97,12 +97,7 @@ class Autotuner:
     the same bits.
     """
 
-    def __init__(
-        self,
-        space: SearchSpace,
-        *,
-        retune: bool = False,
-    ) -> None:
+    def __init__(self, space: SearchSpace, *, retune: bool = False) -> None:
         self.space = space
         self.retune = retune
         self.plan: Plan | None = None

@@ -19,14 +19,7 @@ import numpy as np
 
 from torchmn.control.codec import decode_union
 from torchmn.errors import DataError
-from torchmn.observe.read.recorded_run import (
-    Buckets,
-    Clock,
-    Floats,
-    RankRecord,
-    Run,
-    Steps,
-)
+from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
 from torchmn.record.records import (
     FORMAT,
     PHASES,

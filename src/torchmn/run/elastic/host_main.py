@@ -77,11 +77,7 @@ def main() -> int:
 
 def _take_part(order: RunHost, hosts: list[Host]) -> None:
     secret = order.secret
-    identity = HostHello(
-        host=order.host,
-        slots=order.slots,
-        versions=versions(),
-    )
+    identity = HostHello(host=order.host, slots=order.slots, versions=versions())
     channel = connect_authenticated(order.rendezvous, secret=secret, role=ROLE, identity=identity)
     host = Host(channel, stdin=sys.stdin.fileno())
     hosts.append(host)

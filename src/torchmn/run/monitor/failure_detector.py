@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from torchmn.control.hang_report import (
-    EARLY_END,
-    HangReport,
-    RankStatus,
-    report,
-    report_of_joining,
-)
+from torchmn.control.hang_report import EARLY_END, HangReport, RankStatus, report, report_of_joining
 from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
 from torchmn.errors import SAVED_STATUS
 from torchmn.run.monitor.job_result import RankRecord

@@ -31,11 +31,7 @@ from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
-from torchmn.nn.batch_norm import (
-    MultiNodeBatchNorm1d,
-    MultiNodeBatchNorm2d,
-    MultiNodeBatchNorm3d,
-)
+from torchmn.nn.batch_norm import MultiNodeBatchNorm1d, MultiNodeBatchNorm2d, MultiNodeBatchNorm3d
 from torchmn.nn.micro_batches import samples_to_cut, split
 from torchmn.record import recording
 from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
@@ -311,13 +307,7 @@ class GlobalBatch:
         if self.growth is not None:
             make = partial(GrowingSampler, growth=self.growth)
         self._sampler = make(
-            length,
-            self.comm,
-            self.initial,
-            seed,
-            shuffle,
-            drop_last=drop_last,
-            pad_last=pad_last,
+            length, self.comm, self.initial, seed, shuffle, drop_last=drop_last, pad_last=pad_last
         )
         self._sampler.batch = self
         return self._sampler
