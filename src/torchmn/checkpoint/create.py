@@ -1,7 +1,5 @@
 """`create_multi_node_checkpointer`: from arguments to a checkpointer on every rank."""
 
-from __future__ import annotations
-
 import grp
 import secrets
 import time

@@ -4,8 +4,6 @@ The file is one line of JSON, ``{"checksum":"<sha256 of the rest>","manifest":{.
 checksum covers the bytes of the object that follows, so that no byte can change undetected.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

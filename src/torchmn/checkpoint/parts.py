@@ -5,8 +5,6 @@ loads is put together from the parts of as many old ranks as it takes to cover i
 after another: the old mesh may have been another one, or none, and the new one may be none.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any

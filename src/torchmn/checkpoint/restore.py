@@ -1,7 +1,5 @@
 """What a rank loads: its own state, or its part of the states of another number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

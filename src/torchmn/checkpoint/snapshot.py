@@ -4,8 +4,6 @@ Tensors are copied into one block that lives as long as the checkpointer: page f
 would cost more than the copy itself. Tensors of a GPU are copied into pinned memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable

@@ -7,8 +7,6 @@
 A rank that fails at any point reports it in the next round, and all ranks abort the checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time

@@ -4,8 +4,6 @@ There are two binding rules: equal shares of all cores (`assign_cpus`), and shar
 to each rank's GPU (`cores_near_gpu`). Nothing is bound here: see `os.sched_setaffinity`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ Slurm, never the other way round. Two rows that describe the same world must agr
 are accepted only where the outer one provably started the agents of the inner one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

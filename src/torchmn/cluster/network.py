@@ -3,8 +3,6 @@
 Addresses are text. A name that has an IPv4 and an IPv6 address stands for its IPv4 address.
 """
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import os

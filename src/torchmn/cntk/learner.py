@@ -3,8 +3,6 @@
 `torchmn.cntk.learners` has the update rules, and the formulas of all of this.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence

@@ -10,8 +10,6 @@ given by its ``minibatch_size`` M, CNTK's *reference minibatch size*:
 so that M = 1 is CNTK's `UnitType.sample` and IGNORE its `UnitType.minibatch`.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a training session is asked for: when it saves, evaluates and tests, and on what data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum

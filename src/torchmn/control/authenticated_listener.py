@@ -20,8 +20,6 @@ This authenticates; it does not encrypt. Whoever can read or change packets betw
 read and change what is sent afterwards, see docs/security.md.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import hmac

@@ -13,8 +13,6 @@ streams describe tensors between ranks in fixed binary headers, on the path of e
 ranks' collective checks compare rows of one fixed size.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from typing import Any, TypeVar

@@ -5,8 +5,6 @@ The end of a connection tells either side that the other one is dead, on any hos
 authenticated (`torchmn.control.authenticated_listener`) before there is a `Channel`.
 """
 
-from __future__ import annotations
-
 import errno
 import select
 import socket

@@ -7,8 +7,6 @@ cache folder, which clusters share between hosts. The file has the address of a 
 and the listener's secret; a file that an earlier job left leads nowhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets

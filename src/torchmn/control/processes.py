@@ -5,8 +5,6 @@ that adopts orphans (a *subreaper*) stays the ancestor of everything that was st
 whatever sessions and groups those processes make, and so can end all of them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

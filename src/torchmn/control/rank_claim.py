@@ -6,8 +6,6 @@ with the same variables finds it by looking at the processes that started it, an
 have started. The claim ends with the process that made it. Linux only: elsewhere nothing is found.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ An error that only reports the loss of another rank is marked in every line (`FO
 cause is elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

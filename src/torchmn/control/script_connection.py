@@ -4,8 +4,6 @@ The other end is the script's `torchmn.control.script_monitor.ScriptMonitor`. Fo
 not answer, the state of its process is reported instead.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

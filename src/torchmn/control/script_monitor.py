@@ -11,8 +11,6 @@ It is installed explicitly, by the launcher's bootstrap (`torchmn.run.monitor.bo
 making a communicator changes nothing in the process.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import os

@@ -1,7 +1,5 @@
 """A finding: what was seen where, the rule that it breaks, and the cure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """GPUs, as ``nvidia-smi`` reports them: present, without memory errors, at their clocks."""
 
-from __future__ import annotations
-
 import csv
 import io
 import shutil

@@ -5,8 +5,6 @@ shell is needed. What else writes to standard output is redirected to standard e
 standard input.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Limits of processes, shared memory, and the room in folders of data and checkpoints."""
 
-from __future__ import annotations
-
 import os
 import resource
 import tempfile

@@ -1,7 +1,5 @@
 """What a host gives its ranks: cores, quotas and memory limits of control groups."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `torchmn doctor` prints: findings, the worst first, and what was measured."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import textwrap

@@ -4,8 +4,6 @@ All ranks know the links of all ranks, so each one computes the same order for a
 pipeline. An order that a simulation has completed cannot deadlock, as sends do not block.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence

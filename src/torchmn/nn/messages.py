@@ -7,8 +7,6 @@ description of an object (its structure, shapes and dtypes) follows where it is 
 the message before it on this connection.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass

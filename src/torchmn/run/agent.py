@@ -7,8 +7,6 @@ The output is also written to a file. No process that the script starts outlives
 script outlives neither its agent nor the supervisor.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -5,8 +5,6 @@ supervisor, binds itself to the rank's share of the cores and runs the script. I
 there is one, is the path of the input for rank 0. It does not import torch.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

@@ -3,8 +3,6 @@
 Used by the supervisor of a job, and for every round of an elastic job.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import socket

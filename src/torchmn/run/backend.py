@@ -9,8 +9,6 @@ process that was killed as well is removed by the launcher at the end of the job
 one of the same user on its machine: its lock is free.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

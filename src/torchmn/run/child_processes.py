@@ -1,7 +1,5 @@
 """The processes below a launcher, and the signals sent to it. One owner per process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

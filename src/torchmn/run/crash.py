@@ -10,8 +10,6 @@ After ChainerMN's ``global_except_hook.add_hook()``, which handled exceptions of
 only and called ``MPI_Abort``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

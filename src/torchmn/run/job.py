@@ -1,7 +1,5 @@
 """A job: the command to run, its hosts, and how to start it."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

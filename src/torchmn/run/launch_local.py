@@ -6,8 +6,6 @@ cloudpickle through a private temporary folder: what is defined in a notebook ha
 which a rank could import it.
 """
 
-from __future__ import annotations
-
 import codecs
 import functools
 import io

@@ -7,8 +7,6 @@ private temporary folder. As with ``spawn``, every rank first imports the main s
 caller is attached.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -6,8 +6,6 @@ of the next synchronization, since a rank does not know how long a step takes on
 handlers only set a flag and save nothing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

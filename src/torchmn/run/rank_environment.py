@@ -1,7 +1,5 @@
 """The cores and environment variables of agents and ranks, under any launcher."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence

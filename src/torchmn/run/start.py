@@ -1,7 +1,5 @@
 """Run a job: create its log folder and environment, start its launcher, supervise it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

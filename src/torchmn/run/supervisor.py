@@ -1,7 +1,5 @@
 """Run the commands of a job until all of them have ended, and report the result."""
 
-from __future__ import annotations
-
 import math
 import selectors
 import signal

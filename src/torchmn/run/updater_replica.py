@@ -1,7 +1,5 @@
 """What every rank of a MultiprocessParallelUpdater does in an iteration; the workers' loop."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

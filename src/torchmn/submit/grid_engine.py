@@ -7,8 +7,6 @@ Its soft limit, ``s_rt``, is not used for a signal: at that time sge_execd(8) ki
 parallel job on other hosts.
 """
 
-from __future__ import annotations
-
 import re
 
 from torchmn.errors import UsageError

@@ -4,8 +4,6 @@ A job's own standard output is only copied to its place after the job has ended
 (qsub(1B), ``-o`` and ``-k``); a folder as ``-o`` gives files named ``<job>.OU`` and ``<job>.ER``.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -8,8 +8,6 @@ newer than at the last resubmission, and the limit of resubmissions is not reach
 kept in a file, which follows the job from number to number.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections.abc import Callable, Sequence

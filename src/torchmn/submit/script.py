@@ -6,8 +6,6 @@ job readable after its end. It must receive the scheduler's signals, which a she
 a command has ended, and survive them: the lines after `torchmn run` decide what becomes of the job.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

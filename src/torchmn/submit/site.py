@@ -4,8 +4,6 @@ Keys at the top level apply to all schedulers; those in ``[pbs]``, ``[slurm]`` a
 ``[grid_engine]`` apply to one and take precedence.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Slurm: `sbatch` reads ``#SBATCH`` lines, `scontrol show job` reports the state."""
 
-from __future__ import annotations
-
 import re
 
 from torchmn.submit.request import JobRequest

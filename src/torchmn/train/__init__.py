@@ -4,8 +4,6 @@ The names load on first use and need the extra ``trainer``; `torchmn.train.evalu
 `torchmn.train.frameworks` and `torchmn.train.large_batch` do not.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

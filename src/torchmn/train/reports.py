@@ -1,7 +1,5 @@
 """The log with means over all ranks, synchronized buffers, and the reports of the examples."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, cast

@@ -1,7 +1,5 @@
 """One iteration on one device: batch, loss, gradients, step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any

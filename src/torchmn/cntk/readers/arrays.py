@@ -1,7 +1,5 @@
 """Arrays, tensors and lists of sequences as a chunk, and as a data set of one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

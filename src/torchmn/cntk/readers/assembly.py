@@ -1,7 +1,5 @@
 """Sequences of several chunks as one tensor per stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """Parsing of CTF text: where its sequences are, and their samples for a minibatch."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

@@ -3,8 +3,6 @@
 Both give the same bits; simplejpeg takes half of Pillow's time.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Deserializers read a data set in chunks, with streams: what a minibatch source asks of them."""
 
-from __future__ import annotations
-
 import functools
 import math
 import warnings

@@ -8,8 +8,6 @@ Sizes are rounded, and colours computed, as CNTK's reader does; it takes its ran
 generators of its threads, so that ours differ.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Base classes for deserializers and minibatch sources of your own."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any

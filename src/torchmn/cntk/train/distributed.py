@@ -1,7 +1,5 @@
 """CNTK's ``cntk.train.distributed``: distributed learners and the communicator."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -7,8 +7,6 @@ training has passed a multiple of f; once, even if it has passed several. At the
 more if something was trained since it ran, then the test.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

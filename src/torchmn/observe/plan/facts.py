@@ -8,8 +8,6 @@ rate = "10gbit"             # of the adapter of a host
 latency_s = 50e-6
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

@@ -4,8 +4,6 @@ Each rank's times become those of rank 0's clock. A rank has a process for each 
 torch's profiler has seen, and one more for the phases, exchanges and collectives of torchmn.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import pstats

@@ -1,7 +1,5 @@
 """What a run has recorded, as arrays: the result of `torchmn.observe.read.run_reader`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The charts of the page, as data for plotly.js, each with a table that shows the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """One finding of a report, and the words for phases."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -6,8 +6,6 @@ much as it is later than the next one. A rank is late by how long it computes it
 which it waits for the others in the exchange is not its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

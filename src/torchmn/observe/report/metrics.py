@@ -1,7 +1,5 @@
 """The state of a run as OpenMetrics text, which Prometheus' node exporter reads from a file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -5,8 +5,6 @@ page. It was chosen for one script without other packages, charts as vectors tha
 heatmaps of any size; the script is 4.8 MB of each page.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

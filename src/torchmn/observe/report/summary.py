@@ -1,7 +1,5 @@
 """The steps of all ranks of a run side by side, and what follows from them by arithmetic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar

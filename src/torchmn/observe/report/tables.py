@@ -5,8 +5,6 @@ shorter with more ranks, so the speed-up on ``n`` ranks is ``1 / (s + (1 - s) / 
 1967). ``s`` is fitted to all runs by least squares.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The report on a terminal, and as one JSON object."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite

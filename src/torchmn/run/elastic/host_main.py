@@ -6,8 +6,6 @@ ends with the job, with the launcher (the end of standard input) and with the re
 all processes below it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -9,8 +9,6 @@ standard input, prints the address on which it listens, and ends with the job, o
 input ends because the launcher died.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

@@ -5,8 +5,6 @@ came back may join. No sockets and no clock here: events come in, with the time 
 messages for hosts and for the launcher go out.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass

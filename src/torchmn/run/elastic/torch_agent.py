@@ -1,7 +1,5 @@
 """torchrun's agent, with our rendezvous in place of its own. Imports torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 

@@ -16,8 +16,6 @@ keeps that variable. Only `torchmn.run.install_crash_handler` reads it: a Python
 such a command starts is monitored from that call on.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import io

@@ -4,8 +4,6 @@ Used by the process that is connected to all ranks: the supervisor of ``torchmn 
 another launcher the monitor server. It is given the time, and has no effects.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

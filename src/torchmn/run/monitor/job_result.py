@@ -3,8 +3,6 @@
 Pure functions of the records of all ranks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

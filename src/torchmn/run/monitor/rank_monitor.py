@@ -7,8 +7,6 @@ all ranks, and ends the script when the server requests it or is lost. Its `Orde
 standard input. It exits soon after the script.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

@@ -5,8 +5,6 @@ The one control loop of a job. `torchmn run` runs it over its agents
 launcher started. Nothing here starts, signals or reaps a process.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal

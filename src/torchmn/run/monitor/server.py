@@ -6,8 +6,6 @@ host (`torchmn.run.install_crash_handler`). Its `Order` is a line on standard in
 prints its address. It exits when all ranks have ended.
 """
 
-from __future__ import annotations
-
 import selectors
 import signal
 import socket

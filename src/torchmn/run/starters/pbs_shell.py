@@ -7,8 +7,6 @@ HOST, which reads its order from a file that only this user can read, connects b
 connections to the command as standard streams. Either half ends when the other one does.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import selectors

@@ -4,8 +4,6 @@ Environment and secret are sent on the standard input of a command, not on its c
 other users of the host could read.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

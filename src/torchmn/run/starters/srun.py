@@ -1,7 +1,5 @@
 """Start the agents as a job step of Slurm, inside an allocation or with one made for it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 

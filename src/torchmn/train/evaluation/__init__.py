@@ -3,8 +3,6 @@
 What extends the evaluators of pytorch-pfn-extras loads on first use, and needs them.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

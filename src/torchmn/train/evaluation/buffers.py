@@ -4,8 +4,6 @@ In data-parallel training each rank has its own running statistics of batch norm
 of shards that each rank evaluates with its own statistics would not belong to any single model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

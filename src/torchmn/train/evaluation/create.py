@@ -7,8 +7,6 @@ mean over ranks of unweighted means over batches, which is biased for uneven sha
 batches, and hung if a rank had an empty shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar

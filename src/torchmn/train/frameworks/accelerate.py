@@ -7,8 +7,6 @@ multi-node optimizers. The classes here are mixed with that of the object, which
 own; nothing of the two libraries is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar

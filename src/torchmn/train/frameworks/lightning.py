@@ -6,8 +6,6 @@ and its optimizers are multi-node optimizers. Nothing of Lightning is imported b
 asked for: the classes here are mixed with Lightning's own then.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -9,8 +9,6 @@ The size is a function of the samples seen, so it is the same on all ranks, for 
 and after resuming. A batch that has begun before a milestone keeps its size.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal

@@ -9,8 +9,6 @@ Only the global batch changes what is learned. The others follow from it, from t
 and from the memory that a pass may use, and the mean gradient is the same for all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext

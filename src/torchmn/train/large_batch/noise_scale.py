@@ -16,8 +16,6 @@ rank the sum of w |g|² has the expected value |G|² + a tr(Σ), with a = sum w 
 has |G|² + m tr(Σ), with m = sum w² / b. For equal batches these are the paper's equations.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ server. Requests have one tag, responses another. A server has a thread for each
 rank; its own rank calls it, on the thread of an engine.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -15,8 +15,6 @@ and optimizer, so that whatever was loaded or changed in between takes effect.
 Called from one thread per worker; everything happens under one lock.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Staleness: how many updates came between the pull and the push of a gradient."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
