@@ -146,9 +146,7 @@ def step_hook(worker: Worker) -> nn.Module:
     return model
 
 
-@script(
-    "Gradients by `torch.autograd.grad`, assigned to `p.grad`",
-)
+@script("Gradients by `torch.autograd.grad`, assigned to `p.grad`")
 def gradients_by_hand(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
     parameters = list(model.parameters())

@@ -33,10 +33,7 @@ from torchmn.cluster.walltime import parse_duration
 from torchmn.comm import object_codec, object_kinds
 from torchmn.comm.object_codec import Trust
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import (
-    MAX_IDENTITY_BYTES,
-    AuthenticatedListener,
-)
+from torchmn.control.authenticated_listener import MAX_IDENTITY_BYTES, AuthenticatedListener
 from torchmn.control.messages import decode, encode
 from torchmn.errors import CommunicationError, DataError, TopologyError, UsageError
 from torchmn.submit.site import read_site

@@ -37,11 +37,7 @@ class Change:
         theirs = lines[place]
         spaces = " " * (len(theirs) - len(theirs.lstrip()) - self.dedent)
         new = [spaces + line for line in self.new]
-        around = {
-            "after": [theirs, *new],
-            "before": [*new, theirs],
-            "instead": new,
-        }[self.how]
+        around = {"after": [theirs, *new], "before": [*new, theirs], "instead": new}[self.how]
         return [*lines[:place], *around, *lines[place + 1 :]]
 
 

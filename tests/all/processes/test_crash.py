@@ -197,12 +197,7 @@ def test_a_rank_that_does_not_join_is_reported(runner: Runner, backend: str) -> 
 
 def run_without_torchmn(runner: Runner, *command: str) -> subprocess.CompletedProcess[str]:
     """Under a launcher other than `torchmn run`."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": PYTHON_PATH,
-        MARK: runner.mark,
-        **AS_ROOT,
-    }
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark, **AS_ROOT}
     return subprocess.run(
         command,
         cwd=runner.folder,

@@ -12,10 +12,7 @@ from tests.all.processes.test_hosts import need_mpirun, torchmn_run
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import Host, Lab, netlab
 
-pytestmark = [
-    *ON_TEST_HOSTS,
-    pytest.mark.timeout(180),
-]
+pytestmark = [*ON_TEST_HOSTS, pytest.mark.timeout(180)]
 
 WAY = """
 import json, os, sys, torch, torchmn

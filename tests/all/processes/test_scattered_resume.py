@@ -43,11 +43,7 @@ def stop_in_a_pass(runner: Runner, num_ranks: int, num_workers: int, name: str) 
 
 @pytest.mark.parametrize(
     ("first", "second", "num_workers", "name", "status"),
-    [
-        (2, 3, 0, "SIGTERM", 85),
-        (3, 1, 2, "SIGTERM", 85),
-        (2, 2, 2, "SIGINT", 130),
-    ],
+    [(2, 3, 0, "SIGTERM", 85), (3, 1, 2, "SIGTERM", 85), (2, 2, 2, "SIGINT", 130)],
 )
 def test_the_parameters_are_those_of_one_process_that_was_not_stopped(
     runner: Runner, first: int, second: int, num_workers: int, name: str, status: int

@@ -127,9 +127,7 @@ def start_under_mpirun(runner: Runner, script: str, **env: str) -> subprocess.Po
     assert mpirun
     words = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, runner.script(script)]
     return runner.start_python(
-        *("-c", f"import os\nos.execv({mpirun!r}, {words!r})"),
-        **AS_ROOT,
-        **env,
+        *("-c", f"import os\nos.execv({mpirun!r}, {words!r})"), **AS_ROOT, **env
     )
 
 

@@ -62,8 +62,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
 
 
 @pytest.mark.parametrize(
-    ("learner", "strike", "status"),
-    [("1bit", "SIGKILL", 137), ("block", "SIGTERM", 85)],
+    ("learner", "strike", "status"), [("1bit", "SIGKILL", 137), ("block", "SIGTERM", 85)]
 )
 def test_a_session_that_is_ended_continues_with_the_same_bits(
     whole: Callable[[str], Whole], tmp_path: Path, learner: str, strike: str, status: int

@@ -100,13 +100,7 @@ def run(runner: Runner, commands: str) -> str:
     done = subprocess.run(
         ["bash", *stops, "-c", commands],
         cwd=runner.folder,
-        env={
-            **os.environ,
-            "PATH": path,
-            "PYTHONPATH": PYTHON_PATH,
-            MARK: runner.mark,
-            **AS_ROOT,
-        },
+        env={**os.environ, "PATH": path, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark, **AS_ROOT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

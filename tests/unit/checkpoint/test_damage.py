@@ -15,13 +15,7 @@ import pytest
 import torch
 
 import torchmn
-from tests.unit.checkpoint.training import (
-    Training,
-    names,
-    on_ranks,
-    train,
-    with_warnings,
-)
+from tests.unit.checkpoint.training import Training, names, on_ranks, train, with_warnings
 from torchmn.checkpoint import manifest as manifest_file
 from torchmn.data import rng_state
 from torchmn.errors import DataError

@@ -31,7 +31,7 @@ def test_host_file_of_the_source_documents() -> None:
     node-3.cluster
     """
     assert texts(parse_hostfile(text, source="hosts")) == [
-        *("name_of_node1:4", "name_of_node2:2", "10.0.0.7:1", "node-3.cluster:1"),
+        *("name_of_node1:4", "name_of_node2:2", "10.0.0.7:1", "node-3.cluster:1")
     ]
 
 

@@ -408,8 +408,7 @@ def test_an_evaluation_without_samples_is_nan(alone: Communicator) -> None:
     train, errors = source(), []
     with pytest.warns(RuntimeWarning, match="cross validation had no samples"):
         Training(alone).run(
-            train,
-            cv_config=C.CrossValidationConfig(train, callback=lambda *a: errors.append(a)),
+            train, cv_config=C.CrossValidationConfig(train, callback=lambda *a: errors.append(a))
         )
     assert [str(each[1]) for each in errors] == ["nan"]
 

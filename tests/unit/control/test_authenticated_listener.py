@@ -80,10 +80,7 @@ def start_server() -> Iterator[Open]:
         def make(handshake_s: float = 20.0) -> Server:
             listener = channels.listen()
             authenticated = AuthenticatedListener(
-                listener,
-                secret=SECRET,
-                role="tests",
-                handshake_s=handshake_s,
+                listener, secret=SECRET, role="tests", handshake_s=handshake_s
             )
             server = Server(authenticated, listener.getsockname())
             stack.callback(server.close)

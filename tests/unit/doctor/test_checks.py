@@ -61,11 +61,7 @@ def network(host: str, *, own: str | None = None, mtu: int = 1500, **wrong: str)
         routes={},
         interfaces=[
             Interface(
-                name="eth0",
-                address=addresses[host],
-                network="10.0.0.0/24",
-                mtu=mtu,
-                is_up=True,
+                name="eth0", address=addresses[host], network="10.0.0.0/24", mtu=mtu, is_up=True
             )
         ],
         taken={},

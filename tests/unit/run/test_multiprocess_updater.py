@@ -133,10 +133,7 @@ class TestTraining:
 
     @pytest.mark.parametrize(
         ("trouble", "message"),
-        [
-            ("raise", "ArithmeticError: the loss of this worker is not a number"),
-            ("die", "SIGKILL"),
-        ],
+        [("raise", "ArithmeticError: the loss of this worker is not a number"), ("die", "SIGKILL")],
     )
     def test_failed_worker_ends_training_with_a_report(
         self, tmp_path: Path, trouble: str, message: str

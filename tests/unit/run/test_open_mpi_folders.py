@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.run.backend import (
-    SESSION_VARIABLE,
-    VARIABLES,
-    open_mpi_memory,
-    open_mpi_session,
-)
+from torchmn.run.backend import SESSION_VARIABLE, VARIABLES, open_mpi_memory, open_mpi_session
 
 RANK = {"OMPI_COMM_WORLD_SIZE": "2"}
 

@@ -42,11 +42,7 @@ def images(rank: int) -> TensorDataset:
 
 
 def train(
-    comm: Communicator,
-    out: Path,
-    num_epochs: int = 2,
-    snapshot: Path | None = None,
-    **options: Any,
+    comm: Communicator, out: Path, num_epochs: int = 2, snapshot: Path | None = None, **options: Any
 ) -> nn.Module:
     from pytorch_pfn_extras.training.extensions import Evaluator
 

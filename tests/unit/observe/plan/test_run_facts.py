@@ -17,8 +17,7 @@ from torchmn.observe.read.run_reader import read_run
 from torchmn.record.records import Line, Step
 
 RUN = ImitatedRun(
-    num_ranks=2,
-    settings={"schedule": "every_step", "codec": "float32", "bucket_bytes": "4000000"},
+    num_ranks=2, settings={"schedule": "every_step", "codec": "float32", "bucket_bytes": "4000000"}
 )
 ALONE = replace(RUN, num_ranks=1, bucket_nbytes=(), seed=1)
 

@@ -52,10 +52,7 @@ def test_launchers_with_fixed_hosts_raise() -> None:
 
 @pytest.mark.parametrize(
     ("option", "more"),
-    [
-        ("--max-restarts", {"max_restarts": 1}),
-        ("--join-timeout", {"join_timeout_s": 1.0}),
-    ],
+    [("--max-restarts", {"max_restarts": 1}), ("--join-timeout", {"join_timeout_s": 1.0})],
 )
 def test_options_that_require_elastic(option: str, more: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=f"{option} requires --elastic"):

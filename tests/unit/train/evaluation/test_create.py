@@ -17,11 +17,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tests.limits import limit
 from torchmn.comm import Communicator
-from torchmn.errors import (
-    CommunicationError,
-    RankMismatchError,
-    UsageError,
-)
+from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train.evaluation import Ratio, create_multi_node_evaluator
 
