@@ -1,7 +1,5 @@
 """The table of `make bench-exchange`: consistency, comparison of turns, sides that count."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Gradients read, kept and edited."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap

@@ -1,7 +1,5 @@
 """Optimizers."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

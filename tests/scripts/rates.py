@@ -1,7 +1,5 @@
 """Learning rate schedulers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -4,8 +4,6 @@ Every parser gets text that is random, and text made of the tokens that it accep
 further. Memory is limited by what the parsers build: none may make much out of few characters.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import tracemalloc

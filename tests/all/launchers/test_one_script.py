@@ -3,8 +3,6 @@
 To the bit where the route is the same: the same ranks on the same hosts with the same transport.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

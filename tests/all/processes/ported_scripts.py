@@ -4,8 +4,6 @@
 each change names its place by a part of one line of theirs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal

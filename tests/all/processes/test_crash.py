@@ -1,7 +1,5 @@
 """When a rank fails or hangs, all ranks end in seconds, and the cause is reported last."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """`torchmn doctor` on this machine and on test hosts, healthy and with a fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -3,8 +3,6 @@
 The hosts are network namespaces (`tests.netlab`); its agent stands for ssh.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

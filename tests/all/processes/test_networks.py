@@ -1,7 +1,5 @@
 """Which addresses and interfaces a job uses where hosts have several networks, or IPv6 alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The record of steps that `torchmn run` keeps, of real loops."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import signal

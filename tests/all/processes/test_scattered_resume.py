@@ -1,7 +1,5 @@
 """A pass over a scattered loader that a signal ends is continued, on any number of ranks."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

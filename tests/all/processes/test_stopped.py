@@ -1,7 +1,5 @@
 """A process of the job that is stopped, whichever it is, is noticed, and the job ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A session whose job is ended by a signal continues from its checkpoint, bit-equal."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -7,8 +7,6 @@ run in order in the folder of the files, and a block without a language is their
 comment before a block, ``<!-- not run: reason -->`` or ``<!-- needs: mpirun -->``, exempts it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

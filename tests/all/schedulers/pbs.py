@@ -1,7 +1,5 @@
 """OpenPBS, as `scripts/setup_openpbs.sh` builds it, with a home of its own on every host."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

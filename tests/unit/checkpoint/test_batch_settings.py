@@ -1,7 +1,5 @@
 """The global batch in a checkpoint's manifest, and the warning about another one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Truncated, damaged or missing files: the previous checkpoint is used, with a warning."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

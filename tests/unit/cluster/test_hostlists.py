@@ -1,7 +1,5 @@
 """Lists of hosts: files, command lines, Slurm's node lists, and the workers of each host."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

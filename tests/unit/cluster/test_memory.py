@@ -1,7 +1,5 @@
 """Memory of a host and the limits of control groups, from files as the kernel writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses per sample, for targets in every form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

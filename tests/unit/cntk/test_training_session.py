@@ -4,8 +4,6 @@ The numbers of actions, their indices and samples are those of CNTK 2.7 on 25 sa
 of 4.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients that know the secret are accepted, whatever other clients do."""
 
-from __future__ import annotations
-
 import os
 import resource
 import selectors

@@ -1,7 +1,5 @@
 """Messages between supervisor and agents: framing, back-pressure, authentication, ends."""
 
-from __future__ import annotations
-
 import fcntl
 import resource
 import socket

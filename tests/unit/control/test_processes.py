@@ -1,7 +1,5 @@
 """Descendants are found and ended, whatever sessions and groups they make."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

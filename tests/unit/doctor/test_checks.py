@@ -1,7 +1,5 @@
 """What follows from the facts of hosts, and that this host can be examined at all."""
 
-from __future__ import annotations
-
 import socket
 from functools import partial
 from pathlib import Path

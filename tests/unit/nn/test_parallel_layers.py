@@ -1,7 +1,5 @@
 """Refusals, copies, formats, compilation and training of layers divided among ranks."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 `tests/all/processes/test_notebook.py` does the same from cells of a notebook.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """Two processes on CPU devices equal one on the union of their batches; failures are reported."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

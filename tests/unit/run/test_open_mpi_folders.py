@@ -1,7 +1,5 @@
 """The folders for the segments of Open MPI and for the files of its mpirun."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

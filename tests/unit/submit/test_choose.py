@@ -1,7 +1,5 @@
 """The scheduler that takes the job: asked for, or the only one that is here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

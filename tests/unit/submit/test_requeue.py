@@ -1,7 +1,5 @@
 """The last lines of a job script, run by a shell: when a job is resubmitted, and when not."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The whole text of a job script, and that every part of it is quoted for the shell."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

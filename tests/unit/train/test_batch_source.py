@@ -1,7 +1,5 @@
 """Epochs of loaders: with and without a length, with samplers, with workers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What rank 0 prints and writes: log, table, plots, snapshots."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CTF files."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

@@ -1,7 +1,5 @@
 """Images from map files and from base64."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os

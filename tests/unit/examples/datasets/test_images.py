@@ -1,7 +1,5 @@
 """load_images: from a name to tensors, on one process and on several ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """The facts of a recorded run, and predictions from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Findings name the fault that a run was given, what it costs, and nothing in a healthy run."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

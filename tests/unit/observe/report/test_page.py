@@ -1,7 +1,5 @@
 """The page: one file without anything from elsewhere, whose charts plotly accepts."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from pathlib import Path

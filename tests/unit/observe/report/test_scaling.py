@@ -1,7 +1,5 @@
 """Speed-up, efficiency and the fit of Amdahl's law."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

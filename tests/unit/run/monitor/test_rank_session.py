@@ -1,7 +1,5 @@
 """The selector of a session's connections, which is kept from one wait to the next."""
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import socket

@@ -1,7 +1,5 @@
 """The multi-node evaluator gives the result of one process on the whole set, for any shards."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

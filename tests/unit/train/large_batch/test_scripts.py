@@ -4,8 +4,6 @@ The comparison is plain torch on whole batches without this package, or one rank
 about what plain torch has not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
