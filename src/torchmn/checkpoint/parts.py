@@ -25,8 +25,8 @@ from torchmn.errors import DataError
 from torchmn.exchange.replicas import parameters_of
 
 Path = tuple[Any, ...]
+# The tensor that a value at this place, whose whole has this shape, will be loaded into.
 Targets = Callable[[Path, Sequence[int]], "Tensor | None"]
-"""The tensor that a value at this place, whose whole has this shape, will be loaded into."""
 
 
 def targets_of(obj: Any) -> Targets:

@@ -32,8 +32,8 @@ class RestoreOperation:
         self._comm = comm
         self._manifest = manifest
         self._num_parts = 1 if grid is None else num_model_parts(grid.sizes)
+        # The ranks that hold the same part of the model as this one.
         self._replicas = comm if grid is None else grid.replicas
-        """The ranks that hold the same part of the model as this one."""
         self._is_same_size = True
         self._states: dict[str, Any] = {}
         self._old_states: dict[str, list[Any]] = {}

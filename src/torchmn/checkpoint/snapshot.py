@@ -19,8 +19,7 @@ from torchmn.data.batch_settings import BatchSettings, batch_settings_by_name
 from torchmn.errors import UsageError
 
 _ALIGNMENT = 64
-RANDOM = "random state"
-"""The name under which the generators are saved beside the user's objects."""
+RANDOM = "random state"  # the name under which the generators are saved beside the user's objects
 
 
 class Stateful(Protocol):
@@ -47,8 +46,7 @@ class SavedObject:
 
     body: Any
     parts: list[str]
-    optimizer: str = ""
-    """The class, of an optimizer."""
+    optimizer: str = ""  # the class, of an optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +55,8 @@ class SavedRank:
 
     objects: dict[str, SavedObject]
     where: dict[str, int]
+    # The sizes of the grid's axes; empty without one.
     grid: dict[str, int] = field(default_factory=dict)
-    """The sizes of the grid's axes; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,8 +82,8 @@ class Writer:
     keep: int
     best: Best | None
     rejects_difference: bool
+    # The sizes of the grid's axes: only ranks of the first axis hold the same.
     grid: Mapping[str, int] = field(default_factory=dict)
-    """The sizes of the grid's axes: only ranks of the first axis hold the same."""
     bad: set[str] = field(default_factory=set)
 
     def write(self, request: Request) -> Outcome:

@@ -191,8 +191,7 @@ def _physical_core(number: int, root: Path) -> tuple[int, int]:
     return (int(texts[0]), int(texts[1]))
 
 
-_NO_LIMIT = 1 << 60
-"""Version 1 writes a number near this where there is no limit."""
+_NO_LIMIT = 1 << 60  # version 1 writes a number near this where there is no limit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,8 +90,8 @@ LAUNCHERS = (
     ),
 )
 
+# From here on a step is a batch script, a salloc shell or a container: its tasks are no ranks.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
-"""From here on a step is a batch script, a salloc shell or a container: its tasks are no ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

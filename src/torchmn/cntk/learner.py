@@ -18,12 +18,12 @@ from torchmn.errors import UnsupportedError, UsageError
 
 __all__ = ["Learner", "LearnerOptions"]
 
+# As `torch.optim` takes them; or the method ``model.parameters``, as CNTK's property.
 Parameters = (
     Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Callable[[], Iterable[nn.Parameter]]
 )
-"""As `torch.optim` takes them; or the method ``model.parameters``, as CNTK's property."""
+# What a group keeps beside its options: it comes from the checkpoint, the options do not.
 _PROGRESS = ("num_samples_seen", "num_sweeps", "num_minibatches")
-"""What a group keeps beside its options: it comes from the checkpoint, the options do not."""
 
 
 class LearnerOptions(TypedDict, total=False):

@@ -37,8 +37,8 @@ __all__ = [
 IGNORE = 0
 """A value is for a whole minibatch, whatever its size."""
 
+# One value; one for each epoch; or pairs (epochs, value). The last one stays.
 Values = float | Sequence[float] | Sequence[tuple[int, float]]
-"""One value; one for each epoch; or pairs (epochs, value). The last one stays."""
 
 
 class UnitType(Enum):

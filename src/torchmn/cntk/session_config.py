@@ -13,8 +13,8 @@ from torchmn.cntk.readers.deserializer import wanted_streams
 from torchmn.cntk.schedules import Schedule, minibatch_size_schedule
 from torchmn.errors import UsageError
 
+# Gets the index of a cross validation, the mean error, its samples and minibatches.
 Callback = Callable[[int, float, int, int], bool | None]
-"""Gets the index of a cross validation, the mean error, its samples and minibatches."""
 Source = MinibatchSource | UserMinibatchSource
 
 
@@ -31,8 +31,8 @@ class DataUnit(Enum):
     sweep = "sweep"
 
 
+# A number of samples, ``(n, DataUnit.minibatch)``, or None for the end of the training only.
 Frequency = int | tuple[int, DataUnit] | None
-"""A number of samples, ``(n, DataUnit.minibatch)``, or None for the end of the training only."""
 Size = int | Schedule
 
 

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 import msgspec
 
 Value = TypeVar("Value")
+# msgspec crashes where several threads are the first to need what it knows of a type.
 _in_turn = threading.Lock()
-"""msgspec crashes where several threads are the first to need what it knows of a type."""
 
 
 class Record(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -14,8 +14,7 @@ from msgspec import structs
 from torchmn.cluster.units import spans
 from torchmn.control.messages import CollectiveStatus, Joining, Overdue, ProcessState, StatusReply
 
-DONE = "done"
-"""The state of a collective that has completed."""
+DONE = "done"  # the state of a collective that has completed
 _NUM_STACK_LINES = 60
 _NUM_NAMED = 8
 _NUM_SEPARATE = 16
@@ -64,10 +63,9 @@ class RankStatus:
         )
 
 
-Statuses = Mapping[int, RankStatus]
-"""The status of every rank that is known, by rank."""
+Statuses = Mapping[int, RankStatus]  # the status of every rank that is known, by rank
+# The causes of a script that has ended while other ranks still need it.
 EARLY_END = "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
-"""The causes of a script that has ended while other ranks still need it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,12 +32,12 @@ _LOOKUP_S = 2.0
 _PAUSE_S = 0.05
 _PORT = struct.Struct("!H")
 _ROLE = "port discovery"
+# The same for all ranks of one job step.
 JOB_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PALS_APID"),
     *("PBS_JOBID", "JOB_ID"),
 )
-"""The same for all ranks of one job step."""
 _OF_ALL_STEPS = frozenset({"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "JOB_ID"})
 
 

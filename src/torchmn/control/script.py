@@ -25,9 +25,9 @@ _PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed o
 _on_error: list[Callable[[BaseException], None]] = []
 
 
+# While they exist, their ``failure_note()`` is added to an exception that ends the script, if it is
+# not empty: what may explain it.
 failure_notes: weakref.WeakSet[Any] = weakref.WeakSet()
-"""While they exist, their ``failure_note()`` is added to an exception that ends the script, if it
-is not empty: what may explain it."""
 
 
 def on_error(callback: Callable[[BaseException], None]) -> None:

@@ -11,6 +11,7 @@ from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
 
 _ANSWER_S = 30.0
+# Our names of what `nvidia-smi --query-gpu` is asked for; it answers "[N/A]" where it cannot.
 _FIELDS = {
     "index": "index",
     "name": "name",
@@ -24,7 +25,6 @@ _FIELDS = {
     "width": "pcie.link.width.current",
     "max_width": "pcie.link.width.max",
 }
-"""Our names of what `nvidia-smi --query-gpu` is asked for; it answers "[N/A]" where it cannot."""
 _MAX_USED = 0.1
 
 

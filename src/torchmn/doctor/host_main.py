@@ -19,6 +19,8 @@ from torchmn.doctor.network import NetworkCheck
 from torchmn.doctor.processors import ProcessorCheck, machine_of_host
 from torchmn.doctor.versions import VersionCheck
 
+# The checks that each host takes part in. A new one is a file, and a line here: ``examine`` reads
+# on each host, and ``findings`` follow from the facts of all hosts that answered.
 CHECKS: dict[str, Any] = {
     check.name: check
     for check in (
@@ -30,8 +32,6 @@ CHECKS: dict[str, Any] = {
         DiskCheck(),
     )
 }
-"""The checks that each host takes part in. A new one is a file, and a line here: ``examine`` reads
-on each host, and ``findings`` follow from the facts of all hosts that answered."""
 
 
 def main() -> None:

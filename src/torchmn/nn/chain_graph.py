@@ -16,8 +16,8 @@ from torchmn.errors import RankMismatchError, UsageError
 PipelineSchedule = Literal["gpipe", "1f1b"]
 PIPELINE_SCHEDULES = ("gpipe", "1f1b")
 FORWARD, BACKWARD = "forward", "backward"
+# Of a link in the simulation: a backward pass takes about twice the time of a forward pass.
 _SECONDS = {FORWARD: 1, BACKWARD: 2}
-"""Of a link in the simulation: a backward pass takes about twice the time of a forward pass."""
 
 
 @dataclass(frozen=True)

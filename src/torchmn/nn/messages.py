@@ -40,8 +40,8 @@ _HEADER = 8
 _TAG = 1
 _YEAR_S = 365 * 86400.0
 _PAUSE_S = 0.0005
+# The longest pause between two polls of a transport that polls.
 _LOOK_S = 0.5  # between two looks at a limit that another thread may end
-"""The longest pause between two polls of a transport that polls."""
 _KINDS = (FORWARD, BACKWARD)
 
 

@@ -34,8 +34,7 @@ from torchmn.run.backend import open_mpi_memory
 from torchmn.run.host_checks import find_problem, versions
 from torchmn.run.rank_environment import bind_cores, script_environment
 
-_ALL_RANKS_S = 3600.0
-"""The supervisor disconnects much earlier if the other ranks do not start."""
+_ALL_RANKS_S = 3600.0  # the supervisor disconnects much earlier if the other ranks do not start
 
 
 def main() -> int:

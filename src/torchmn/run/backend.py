@@ -130,10 +130,10 @@ def _check_num_gpus(machine: Machine, num_ranks: int) -> None:
 
 
 SHARED_MEMORY = Path("/dev/shm")
+# Of Open MPI 5, and of those before it.
 VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
-"""Of Open MPI 5, and of those before it."""
+# Of the mpirun of Open MPI 5; another mpirun does not read it.
 SESSION_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
-"""Of the mpirun of Open MPI 5; another mpirun does not read it."""
 _PREFIX = "torchmn-open-mpi-"
 _OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
 

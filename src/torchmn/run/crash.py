@@ -31,8 +31,8 @@ from torchmn.errors import CommunicationError, TimeLimitError
 from torchmn.run.monitor import rank_monitor, server
 from torchmn.run.monitor.job_result import LOG_DIR, run_name
 
+# How long ranks wait for each other without a communicator, as in `create_communicator`.
 _MEET_S = 300.0
-"""How long ranks wait for each other without a communicator, as in `create_communicator`."""
 
 
 def install_crash_handler(comm: Communicator | None = None, *, grace_s: float = 5.0) -> None:

@@ -57,8 +57,7 @@ class LocalRanks:
         self.process: subprocess.Popen[bytes]
         self._folder = folder
         self._log_dir = log_dir
-        self._earlier = (log_dir / LATEST).resolve()
-        """Of another run, until this one makes its own."""
+        self._earlier = (log_dir / LATEST).resolve()  # of another run, until this one makes its own
         self._is_reported = False
 
     @property

@@ -25,9 +25,9 @@ from torchmn.errors import SAVED_STATUS, UsageError
 
 __all__ = ["SAVED_STATUS", "Preemption"]
 
+# What schedulers send before the end: PBS and Slurm the first, ``--signal=USR1`` and Grid Engine's
+# ``-notify`` the others.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What schedulers send before the end: PBS and Slurm the first, ``--signal=USR1`` and Grid Engine's
-``-notify`` the others."""
 _MAX_STEPS = 1000
 
 

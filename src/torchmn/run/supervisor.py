@@ -18,11 +18,10 @@ from torchmn.run.console import RankOutput
 from torchmn.run.job import Command, Job
 from torchmn.run.monitor.rank_session import STOPPED
 
+# How much longer than the ranks' grace period we wait before we kill the agents themselves.
 _MARGIN_S = 3.0
-"""How much longer than the ranks' grace period we wait before we kill the agents themselves."""
 _NUM_QUOTED_LINES = 40
-_START_LIMIT_S = 60.0
-"""A rank whose agent does not connect within this time has not started."""
+_START_LIMIT_S = 60.0  # a rank whose agent does not connect within this time has not started
 
 
 class Supervisor:

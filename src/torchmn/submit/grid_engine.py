@@ -13,10 +13,8 @@ from torchmn.errors import UsageError
 from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import Ask, JobState, Scheduler
 
-_REQUEUE_STATUS = 99
-"""A job with this exit status is requeued (sge_shepherd(8))."""
-_RESCHEDULING = 25
-"""The failure of a run that is followed by another one (sge_status(5))."""
+_REQUEUE_STATUS = 99  # a job with this exit status is requeued (sge_shepherd(8))
+_RESCHEDULING = 25  # the failure of a run that is followed by another one (sge_status(5))
 
 
 class GridEngine(Scheduler):

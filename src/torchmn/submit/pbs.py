@@ -18,8 +18,8 @@ from torchmn.submit.scheduler import (
     resubmitted,
 )
 
+# The substate of a job that was deleted, and what its exit status is then.
 _DELETED, _DELETED_STATUS = "91", 143
-"""The substate of a job that was deleted, and what its exit status is then."""
 _LIMITS = {
     "-24": "ncpus",
     "-25": "ncpus",

@@ -118,8 +118,8 @@ def filled(name: str, /, **values: str | Sequence[str]) -> list[str]:
     return lines
 
 
+# Start of the line in a job's log that names the job in which training continues.
 RESUBMITTED = "torchmn: resubmitted as"
-"""Start of the line in a job's log that names the job in which training continues."""
 _BY_HAND = "submit this job by hand to continue"
 
 

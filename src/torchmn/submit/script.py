@@ -16,8 +16,8 @@ from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.request import JobRequest, PythonEnvironment
 from torchmn.submit.scheduler import Ask, Scheduler, ask, filled, first_lines, last_lines
 
+# Start of the last line of a job's log, from which `Follower` reads the exit status.
 ENDED = "torchmn: job ended with exit status"
-"""Start of the last line of a job's log, from which `Follower` reads the exit status."""
 
 _MODULE_COMMANDS = frozenset(["load", "unload", "switch", "swap", "use", "unuse", "purge"])
 

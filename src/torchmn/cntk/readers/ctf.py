@@ -141,8 +141,8 @@ class CTFChunk:
         self.text = text
         self.begins = sequences.begins
         self.counts = sequences.counts
+        # By stream, whether each sequence has one sample of it; None: of every stream.
         self.has_one = None if self.counts is None else (self.counts == 1).all(axis=0)
-        """By stream, whether each sequence has one sample of it; None: of every stream."""
         self.may_have_ids = may_have_ids
 
     def sequences(self, indices: Indices, seed: Seed) -> Mapping[str, StreamData]:

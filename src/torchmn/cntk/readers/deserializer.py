@@ -138,8 +138,8 @@ class StreamInformation:
         return self.storage_format == "sparse"
 
 
+# A stream, or its name, for each key of a minibatch.
 InputMap = Mapping[Any, "StreamInformation | str"]
-"""A stream, or its name, for each key of a minibatch."""
 
 
 def wanted_streams(
@@ -196,13 +196,12 @@ def _ask_for_the_warning_once() -> None:
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 
+# The samples of several sequences one after another, dense ``(num_samples, *shape)`` or sparse CSR
+# ``(num_samples, dimension)``, and the lengths of the sequences as int64 ``(num_sequences,)``; None
+# where each sequence has one sample.
 StreamData = tuple[torch.Tensor, torch.Tensor | None]
-"""The samples of several sequences one after another, dense ``(num_samples, *shape)`` or sparse CSR
-``(num_samples, dimension)``, and the lengths of the sequences as int64 ``(num_sequences,)``; None
-where each sequence has one sample."""
 
-Seed = tuple[int, int]
-"""The seed of the source and the sweep."""
+Seed = tuple[int, int]  # the seed of the source and the sweep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,9 +22,9 @@ from torchmn.errors import DataError, TorchmnError
 
 Result = TypeVar("Result")
 
+# How long the end of the interpreter waits for a read that has begun; one that hangs, as on a lost
+# network disk, does not hold it.
 EXIT_TIME_S = 5.0
-"""How long the end of the interpreter waits for a read that has begun; one that hangs, as on a lost
-network disk, does not hold it."""
 
 
 class Threads:

@@ -23,8 +23,7 @@ from torchmn.cntk.readers.mean_image import MeanLayout, read_mean_image
 from torchmn.errors import DataError, UnknownNameError, UsageError
 
 Image = np.ndarray[Any, Any]
-Shape = tuple[int, int, int]
-"""Height, width, channels."""
+Shape = tuple[int, int, int]  # height, width, channels
 
 CropType = Literal["center", "randomside", "randomarea", "multiview10"]
 JitterType = Literal["none", "uniratio"]
@@ -90,8 +89,7 @@ class Region(NamedTuple):
     left: int
     height: int
     width: int
-    is_mirrored: bool
-    """Left and right are to be exchanged."""
+    is_mirrored: bool  # left and right are to be exchanged
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from torchmn.exchange.auto.predict import (
 )
 from torchmn.exchange.auto.predict import PredictedStep as PredictedStep  # for who shows it
 
-PAYLOAD_SHARE = 1448 / 1514
-"""Share of an Ethernet frame, header included, that TCP carries."""
+PAYLOAD_SHARE = 1448 / 1514  # share of an Ethernet frame, header included, that TCP carries
 LOCAL_UPDATES = ("periodic_average", "block_momentum", "diloco")
 _NUM_GRADIENTS = 50
 

@@ -18,8 +18,7 @@ from torchmn.record.profile_request import FOLDER
 
 MERGED = "trace.json.gz"
 _KEY, _CLOCK_EVENT = "torchmn", "torchmn clock"
-_MAX_PROCESSES = 1000
-"""Of one rank."""
+_MAX_PROCESSES = 1000  # of one rank
 _TRACKS = ("phases", "exchanges", "collectives")
 Event = dict[str, Any]
 

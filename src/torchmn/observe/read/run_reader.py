@@ -35,11 +35,10 @@ from torchmn.record.records import (
 )
 
 FOLDER = "steps"
-MAX_NBYTES = 128 * 2**20
-"""Of lines that are read of a run, over all its ranks."""
+MAX_NBYTES = 128 * 2**20  # of lines that are read of a run, over all its ranks
 WINDOW_STEPS = 8
+# Lines of `GradientTimes` that are kept of a rank: they are long, and similar.
 MAX_GRADIENT_TIMES = 8
-"""Lines of `GradientTimes` that are kept of a rank: they are long, and similar."""
 
 _FILE = re.compile(r"rank(\d+)(?:\.(\d+))?\.jsonl")
 _ROUND = re.compile(r"round(\d+)")

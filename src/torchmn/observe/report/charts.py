@@ -18,6 +18,7 @@ MAX_HEATMAP_ROWS = 160
 MAX_POINTS = 600
 MAX_VALUES = 6
 
+# Of the palette of Okabe and Ito, which people with any vision of colors tell apart.
 PHASE_COLORS = {
     "data": "#e69f00",
     "copy": "#f0c66b",
@@ -31,7 +32,6 @@ PHASE_COLORS = {
     "checkpoint": "#b0a46c",
     "other": "#c7c7c7",
 }
-"""Of the palette of Okabe and Ito, which people with any vision of colors tell apart."""
 MEASURED, IDEAL, FITTED = "#0072b2", "#7f7f7f", "#d55e00"
 
 Trace = dict[str, Any]
@@ -47,8 +47,7 @@ class Chart:
     layout: dict[str, Any]
     table: Table
     height: int = 320
-    is_small: bool = False
-    """Whether several fit beside each other."""
+    is_small: bool = False  # whether several fit beside each other
 
 
 def _lines(name: str, x: Any, y: Any, **style: Any) -> Trace:

@@ -11,14 +11,14 @@ from torchmn.errors import DataError
 from torchmn.observe.read.recorded_run import Floats, Integers, RankRecord, Run
 from torchmn.record.records import NOISE_SCALE, PHASES, Phase
 
+# In which a rank waits for the others; how long it takes for the rest is up to itself.
 COLLECTIVE_PHASES: tuple[Phase, ...] = ("exchange", "evaluation", "checkpoint")
-"""In which a rank waits for the others; how long it takes for the rest is up to itself."""
+# Steps at the beginning that no mean contains: allocations, compilers, first connections.
 MAX_WARMUP_STEPS = 5
-"""Steps at the beginning that no mean contains: allocations, compilers, first connections."""
 SLOW_STEP = 2.0
 MAX_SLOW_SHARE = 0.25
+# Ranks with fewer steps than this share of the longest record are left out.
 MIN_SHARE_OF_STEPS = 0.1
-"""Ranks with fewer steps than this share of the longest record are left out."""
 
 _Key = TypeVar("_Key")
 
@@ -30,8 +30,7 @@ class Link:
     source: str
     target: str
     nbytes_per_step: float
-    bytes_per_s: float
-    """While something was being exchanged."""
+    bytes_per_s: float  # while something was being exchanged
     nominal_bytes_per_s: float | None
 
     @property
@@ -47,10 +46,8 @@ class SlowStep:
     step: int
     seconds: float
     phase: Phase
-    excess_s: float
-    """By how much the phase was longer than usual."""
-    rank: int | None
-    """None: on all ranks."""
+    excess_s: float  # by how much the phase was longer than usual
+    rank: int | None  # none: on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +56,10 @@ class Summary:
 
     run: Run
     ranks: tuple[RankRecord, ...]
-    notes: tuple[str, ...]
-    """What is to be known of the records themselves."""
+    notes: tuple[str, ...]  # what is to be known of the records themselves
     step: Integers
     phases: Floats
-    rows: tuple[Integers, ...]
-    """Of each rank: the rows of these steps in its `Steps`."""
+    rows: tuple[Integers, ...]  # of each rank: the rows of these steps in its `Steps`
 
     @property
     def num_warmup(self) -> int:

@@ -19,8 +19,7 @@ class Point:
     num_ranks: int
     num_hosts: int
     rate: float
-    speedup: float
-    """Over one rank; over the smallest runs, times their ranks, where none had one."""
+    speedup: float  # over one rank; over the smallest runs, times their ranks, where none had one
     efficiency: float
 
 
@@ -29,10 +28,8 @@ class Scaling:
     """Runs on several numbers of ranks, the smallest first."""
 
     points: tuple[Point, ...]
-    unit: str
-    """Of the rate: ``samples/s``, or ``rank steps/s`` where samples were not recorded."""
-    serial_share: float | None
-    """Of Amdahl's law; None for runs of one size."""
+    unit: str  # of the rate: ``samples/s``, or ``rank steps/s`` where samples were not recorded
+    serial_share: float | None  # of Amdahl's law; None for runs of one size
 
     def amdahl(self, num_ranks: float) -> float:
         """The fitted speed-up."""

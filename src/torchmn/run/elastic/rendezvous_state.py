@@ -26,11 +26,10 @@ from torchmn.control.messages import (
 from torchmn.errors import UsageError
 from torchmn.run.host_checks import differences
 
-LAUNCHER = ""
-"""The recipient of messages for the launcher; no host has an empty name."""
+LAUNCHER = ""  # the recipient of messages for the launcher; no host has an empty name
 _STOP_MARGIN_S = 30.0
+# How long a host that is connected may take until its agent runs, which imports torch.
 _START_LIMIT_S = 60.0
-"""How long a host that is connected may take until its agent runs, which imports torch."""
 
 State = Literal["starting", "ready", "running", "stopping", "finished"]
 

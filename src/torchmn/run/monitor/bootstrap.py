@@ -37,8 +37,7 @@ from typing import NoReturn
 from torchmn.control import script_monitor
 from torchmn.control.script import show_exception
 
-_FLAGS = re.compile("-[bBdEIOPqsSuvx]+")
-"""Options of the interpreter that take no argument."""
+_FLAGS = re.compile("-[bBdEIOPqsSuvx]+")  # options of the interpreter that take no argument
 
 
 def with_bootstrap(argv: Sequence[str]) -> list[str]:

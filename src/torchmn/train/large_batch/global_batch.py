@@ -56,8 +56,7 @@ class _Plan:
 
     shares: tuple[int, ...]
     num_passes: int
-    pass_size: int
-    """The most samples of a pass on any rank."""
+    pass_size: int  # the most samples of a pass on any rank
 
 
 class GlobalBatch:

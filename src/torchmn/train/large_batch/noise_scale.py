@@ -30,8 +30,7 @@ from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.record import recording
 from torchmn.record.records import NOISE_SCALE
 
-_MIN_DIFFERENCE = 1e-6
-"""Of a and m, in parts of a: all weight on one rank leaves one equation."""
+_MIN_DIFFERENCE = 1e-6  # of a and m, in parts of a: all weight on one rank leaves one equation
 
 
 class GradientNoiseScale:

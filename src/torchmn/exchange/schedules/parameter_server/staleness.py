@@ -51,8 +51,8 @@ class Staleness:
 class StalenessRecord:
     """The record of one worker."""
 
+    # Number of pushes by how many updates they were late.
     counts: Counter[int] = field(default_factory=Counter)
-    """Number of pushes by how many updates they were late."""
     max_steps_ahead: int = 0
 
     def add(self, num_updates_late: int, num_steps_ahead: int) -> None:
