@@ -61,6 +61,8 @@ class MeanAssignment:
         *Collective*, though it sends nothing unless something was not finite.
         """
         assign_means(means, self.memory, as_view=self._as_view)
+        if means.footer.to_report:
+            means.footer.report(means.context)
         self._clear_absent(means)
         assign_sparse_means(means)
         self.note_late_ranks(means)
