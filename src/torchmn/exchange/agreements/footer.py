@@ -16,7 +16,7 @@ A = TypeVar("A", bound=Agreement)
 
 
 class Footer:
-    """The agreements of one set of buckets, and their values. Every method is local.
+    """The agreements of one set of buckets, and their values. All methods but `report` are local.
 
     Args:
         comm: the ranks.
@@ -45,6 +45,8 @@ class Footer:
         self.num_values = end
         self.values = torch.zeros(end, device="cpu")
         """What is summed: the end of the last bucket, once it is there."""
+        self.to_report: list[Agreement] = []
+        """What `check` has found, and `report` has not reported."""
         self._own: list[float] = []
         self._sums: list[float] = [0.0] * end
         # Only what a class overrides is called: an exchange may cost few calls.
@@ -99,6 +101,7 @@ class Footer:
 
     def check(self, context: PassContext) -> None:
         """Raise or warn if the ranks do not agree, by the sums that were read last."""
+        self.to_report = []
         own, sums, num_active = self._own, self._sums, self.weights.num_active
         for agreement in self._check:
             part = self._slices[agreement]
@@ -106,7 +109,14 @@ class Footer:
                 # Again: another set may share the agreement.
                 agreement.own, agreement.sums = own[part], sums[part]
                 agreement.num_active = num_active
-                agreement.check(context)
+                if agreement.check(context):
+                    self.to_report.append(agreement)
+
+    def report(self, context: PassContext) -> None:
+        """Raise or warn of what the last `check` has found. *Collective*, if it found anything."""
+        found, self.to_report = self.to_report, []
+        for agreement in found:
+            agreement.report(context)
 
     def is_used(self) -> bool:
         """Whether there will be means of the sums that have arrived. Called by the engine."""
