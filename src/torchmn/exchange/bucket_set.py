@@ -69,7 +69,8 @@ class BucketSet:
         self.context = _NO_DATA
         """What this rank contributes."""
         self._reduction = reduction
-        self._overlaps_backward = comm.overlaps_backward
+        self._route = comm.route
+        self._overlaps_backward = self._route.overlaps_backward
         self._is_on_gpu = any(bucket.buffer.device.type != "cpu" for bucket in buckets)
         engine = comm.engine
         is_on_device = any(b.buffer.device.type == engine.device.type for b in buckets[-1:])
@@ -330,7 +331,7 @@ class BucketSet:
     def reduce_remaining(self) -> None:
         """Do all other sums, on the calling thread if nothing else is under way."""
         for bucket in self.buckets[self._num_started :]:
-            self.comm.sum_(
+            self._route.sum_(
                 bucket,
                 self.algorithm,
                 bucket=bucket.index,
@@ -353,7 +354,7 @@ class BucketSet:
         self.reduce_remaining()
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.work = self.comm.start_sum_(
+        bucket.work = self._route.start_sum_(
             bucket,
             self.algorithm,
             bucket=bucket.index,
@@ -376,7 +377,7 @@ class BucketSet:
         if codec is not None:
             is_clear = codec.nonfinite.is_clear("decoding")
             found = codec.nonfinite.take(engine.fetch)
-            is_valid = self.comm.all_valid(is_clear) & self.footer.is_finite()
+            is_valid = self._route.all_valid(is_clear) & self.footer.is_finite()
             # If the sum is discarded, keep the old residual: nothing was sent, so nothing was lost.
             codec.finish(is_valid=is_valid & self.footer.is_used())
             is_known = isinstance(is_valid, bool)
@@ -527,10 +528,14 @@ class BucketSet:
         Nothing is sent unless something was not finite.
         """
         is_finite, own = self.is_finite, self.finiteness
-        names = None if is_finite else (
-            own.here,
-            own.names("encoding"),
-            own.names("decoding"),
+        names = (
+            None
+            if is_finite
+            else (
+                own.here,
+                own.names("encoding"),
+                own.names("decoding"),
+            )
         )
         own.clear()
         if names is None:

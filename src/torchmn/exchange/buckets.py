@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from torchmn.comm.allreduce import ReduceBlock
-from torchmn.comm.base import Granularity
 from torchmn.comm.codecs import Layout
 from torchmn.comm.engine import Work
+from torchmn.comm.routes.base import Granularity
 from torchmn.comm.streams import Event
 from torchmn.exchange.gradient_memory import CAN_COUNT, num_references
 

@@ -79,7 +79,7 @@ class Finiteness:
 
     @property
     def is_valid(self) -> bool:
-        """Whether all ranks could decode what was exchanged, and no rank sent what is not finite."""
+        """Whether what a codec has exchanged was finite on all ranks."""
         if isinstance(self._is_valid, Deferred):
             self._is_valid = bool(self._is_valid.get())
         return self._is_valid
@@ -177,7 +177,7 @@ class NonfiniteLog:
 
 TAKEN = (
     "The host has learned this one step late, for it does not wait for a GPU: the parameters have "
-    "taken the step. Continue from a checkpoint, or go on if the optimizer recovers from such steps."
+    "taken the step. Continue from a checkpoint, or go on if the optimizer can recover."
 )
 OnNonfinite = Literal["raise", "warn", "ignore"]
 _MAX_IN_A_ROW = 100

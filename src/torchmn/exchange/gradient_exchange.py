@@ -158,7 +158,7 @@ class GradientExchange:
         """
         self.comm, self._unsettled = comm, None
         self.memory.clear()
-        algorithm = comm.allreduce_algorithm(codec)
+        algorithm = comm.route.allreduce_algorithm(codec)
 
         def new_set() -> BucketSet:
             presence = [] if self.zero_fill else [Presence(len(parameters))]
@@ -166,11 +166,11 @@ class GradientExchange:
             footer = Footer(comm, [*agreements(), *presence], weights=weights)
             buckets = plan_buckets(
                 parameters,
-                granularity=comm.granularity,
-                bucket_bytes=self.bucket_bytes or comm.bucket_bytes,
+                granularity=comm.route.granularity,
+                bucket_bytes=self.bucket_bytes or comm.route.bucket_bytes,
                 num_footer=footer.num_values,
                 footer_device=sparse[0][1].device if sparse else None,
-                allocate=comm.new_buffer,
+                allocate=comm.route.new_buffer,
             )
             return BucketSet(comm, algorithm, buckets, footer=footer, reduction=self.reduction)
 
@@ -293,6 +293,8 @@ class GradientExchange:
         defers = is_current and sums.is_deferred and not sums.is_measured
         wait = sums.scale_on_device if defers else sums.wait
         assign_means(sums, self.memory, wait, as_view=self._as_view, is_current=is_current)
+        if not defers and sums.footer.to_report:
+            sums.footer.report(sums.context)
         if not defers or not sums.are_all_present:
             self._clear_absent(sums)
         assign_sparse_means(sums)
@@ -333,6 +335,7 @@ class GradientExchange:
             return False
         try:
             sums.settle()
+            sums.footer.report(sums.context)
             self.discard(sums)
             if self.are_late_on_some and self.was_applied and self._was_changed:
                 raise RankMismatchError(f"{self.comm.rank_label}: {_CHANGED_AND_LATE}")
@@ -350,7 +353,7 @@ class GradientExchange:
 
     @property
     def num_samples(self) -> float:
-        """The samples of all ranks in the last exchange, where they are counted; as `num_active`."""
+        """Samples of all ranks in the last exchange, where they are counted; as `num_active`."""
         return self._num_samples if self._unsettled is None else self._unsettled.num_samples
 
     # ---- the gradients ----

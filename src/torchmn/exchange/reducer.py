@@ -298,7 +298,7 @@ class GradientReducer:
     @property
     def bucket_bytes(self) -> int:
         """The size of a bucket, at least, but for the last."""
-        return self.exchange.bucket_bytes or self.comm.bucket_bytes
+        return self.exchange.bucket_bytes or self.comm.route.bucket_bytes
 
     @property
     def filling(self) -> BucketSet:
@@ -515,11 +515,18 @@ class GradientReducer:
     def _give_up_pass(self) -> None:
         """End the exchange of a pass that raised, and discard it. *Collective.*
 
-        Other ranks that have not given it up raise RankMismatchError at the end of theirs.
+        Raises RankMismatchError on all ranks, also at the end of the pass of those that have not
+        given it up, unless all have.
         """
-        self._pass = None
+        given_up, self._pass = self._pass, None
         self._end_without_means(self._given_up)
         self.filling.restart()
+        try:
+            self.filling.raise_if_ranks_disagree()
+        except RankMismatchError as error:
+            if self.buffers.num_sets > 1 and given_up is not None:  # others use the next buckets
+                self._pass, given_up.failure = given_up, error
+            raise
 
     def _end_without_means(self, why: Together) -> None:
         """Send the rest of this exchange with a footer that says why there will be no means."""

@@ -51,9 +51,8 @@ def sum_of_rates(inner: Optimizer) -> float:
     total = 0.0
     for group in inner.param_groups:
         rate = group.get("lr")
-        if isinstance(rate, (int, float)) or (
-            isinstance(rate, Tensor) and rate.device.type == "cpu"
-        ):
+        is_on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"
+        if is_on_host and isinstance(rate, (int, float, Tensor)):
             total += float(rate)
     return total
 

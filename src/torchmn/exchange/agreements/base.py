@@ -28,7 +28,7 @@ class Agreement:
 
     They are summed in the footer of an exchange (`Footer`), which is the concatenation of its
     agreements, so that no message is added. A subclass overrides what it needs, and keeps its own
-    state. Every method is local, and those of one exchange are called on all ranks alike:
+    state. Every method but `report` is local, and those of an exchange are called on all ranks:
 
     1. `begin`, when the first gradient of a backward pass is there;
     2. `contribute` and `write_values`, when its last one is there;
@@ -68,9 +68,16 @@ class Agreement:
     def write_values(self, values: Tensor, context: PassContext) -> None:
         """Write numbers that are on a device over those of `contribute`; the host does not wait."""
 
-    def check(self, context: PassContext) -> None:
+    def check(self, context: PassContext) -> bool | None:
         """Raise or warn if `sums` show that the ranks do not agree. Send nothing.
 
         The sums are the same on all ranks. An error that depends on them alone comes on all ranks,
-        which may then continue together.
+        which may then continue together. True, by the sums alone: `report` is to be called.
+        """
+        return None
+
+    def report(self, context: PassContext) -> None:
+        """Raise or warn, after ranks have told each other more than sums can. *Collective.*
+
+        Called where means become gradients, on all ranks or on none.
         """

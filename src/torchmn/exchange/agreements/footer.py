@@ -19,7 +19,7 @@ A = TypeVar("A", bound=Agreement)
 
 
 class Footer:
-    """The agreements of one set of buckets, and their values. Every method is local.
+    """The agreements of one set of buckets, and their values. All methods but `report` are local.
 
     Args:
         comm: the ranks.
@@ -50,6 +50,8 @@ class Footer:
         """What is summed: the end of the last bucket, once it is there."""
         self.streams: Streams = HostStreams()
         """Those of the device of `values`."""
+        self.to_report: list[Agreement] = []
+        """What `check` has found, and `report` has not reported."""
         self._own: list[float] = []
         self._sums: list[float] = [0.0] * end
         # Only what a class overrides is called: an exchange may cost few calls.
@@ -104,6 +106,7 @@ class Footer:
 
     def check(self, context: PassContext) -> None:
         """Raise or warn if the ranks do not agree, by the sums that were read last."""
+        self.to_report = []
         own, sums, num_active = self._own, self._sums, self.weights.num_active
         for agreement in self._check:
             part = self._slices[agreement]
@@ -111,10 +114,17 @@ class Footer:
                 # Again: another set may share the agreement.
                 agreement.own, agreement.sums = own[part], sums[part]
                 agreement.num_active = num_active
-                agreement.check(context)
+                if agreement.check(context):
+                    self.to_report.append(agreement)
+
+    def report(self, context: PassContext) -> None:
+        """Raise or warn of what the last `check` has found. *Collective*, if it found anything."""
+        found, self.to_report = self.to_report, []
+        for agreement in found:
+            agreement.report(context)
 
     def is_used(self) -> IsValid:
-        """Whether there will be means of these sums. Called by the engine; a GPU is not waited for."""
+        """Whether there will be means. Called by the engine; a GPU is not waited for."""
         is_used = self.total_weight > 0
         for agreement, part in self._slices.items():
             if agreement.voids_exchange:
@@ -122,7 +132,7 @@ class Footer:
         return bool(is_used) if self.streams.is_host else is_used
 
     def is_finite(self) -> IsValid:
-        """Whether no rank has contributed what is not finite. Called by the engine, as `is_used`."""
+        """Whether all that was contributed is finite. Called by the engine, as `is_used`."""
         is_finite = self.values[self._slices[self.finite].start] == 0
         return bool(is_finite) if self.streams.is_host else is_finite
 

@@ -91,13 +91,13 @@ class Fragment:
         footer = Footer(comm, [self._rate])
         self.buckets = BucketSet(
             comm,
-            comm.allreduce_algorithm(codec),
+            comm.route.allreduce_algorithm(codec),
             plan_buckets(
                 parameters,
-                granularity=comm.granularity,
-                bucket_bytes=comm.bucket_bytes,
+                granularity=comm.route.granularity,
+                bucket_bytes=comm.route.bucket_bytes,
                 num_footer=footer.num_values,
-                allocate=comm.new_buffer,
+                allocate=comm.route.new_buffer,
             ),
             footer=footer,
             what="pseudo-gradients of a block",
