@@ -80,6 +80,11 @@ class ExchangedParameters:
         return [(n, p) for n, p in trainable if p not in sparse]
 
     @property
+    def has_parallel_layers(self) -> bool:
+        """Whether some are plain tensors of which other ranks hold other parts."""
+        return self.mesh.has_parallel_layers
+
+    @property
     def are_sharded(self) -> bool:
         """Whether some are DTensors, of which each rank holds a part."""
         return self._shards.exist

@@ -180,7 +180,7 @@ TAKEN = (
     "taken the step. Continue from a checkpoint, or go on if the optimizer can recover."
 )
 OnNonfinite = Literal["raise", "warn", "ignore"]
-_MAX_IN_A_ROW = 100
+MAX_IN_A_ROW = 100
 """A script that catches the error and meets it in this many steps does not train any longer."""
 
 
@@ -219,7 +219,7 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
         text += f" {TAKEN}"
     if policy == "raise":
         error = NonFiniteGradientError(text)
-        if reducer.exchange.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
+        if exchange.is_hopeless:
             script_monitor.exchange_failed(error)
         raise error
     warnings.warn(text, RuntimeWarning, stacklevel=5)

@@ -167,7 +167,7 @@ class GradientReducer:
             "step": self.step,
             "scale": self.exchange.scale,
             "has_untrained": bool(self.parameters.untrained),
-            "problems": [asdict(problem) for problem in self.exchange.nonfinite.problems],
+            "problems": [asdict(problem) for problem in self.exchange.problems],
         }
 
     def find_untrained(self) -> None:
@@ -195,11 +195,10 @@ class GradientReducer:
         if not progress:
             return
         self.step = progress["step"]
-        self.exchange.nonfinite.problems[:] = [
-            NonfiniteGradients(**p) for p in progress["problems"]
-        ]
-        if self.exchange.filling.is_narrow:
-            self.exchange.scale = progress["scale"]
+        exchange = self.exchange
+        exchange.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
+        if exchange.is_narrow:
+            exchange.scale = progress["scale"]
 
     def end_step(self, *, are_replicas: bool = False) -> None:
         """The optimizer has stepped. Local.
@@ -209,7 +208,7 @@ class GradientReducer:
         self.step += 1
         self.replicas.step_ended()
         parameters = self.parameters
-        is_divided = parameters.are_sharded or parameters.mesh.has_parallel_layers
+        is_divided = parameters.are_sharded or parameters.has_parallel_layers
         if are_replicas and self.is_needed and not is_divided:
             self.replicas.note(self.step, self.comm.size)
         if not self.is_needed:  # no backward pass does it
@@ -291,15 +290,14 @@ class GradientReducer:
         But it must know what is not finite in other parts of a parallel layer.
         """
         return not self.is_suspended and (
-            self.comm.size > 1
-            or self.exchange.num_sets > 1
-            or self.parameters.mesh.has_parallel_layers
+            self.comm.size > 1 or self.exchange.num_sets > 1 or self.parameters.has_parallel_layers
         )
 
     @property
     def bucket_bytes(self) -> int:
         """The size of a bucket, at least, but for the last."""
-        return self.exchange.bucket_bytes or self.comm.route.bucket_bytes
+        route = self.comm.route
+        return self.exchange.bucket_bytes or route.bucket_bytes
 
     # ---- during backward ----
 
@@ -390,16 +388,19 @@ class GradientReducer:
             if self._pass.failure is not None:
                 self.raise_if_unfinished()
             if self._pass.is_running:
-                self._pass.ids.add(backward_id)
+                ids = self._pass.ids
+                ids.add(backward_id)
                 return self._pass
             self._give_up_pass()
-        self.settle()
+        exchange = self.exchange
+        if exchange.unsettled is not None:
+            self.settle()
         self.is_late = False
-        self.exchange.nonfinite.take()
+        exchange.drop_problem()
         parameters = self.parameters
         callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
         packs_early = (
-            self.exchange.scale is not None
+            exchange.scale is not None
             and parameters.can_be_compared_in_backward
             and not parameters.have_changed()
         )
@@ -414,7 +415,8 @@ class GradientReducer:
     def _begin_exchange(self) -> None:
         """Fix what this rank contributes; once for each exchange."""
         if self.exchange.packing is None:
-            self.settle()
+            if self.exchange.unsettled is not None:
+                self.settle()
             self.exchange.begin(self._context(), self.step)
 
     def settle(self) -> None:
@@ -429,9 +431,10 @@ class GradientReducer:
         own, is_active = self.contribution, self.is_active
         weight, num_samples = 0.0, 0.0
         if is_active:
-            weight, num_samples = self.parameters.mesh.mean_weights(
-                own.weight, own.num_samples, self.comm.rank_label
-            )
+            weight, num_samples = own.weight, own.num_samples
+            mesh = self.parameters.mesh
+            if mesh.size > 1:
+                weight, num_samples = mesh.mean_weights(weight, num_samples, self.comm.rank_label)
         return PassContext(
             step=self.step,
             weight=weight,
@@ -442,7 +445,7 @@ class GradientReducer:
 
     def _agreements(self) -> list[Agreement]:
         """What ranks must have in common at the exchanges of one set of buckets."""
-        is_divided = self.parameters.mesh.has_parallel_layers
+        is_divided = self.parameters.has_parallel_layers
         return [
             self._given_up,
             self._other_layout,
@@ -464,11 +467,7 @@ class GradientReducer:
         recorder = recording.current()
         before = None if recorder is None else recorder.enter("exchange", in_backward=True)
         try:
-            if (
-                ended is not None
-                and ended.is_nested
-                and not all(slot.is_packed for slot in self.exchange.filling.slots)
-            ):
+            if ended is not None and ended.is_nested and not self.exchange.is_packed:
                 # More of it may come in another one, after this has been handed over.
                 self._pass = ended
                 raise UnsupportedError(
@@ -590,10 +589,12 @@ class GradientReducer:
         if not self._are_compared and self.parameters.have_changed():
             self._lay_out_again()
         self._are_compared = False
-        self._begin_exchange()
         exchange = self.exchange
+        if exchange.packing is None:
+            self._begin_exchange()
         filling, packing = exchange.filling, exchange.filled
-        exchange.scale = packing.await_scale(exchange.scale)
+        if exchange.scale is None:
+            exchange.scale = packing.await_scale(None)
         for slot in filling.slots:
             if not slot.is_packed:
                 self._pack(slot)
@@ -627,7 +628,8 @@ class GradientReducer:
 
     def warn_of_second_pass(self) -> None:
         """Warn once, on rank 0, if gradients were added to means. Local."""
-        if self._has_warned or not self.exchange.filled.is_accumulating:
+        packing = self.exchange.filled
+        if self._has_warned or not packing.is_accumulating:
             return
         self._has_warned = True
         if self.comm.rank != 0:
