@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torchmn.control import script_monitor
 from torchmn.control.messages import CollectiveStatus
@@ -77,8 +77,14 @@ class FlightRecorder:
     _making = threading.Lock()
 
     def __init__(
-        self, capacity: int = 512, *, job_ranks: Sequence[int] = (), has_whole_job: bool = False
+        self,
+        capacity: int = 512,
+        *,
+        job_ranks: Sequence[int] = (),
+        has_whole_job: bool = False,
+        hosts: Sequence[str] = (),
     ) -> None:
+        self._hosts = tuple(hosts)
         self.job_ranks = tuple(job_ranks)
         """The ranks of the job that the communicator's ranks are."""
         self._has_whole_job = has_whole_job
@@ -110,7 +116,9 @@ class FlightRecorder:
 
     def for_other_thread(self) -> FlightRecorder:
         """An empty one of the same ranks, for exchanges beside these."""
-        other = FlightRecorder(job_ranks=self.job_ranks, has_whole_job=self._has_whole_job)
+        other = FlightRecorder(
+            job_ranks=self.job_ranks, has_whole_job=self._has_whole_job, hosts=self._hosts
+        )
         other._owner = None
         return other
 
@@ -167,6 +175,31 @@ class FlightRecorder:
     def entries(self) -> list[CollectiveRecord]:
         """The recorded collectives, oldest first; a snapshot, safe from any thread."""
         return list(self._entries.copy())
+
+    def recent_collectives(self) -> list[dict[str, Any]]:
+        """The last collectives that have ended, for a profile: what they moved, and when. Local."""
+        to_own_clock_s = time.perf_counter() - time.monotonic()
+        return [
+            {
+                "number": entry.number,
+                "name": entry.name,
+                "group": entry.group,
+                "bucket": entry.bucket,
+                "step": entry.step,
+                "shape": list(entry.shape),
+                "dtype": entry.dtype,
+                "hosts": sorted(
+                    {
+                        self._hosts[rank]
+                        for rank in self.members(entry.group) or range(len(self._hosts))
+                    }
+                ),
+                "started_s": entry.started_s + to_own_clock_s,
+                "ended_s": entry.ended_s + to_own_clock_s,
+            }
+            for entry in self.entries()
+            if entry.ended_s is not None
+        ]
 
     def register_group(self, group: str, ranks: Sequence[int]) -> None:
         """Register which ranks of the communicator a group has; otherwise it has all."""
