@@ -269,7 +269,8 @@ class MemoryPool:
             if event.query():
                 return host
             free.append((host, event))
-        return self._allocate(numel, dtype)
+        with torch.inference_mode(False):  # it is used again in other modes
+            return self._allocate(numel, dtype)
 
     def give_back(self, host: Tensor, event: Event) -> None:
         """Use this memory again when the event is over."""
