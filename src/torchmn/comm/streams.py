@@ -13,9 +13,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -91,6 +91,14 @@ class Streams(ABC):
     @abstractmethod
     def wait(self, event: Event | None) -> None:
         """Let later work of the current stream wait for an event. The host does not wait."""
+
+    def current(self) -> Hashable:
+        """The current stream; the same value for the same stream."""
+        return None
+
+    def wait_for(self, stream: Hashable) -> None:
+        """Let later work of the current stream wait for all that is queued on another one now."""
+        return
 
     @abstractmethod
     def exchanging(self) -> AbstractContextManager[object]:
@@ -184,6 +192,12 @@ class CudaStreams(Streams):
     def wait(self, event: Event | None) -> None:
         if event is not None:
             event.wait(torch.cuda.current_stream(self.device))  # type: ignore[attr-defined]
+
+    def current(self) -> Hashable:
+        return torch.cuda.current_stream(self.device)
+
+    def wait_for(self, stream: Hashable) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(cast(torch.cuda.Stream, stream))
 
     def exchanging(self) -> AbstractContextManager[object]:
         if self._stream is None:

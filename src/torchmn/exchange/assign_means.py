@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchmn.comm.local_tensors import division_of
 from torchmn.exchange.bucket_set import BucketSet
@@ -11,11 +11,17 @@ from torchmn.exchange.gradient_memory import GradientMemory
 
 
 def assign_means(
-    means: BucketSet, memory: GradientMemory, *, as_view: bool, is_current: bool
+    means: BucketSet,
+    memory: GradientMemory,
+    wait: Callable[[], bool],
+    *,
+    as_view: bool,
+    is_current: bool,
 ) -> None:
     """Wait for the means and make every dense ``p.grad`` its mean. Local.
 
-    Buckets are copied while others arrive. ``as_view``: the slots themselves become the gradients.
+    Buckets are copied while others arrive. ``wait`` turns the sums into means and returns whether
+    they were scaled. ``as_view``: the slots themselves become the gradients.
     ``is_current``: parameters have the dtypes and devices of their slots; one that was converted
     since (``model.float()``) gets a copy of its new dtype. After an error there are no gradients:
     what was copied are no means.
@@ -31,7 +37,7 @@ def assign_means(
             if len(copied) > num_copied:
                 means.await_bucket(bucket)
                 _copy(copied[num_copied:], memory)
-        was_scaled = means.wait()
+        was_scaled = wait()
     except BaseException:
         for slot in means.slots:
             slot.parameter.grad = None

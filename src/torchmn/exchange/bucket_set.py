@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchmn.comm import Communicator
 from torchmn.comm.allreduce import AllReduceAlgorithm
+from torchmn.comm.streams import Deferred, HostStreams
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.footer import Footer
@@ -71,7 +72,15 @@ class BucketSet:
         self._route = comm.route
         self._overlaps_backward = self._route.overlaps_backward
         self._is_on_gpu = any(bucket.buffer.device.type != "cpu" for bucket in buckets)
+        engine = comm.engine
+        is_on_device = any(b.buffer.device.type == engine.device.type for b in buckets[-1:])
+        self._streams = engine.streams if is_on_device else HostStreams()
+        self.is_deferred = not self._streams.is_host
+        """Whether the host learns later what sums say about the ranks: it waits for no device."""
+        self._arriving: Deferred | None = None
+        """The footer, on its way to the host; None once it was read."""
         self.footer = footer or Footer(comm)
+        self.footer.streams = self._streams
         """What ranks must have in common."""
         if buckets:
             self.footer.values = buckets[-1].exact
@@ -123,6 +132,7 @@ class BucketSet:
             bucket.num_packed = 0
             bucket.waiting.clear()
             bucket.totals.clear()
+            bucket.streams.clear()
 
     def begin(
         self, context: PassContext, scale: float | None, *, is_measured: bool = False
@@ -221,12 +231,16 @@ class BucketSet:
             if not self._is_on_gpu:
                 bucket.totals.append(sum_of(tensor))
         slot.is_packed = True
+        if self.is_deferred:
+            bucket.streams.add(self._streams.current())
         bucket.num_packed += 1
         if bucket.num_packed == len(bucket.slots):
             self._complete(bucket)
 
     def _complete(self, bucket: Bucket) -> None:
         """All gradients of a bucket are there: write the small ones, and send what is full."""
+        if len(bucket.streams) > 1:
+            self._join_streams(bucket)
         if bucket.waiting:
             slots, grads = zip(*bucket.waiting, strict=True)
             torch._foreach_copy_(slots, grads)
@@ -241,9 +255,18 @@ class BucketSet:
             for slot in bucket.slots:
                 if slot.has_gradient and slot.end > slot.start:
                     self._own_squares.append(squared_norms(slot.values))
-        bucket.ready = recording.mark()
+        bucket.ready, bucket.written = recording.mark(), self._streams.record()
         if self._overlaps_backward:
             self.start_full()
+
+    def _join_streams(self, bucket: Bucket) -> None:
+        """Let the current stream wait for all others that have computed gradients of a bucket."""
+        current = self._streams.current()
+        for stream in bucket.streams:
+            if stream != current:
+                self._streams.wait_for(stream)
+        for _, grad in bucket.waiting:
+            self._streams.keep(grad)  # it is read on this stream, and may be freed on its own
 
     def fill(
         self, context: PassContext, scale: float, write: Callable[[Slot, float], None]
@@ -283,6 +306,9 @@ class BucketSet:
         """Write what this rank contributes to the agreements."""
         if not self.buckets:
             return
+        self.are_all_present = self.context.is_active
+        for slot in self.slots:
+            self.are_all_present &= slot.has_gradient
         if self._norms is not None and self._own_squares is not None:
             is_own = not self.is_accumulating
             self._norms.measure(self._own_squares, self._own_factor, is_own=is_own)
@@ -311,6 +337,7 @@ class BucketSet:
                 bucket=bucket.index,
                 step=self.context.step,
                 on_complete=self._next_callback(),
+                after=(bucket.written,),
             )
 
     def send_nothing(self) -> None:
@@ -333,6 +360,7 @@ class BucketSet:
             bucket=bucket.index,
             step=self.context.step,
             on_complete=self._next_callback(),
+            after=(bucket.written,),
         )
 
     def _next_callback(self) -> Callable[[], None] | None:
@@ -340,30 +368,65 @@ class BucketSet:
         self._holds_means = False
         self._num_started += 1
         is_last = self._num_started == len(self.buckets)
-        return self._finish if is_last and self.algorithm.codec is not None else None
+        ends = self.algorithm.codec is not None or self.is_deferred
+        return self._finish if is_last and ends else None
 
     def _finish(self) -> None:
-        codec = self.algorithm.codec
-        if codec is None:
-            return
-        finiteness = self.finiteness
-        finiteness.in_decoding = codec.nonfinite.names("decoding")
-        finiteness.in_encoding = codec.nonfinite.names("encoding")
-        is_decoded = bool(self._route.all_valid(not finiteness.in_decoding))
-        # A sum that is thrown away has lost nothing, and what was added to it is still lost.
-        finiteness.is_valid = is_decoded and self.footer.is_finite()
-        codec.finish(is_valid=finiteness.is_valid and self.footer.is_used())
+        """The last sum was made, or queued. Called by the engine, on its stream."""
+        codec, engine = self.algorithm.codec, self.comm.engine
+        if codec is not None:
+            is_clear = codec.nonfinite.is_clear("decoding")
+            found = codec.nonfinite.take(engine.fetch)
+            is_valid = self._route.all_valid(is_clear) & self.footer.is_finite()
+            # If the sum is discarded, keep the old residual: nothing was sent, so nothing was lost.
+            codec.finish(is_valid=is_valid & self.footer.is_used())
+            is_known = isinstance(is_valid, bool)
+            self.finiteness.exchanged(found, is_valid if is_known else engine.fetch(is_valid))
+        if self.is_deferred:
+            self._arriving = engine.fetch(self.footer.values)
 
     # ---- what has arrived ----
 
     def drain(self) -> None:
-        """Wait for all sums, whatever they are."""
+        """Wait for all sums, whatever they are, and read what they say about the ranks."""
+        self._await_sums()
+        if not self.is_deferred:
+            self.footer.read()
+        self.read()
+
+    def _await_sums(self) -> None:
+        """Wait for all sums; on a device its current stream does, and not the host."""
         self._await_agreement()
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
-        self.footer.read()
+
+    def read(self) -> None:
+        """Wait until the host knows what the sums say about the ranks. Local."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            self.footer.read(arriving.get())
+
+    def scale_on_device(self) -> bool:
+        """Turn the sums into means by what is on the device: the host does not know the weights.
+
+        Returns True: they were scaled. `settle` does the rest of `wait`, later.
+        """
+        self._await_sums()
+        factor: Tensor | float = self.comm.size * self._scale
+        if self._reduction == "mean":
+            total = self.footer.total_weight.double()
+            factor = (factor / total).nan_to_num_(0.0, 0.0, 0.0)  # a total of zero
+        for bucket in self.buckets:
+            bucket.buffer[: bucket.buffer.numel() - bucket.num_exact].mul_(factor)
+        self._holds_means = True
+        return True
+
+    def settle(self) -> None:
+        """Wait for what the sums say about the ranks, and raise what `wait` would have raised."""
+        self.read()
+        self._check_footer()
 
     def await_bucket(self, bucket: Bucket) -> None:
         """Wait for the sum of one bucket, which `wait` has not made means yet."""
@@ -417,22 +480,31 @@ class BucketSet:
     @property
     def total_weight(self) -> float:
         """The weights of all ranks in the sum that was awaited."""
+        self.read()
         return self._weights.total
 
     @property
     def num_samples(self) -> float:
         """The samples of all ranks in the sum that was awaited, where they are counted."""
+        self.read()
         return self._weights.num_samples
 
     @property
     def num_active(self) -> int:
         """The number of ranks that contributed data of their own to the sum that was awaited."""
+        self.read()
         return self._weights.num_active
 
     @property
     def presence(self) -> list[bool]:
         """Whether any rank had a gradient, for every one of `slots` (zero_fill off)."""
+        self.read()
         return [] if self._presence is None else self._presence.are_present
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether `norms` will be asked for."""
+        return self._own_squares is not None
 
     def norms(self) -> GradientNorms | None:
         """Of the gradients and of the means that `wait` has made; None if not measured. Local."""
@@ -456,7 +528,15 @@ class BucketSet:
         Nothing is sent unless something was not finite.
         """
         is_finite, own = self.is_finite, self.finiteness
-        names = None if is_finite else (own.here, own.in_encoding, own.in_decoding)
+        names = (
+            None
+            if is_finite
+            else (
+                own.here,
+                own.names("encoding"),
+                own.names("decoding"),
+            )
+        )
         own.clear()
         if names is None:
             return None
@@ -519,6 +599,7 @@ class BucketSet:
         held: dict[Agreement, Sequence[float]] = {self._weights: (weight, 1.0, 0.0, 0.0)}
         if self._presence is not None:
             held[self._presence] = [float(means[name] is not None) for name in names]
+        self._arriving = None
         self.footer.hold(held | dict(sums or {}))
         self.next_scale = record.get("next_scale")
         self._holds_means = True

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
+from torchmn.errors import RankMismatchError, TorchmnError
 from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.agreements.joint_pass import JointPass
@@ -20,7 +21,7 @@ from torchmn.exchange.assign_means import assign_means, assign_sparse_means, spr
 from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
-from torchmn.exchange.finiteness import NonfiniteGradients, NonfiniteLog
+from torchmn.exchange.finiteness import TAKEN, NonfiniteGradients, NonfiniteLog
 from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
 from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.sharded_parameters import ModelMesh
@@ -32,6 +33,14 @@ _COUNTS_ZEROS = (
     "zero. If its batch is empty, or the loss is a mean over something that the batch has none of "
     "(positives, labelled samples, tokens), call optimizer.set_weight(their number) before each "
     "backward(), and set_weight(0) before a step() without one."
+)
+
+_NOT_TAKEN = "No step was made with these gradients."
+_CHANGED_AND_LATE = (
+    "in the step before, gradients were changed between backward() and step(), as by "
+    "clip_grad_norm_, and a rank without a backward pass had none to change. Its parameters are "
+    "others now. Clip by create_multi_node_optimizer(max_grad_norm=...), or call backward() on all "
+    "ranks: a batch of 0 rows will do."
 )
 
 
@@ -85,6 +94,15 @@ class GradientExchange:
         self._as_view = as_view
         self._late_states: list[GradientState] = []
         self._has_warned = False
+        self._num_active, self._num_samples = 0, 0.0
+        self._unsettled: BucketSet | None = None
+        """The last sums, whose `settle` was not called yet."""
+        self._assigned: list[GradientState] = []
+        """The gradients as these have left them."""
+        self.was_applied = False
+        """Whether a step has applied means before the host knew whether they are right."""
+        self._was_changed = False
+        """Whether the script had changed these before."""
         self._own_gradients: dict[Tensor, Tensor] | None = None
         """What this rank's last backward pass has computed, if a schedule wants it."""
         self.is_plain = False
@@ -138,7 +156,7 @@ class GradientExchange:
         ``sparse`` are in no bucket. ``watched`` are those with a hook, see `BucketSet.number`.
         ``agreements`` is called for each set: what ranks must have in common at its exchanges.
         """
-        self.comm = comm
+        self.comm, self._unsettled = comm, None
         self.memory.clear()
         algorithm = comm.route.allreduce_algorithm(codec)
 
@@ -268,24 +286,77 @@ class GradientExchange:
         There is none if no rank had a gradient (zero_fill off), and for a parameter that became
         trainable after these sums were started. Buckets are copied while others arrive.
         *Collective*, though it sends nothing unless something was not finite.
+
+        On a GPU the host does not wait: `settle` acts on what the sums say about the ranks.
         """
         is_current = len(self.sets) == 1 and sums in self.sets  # summed in this pass
-        assign_means(sums, self.memory, as_view=self._as_view, is_current=is_current)
-        if sums.footer.to_report:
+        defers = is_current and sums.is_deferred and not sums.is_measured
+        wait = sums.scale_on_device if defers else sums.wait
+        assign_means(sums, self.memory, wait, as_view=self._as_view, is_current=is_current)
+        if not defers and sums.footer.to_report:
             sums.footer.report(sums.context)
-        self._clear_absent(sums)
+        if not defers or not sums.are_all_present:
+            self._clear_absent(sums)
         assign_sparse_means(sums)
+        if defers:
+            self._unsettled, self.was_applied = sums, False
+            self._assigned = self.gradient_states()
+            return
         found = self.discard(sums)
         if found is not None and found.is_elsewhere:
             spread_nonfinite(sums)
 
     def discard(self, sums: BucketSet) -> NonfiniteGradients | None:
         """Take note of sums that no gradient becomes. *Collective*, see `record_nonfinite`."""
+        self._num_active, self._num_samples = sums.num_active, sums.num_samples
         self._note_late_ranks(sums)
         self.adopt_scale(sums)
         if self.norm_listener is not None and (norms := sums.norms()) is not None:
             self.norm_listener.measured(norms)
         return self.record_nonfinite(sums)
+
+    # ---- what the host learns later than the device ----
+
+    def note_step(self) -> None:
+        """The optimizer is about to apply the means. Local."""
+        if self._unsettled is not None:
+            self.was_applied = True
+            self._was_changed = self._assigned != self.gradient_states()
+
+    def settle(self) -> bool:
+        """Act on what the last sums say about the ranks, if the host did not know it before.
+
+        *Collective*, if something was not finite. Called before the next exchange begins, so that
+        all ranks raise the same error at the same point. Returns whether a step has applied means
+        that were not finite.
+        """
+        sums, self._unsettled, self._assigned = self._unsettled, None, []
+        if sums is None:
+            return False
+        try:
+            sums.settle()
+            sums.footer.report(sums.context)
+            self.discard(sums)
+            if self.are_late_on_some and self.was_applied and self._was_changed:
+                raise RankMismatchError(f"{self.comm.rank_label}: {_CHANGED_AND_LATE}")
+        except TorchmnError as error:
+            applied = TAKEN if self.was_applied else _NOT_TAKEN
+            raise type(error)(f"{error} {applied}") from error
+        finally:
+            self.are_late_on_some, self._late_states = False, []  # too late to share gradients
+        return self.nonfinite.current is not None and self.was_applied
+
+    @property
+    def num_active(self) -> int:
+        """How many ranks had data in the last exchange. On a GPU the host waits for it."""
+        return self._num_active if self._unsettled is None else self._unsettled.num_active
+
+    @property
+    def num_samples(self) -> float:
+        """Samples of all ranks in the last exchange, where they are counted; as `num_active`."""
+        return self._num_samples if self._unsettled is None else self._unsettled.num_samples
+
+    # ---- the gradients ----
 
     def clear(self) -> None:
         """Make every ``p.grad`` None. Local."""

@@ -161,6 +161,7 @@ class GradientReducer:
 
     def progress(self) -> dict[str, Any]:
         """The count of steps and what belongs to it, the same on all ranks. Local."""
+        self.settle()
         return {
             "step": self.step,
             "scale": self.exchange.scale,
@@ -223,6 +224,7 @@ class GradientReducer:
     def rebuild(self) -> None:
         """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
         self.close()
+        self.settle()
         trainable = self.parameters.lay_out(self._unexchanged)
         sparse = self.parameters.sparse
         if self.comm.size > 1:
@@ -395,6 +397,7 @@ class GradientReducer:
                 self._pass.ids.add(backward_id)
                 return self._pass
             self._give_up_pass()
+        self.settle()
         self.is_late = False
         self.exchange.nonfinite.take()
         parameters = self.parameters
@@ -415,10 +418,19 @@ class GradientReducer:
     def _begin_exchange(self) -> None:
         """Fix what this rank contributes; once for each exchange."""
         if not self.filling.is_begun:
+            self.settle()
             self.exchange.take_own_gradients()  # of a pass that raised
             listener = self.exchange.norm_listener
             is_measured = listener is not None and listener.wants(self.step)
             self.filling.begin(self._context(), self.exchange.scale, is_measured=is_measured)
+
+    def settle(self) -> None:
+        """Raise or warn of what the host has learned of the last exchange since. *Collective.*
+
+        On a CPU nothing is left to do.
+        """
+        if self.exchange.settle():
+            self.act_on_nonfinite()
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active

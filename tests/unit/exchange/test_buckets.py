@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
 from torchmn.comm.allreduce import create_allreduce
+from torchmn.comm.streams import HostStreams
 from torchmn.exchange.agreements.base import PassContext
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import plan_buckets
@@ -87,7 +90,9 @@ def test_slots_are_in_the_buffer_without_overlap(dtype: torch.dtype) -> None:
 class OneRank:
     """What a `BucketSet` needs of a communicator to be filled."""
 
-    rank, size, overlaps_backward, rank_label = 0, 1, False, "rank 0"
+    rank, size, rank_label = 0, 1, "rank 0"
+    route = SimpleNamespace(overlaps_backward=False)
+    engine = SimpleNamespace(device=torch.device("cpu"), streams=HostStreams())
 
 
 def bucket_set(named, weight: float) -> BucketSet:
