@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
-from torchmn.comm.training_start import training_start
+from torchmn.comm.training_start import training_start, training_steps
 from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.base import Agreement
@@ -117,7 +117,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         raise_if_it_has_no_hooks(inner)
         self.inner = inner
         self.communicator = comm
-        comm.num_steps = comm.num_steps or 0
+        training_steps(comm).expect()
         self.schedule = schedule
         self.tuner = tuner
         self._models = models = list(models)  # what refers to them need not refer to this
@@ -248,7 +248,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def __repr__(self) -> str:
         parts = [self.schedule.name]
         if self._asked["codec"] is not None:
-            between = self.communicator.codec_scope or "no ranks"
+            between = self.communicator.route.codec_scope or "no ranks"
             parts.append(f"{self._asked['codec']} between {between}")
         return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
@@ -313,7 +313,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
         reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
-        self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
+        training_steps(self.communicator).add()
         self._has_local_passes = False
         self._block_reads.end_step()
         self._follow_groups()
@@ -405,7 +405,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if tuner is not None and is_tuned:
             make = tuner.space.schedules.get(ours[0]["schedule"])
             schedule = make() if make is not None else schedule
-        state = resume.reshard(states, comm, schedule, self.reducer.buffers.reduction)
+        state = resume.reshard(states, comm, schedule, self.reducer.exchange.reduction)
         if tuner is not None and is_tuned:
             state["torchmn"]["tuner"] = tuner.reshard_state_dict([own["tuner"] for own in ours])
         return state
@@ -440,7 +440,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
-        if self.reducer.buffers.reduction == "sum" and weight not in (0, 1):
+        if self.reducer.exchange.reduction == "sum" and weight not in (0, 1):
             raise UsageError(
                 f"set_weight({weight}) with reduction='sum': gradients are added as they are. "
                 "Multiply the loss, or use reduction='mean', which divides by the weights. "
@@ -474,7 +474,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._asked["weight"] = "samples"
         self.reducer.contribution.is_by_samples = True
         self.reducer.contribution.shares = BatchShares(self.communicator.divided_batches)
-        self.reducer.buffers.forget_scale()
+        self.reducer.exchange.forget_scale()
         self._count_samples()
         for model in self._models:
             weigh_losses_by_samples(model)
@@ -490,12 +490,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 " and the modules of this chain are on several ranks. Measure with a model that is "
                 "whole on each rank."
             )
-        if self.reducer.means.norm_listener is not None:
+        if self.reducer.exchange.norm_listener is not None:
             raise UsageError(
                 "The norms of this optimizer's gradients are measured already. Use the "
-                f"{type(self.reducer.means.norm_listener).__name__} that was made first."
+                f"{type(self.reducer.exchange.norm_listener).__name__} that was made first."
             )
-        self.reducer.means.norm_listener = listener
+        self.reducer.exchange.norm_listener = listener
         self._count_samples()
 
     def _count_samples(self) -> None:
@@ -567,7 +567,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
-        return self.reducer.means.nonfinite.problems
+        return self.reducer.exchange.nonfinite.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""

@@ -185,7 +185,7 @@ def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
 @pytest.mark.parametrize("codec", [None, "1bit"])
 def test_a_backward_that_raises_on_all_ranks_may_be_repeated(name: str, schedule, codec) -> None:
     def rank_main(comm, *, raises):
-        comm.bucket_bytes = 1
+        comm.route.bucket_bytes = 1
         model = mlp()
         optimizer = create_multi_node_optimizer(
             momentum(model), comm, model, schedule=schedule, codec=codec
@@ -219,7 +219,7 @@ def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_al
     """As after out of memory on one rank. Where there is one set of buckets all may continue."""
 
     def rank_main(comm):
-        comm.bucket_bytes = 1
+        comm.route.bucket_bytes = 1
         model = mlp()
         optimizer = create_multi_node_optimizer(momentum(model), comm, model, schedule=schedule)
         if comm.rank == 1:
@@ -250,7 +250,7 @@ def test_a_backward_that_raises_and_is_repeated_on_one_rank_alone_is_named_on_al
 
 def test_a_backward_that_raises_on_one_rank_ends_the_others_in_time() -> None:
     def rank_main(comm):
-        comm.bucket_bytes = 1
+        comm.route.bucket_bytes = 1
         model = mlp()
         optimizer = create_multi_node_optimizer(momentum(model), comm, model)
         layers = nn.Sequential(Raises(), *model) if comm.rank == 0 else model

@@ -22,7 +22,7 @@ from torchmn.errors import UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.bucket_set import BucketSet
-from torchmn.exchange.buckets import NamedParameter, plan_buckets
+from torchmn.exchange.buckets import NamedParameter, Slot, plan_buckets
 from torchmn.exchange.codec_state import codec_state, load_codec_state
 from torchmn.exchange.sharded_parameters import whole_of
 
@@ -91,13 +91,13 @@ class Fragment:
         footer = Footer(comm, [self._rate])
         self.buckets = BucketSet(
             comm,
-            comm.allreduce_algorithm(codec),
+            comm.route.allreduce_algorithm(codec),
             plan_buckets(
                 parameters,
-                granularity=comm.granularity,
-                bucket_bytes=comm.bucket_bytes,
+                granularity=comm.route.granularity,
+                bucket_bytes=comm.route.bucket_bytes,
                 num_footer=footer.num_values,
-                allocate=comm.new_buffer,
+                allocate=comm.route.new_buffer,
             ),
             footer=footer,
             what="pseudo-gradients of a block",
@@ -121,20 +121,13 @@ class Fragment:
         A weight of zero contributes nothing, even where the parameters are NaN. ``rate``: the
         learning rate of this rank.
         """
-        buckets = self.buckets
-        buckets.restart()
         self._rate.rate = rate
         context = PassContext(step=step, weight=weight, num_samples=weight, is_active=is_active)
-        buckets.begin(context, self.scale)
-        factor = weight / (buckets.comm.size * self.scale)
-        for slot in buckets.slots:
-            if factor == 0.0:
-                slot.tensor.zero_()
-            else:
-                anchor = self._anchor_of[slot.name]
-                torch.sub(anchor, slot.parameter, out=slot.tensor).mul_(factor)
-            buckets.finiteness.note(slot)
-        buckets.write_footer()
+
+        def write(slot: Slot, factor: float) -> None:
+            torch.sub(self._anchor_of[slot.name], slot.parameter, out=slot.tensor).mul_(factor)
+
+        self.buckets.fill(context, self.scale, write)
         self.num_samples = 0.0
 
     @torch.no_grad()
