@@ -16,6 +16,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start, training_steps
 from torchmn.compiling import not_compiled
+from torchmn.data.pass_facts import pass_facts
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
@@ -167,6 +168,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             agreements=lambda: _agreements(inner, batches),
             owner=self,
         )
+        pass_facts(comm).add(self.reducer.replicas)
         try:
             self._attach_schedule()
             if tuner is not None:
