@@ -271,7 +271,7 @@ class GradientExchange:
         """
         is_current = len(self.sets) == 1 and sums in self.sets  # summed in this pass
         assign_means(sums, self.memory, as_view=self._as_view, is_current=is_current)
-        if sums.footer.to_report:
+        if sums.footer.to_report is not None:
             sums.footer.report(sums.context)
         self._clear_absent(sums)
         assign_sparse_means(sums)
