@@ -35,7 +35,6 @@ from torchmn.comm.engine_jobs import CollectiveJobs
 from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.group import Group, Groups
 from torchmn.comm.point_to_point import PointToPoint
-from torchmn.comm.scattered_loaders import DividedBatches
 from torchmn.comm.training_start import training_start
 from torchmn.comm.transports.base import Transport
 from torchmn.comm.transports.join import make_process_group, mesh_of_groups
@@ -144,8 +143,6 @@ class Communicator(Collectives, ABC):
         self._default_algorithm = self.allreduce_algorithm(codec)
         self._on_finalize: list[Callable[[], None]] = []
         self._resume_warnings: list[str] = []
-        self.divided_batches = DividedBatches()
-        """What `scatter_loader` divides among its ranks."""
         self.check_placement()
         self._connect()
         recording.follow(self)

@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.exchange.replica_divergence import UNKNOWN, Replica
-from torchmn.exchange.sample_proportions import NOT_COMPARED, NUM_TRIED, Shares
-from torchmn.exchange.weights import PassContext, disproportion, miscount
+from torchmn.exchange.sample_proportions import (
+    NOT_COMPARED,
+    NUM_TRIED,
+    Shares,
+    disproportion,
+    miscount,
+)
+from torchmn.exchange.weights import PassContext
 
 (
     WEIGHT,

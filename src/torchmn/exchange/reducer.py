@@ -410,14 +410,15 @@ class GradientReducer:
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
+        has_backward = self._pass is not None or self.has_unexchanged
+        shares = own.begin_exchange(has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
             weight, num_samples = self.parameters.mesh.mean_weights(
                 own.weight, own.num_samples, self.comm.rank_label
             )
-        shares = None
-        if is_active and not self.parameters.mesh.has_parallel_layers:
-            shares = own.compare(num_samples)
+        if not is_active or self.parameters.mesh.has_parallel_layers:
+            shares = None
         return PassContext(
             step=self.step,
             weight=weight,
@@ -428,7 +429,7 @@ class GradientReducer:
             index=self._num_exchanges,
             rate=self._rate() if is_active else 0.0,
             is_late=self.is_late,
-            is_miscounted=is_active and own.is_miscounted(shares),
+            is_miscounted=shares is not None and shares.is_miscounted,
             shares=shares,
             replica=self.replicas.now,
         )
