@@ -13,7 +13,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.allreduce import AllReduceAlgorithm
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.buckets import Bucket, Slot
-from torchmn.exchange.finiteness import Finiteness, NonfiniteGradients
+from torchmn.exchange.finiteness import Finiteness, NonfiniteGradients, sum_of
 from torchmn.exchange.footer import (
     ACTIVE,
     CHECKSUM,
@@ -33,6 +33,7 @@ from torchmn.exchange.footer import (
     footer_row,
     raise_if_flags_differ,
 )
+from torchmn.exchange.gradient_memory import in_use
 from torchmn.exchange.gradient_norms import GradientNorms, own_terms, squared_norms, total_of
 from torchmn.exchange.weights import PassContext, WeightAgreement, weight_scale
 from torchmn.record import recording
@@ -71,6 +72,8 @@ class BucketSet:
         }
         """In the order of the memory."""
         self.slots = list(self.slot_of.values())
+        self.slot_at: list[Slot | None] = []
+        """By the numbers of the parameters, see `number`."""
         self.what = what
         self.next_scale: float | None = 1.0
         """The `weight_scale` that suits the weights of this exchange."""
@@ -80,6 +83,7 @@ class BucketSet:
         """What this rank contributes."""
         self._reduction = reduction
         self._overlaps_backward = comm.overlaps_backward
+        self._is_on_gpu = any(bucket.buffer.device.type != "cpu" for bucket in buckets)
         self._footer = buckets[-1].exact if buckets else torch.zeros(NUM_FOOTER, device="cpu")
         self._row: list[float] = [0.0] * self._footer.numel()
         """The footer, as it was when it was last awaited or written."""
@@ -98,6 +102,10 @@ class BucketSet:
         return self.algorithm.codec is not None or any(
             bucket.buffer.dtype == torch.float16 for bucket in self.buckets
         )
+
+    def number(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Fill `slot_at`: by the position of a parameter among these. Local."""
+        self.slot_at = [self.slot_of.get(parameter) for parameter in parameters]
 
     def warm_up(self) -> None:
         """Compile what the codec needs now, so that no step has to."""
@@ -121,6 +129,8 @@ class BucketSet:
             slot.is_packed = slot.has_gradient = False
         for bucket in self.buckets:
             bucket.num_packed = 0
+            bucket.waiting.clear()
+            bucket.totals.clear()
 
     def begin(
         self, context: PassContext, scale: float | None, *, is_measured: bool = False
@@ -148,7 +158,8 @@ class BucketSet:
 
     def _leave_lent(self) -> None:
         """Leave memory that a script still uses to it and continue in new memory. Local."""
-        for slot in self._move_to_new_memory([slot for slot in self.slots if slot.is_in_use]):
+        used = in_use(self.slots)
+        for slot in self._move_to_new_memory(used) if used else ():
             grad = slot.parameter.grad
             if grad is not None:
                 slot.tensor.copy_(grad)
@@ -165,8 +176,7 @@ class BucketSet:
             new = torch.zeros_like(bucket.buffer).untyped_storage()
             for tensor in (bucket.buffer, *([self._footer] if bucket is self.buckets[-1] else [])):
                 tensor.set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
-            for slot in bucket.slots:
-                slot.follow()
+            bucket.follow()
         return lent
 
     def await_scale(self, scale: float | None) -> float:
@@ -187,33 +197,77 @@ class BucketSet:
             self.algorithm.codec.begin(1 / factor if factor else 0.0)
 
     def pack(self, slot: Slot) -> None:
-        """Write this rank's part of a gradient, zeros if there is none; send what is full."""
-        grad, tensor, factor = slot.parameter.grad, slot.tensor, self._own_factor
+        """Write this rank's part of a gradient, zeros if there is none; send what is full.
+
+        A small one is written when all of its bucket are there: in one go, and until then it must
+        not be changed.
+        """
+        grad, tensor, bucket = slot.parameter.grad, slot.tensor, slot.weak_bucket()
+        assert bucket is not None  # noqa: S101 - this set keeps it
         if tensor.data_ptr() != slot.address:
             tensor = slot.current_tensor()
         if grad is not None:
             if grad.requires_grad or grad.layout is not torch.strided:
                 self._refuse(slot.name, grad)
             slot.has_gradient = True
-        if grad is None or factor == 0.0:  # zero weight: even NaN, the mean of nothing, has none
-            tensor.zero_()
-        elif grad.data_ptr() != tensor.data_ptr():
-            torch.mul(grad, factor, out=tensor)
-        else:
-            if factor != 1.0:
-                tensor.mul_(factor)
             if grad is tensor:
                 self.is_accumulating = True
+        if grad is None or self._own_factor == 0.0:  # even NaN, times the weight 0, is nothing
+            tensor.zero_()
+        elif slot.is_small:
+            if grad.data_ptr() != tensor.data_ptr():
+                bucket.waiting.append((tensor, grad))
+        else:
+            if grad.data_ptr() != tensor.data_ptr():
+                torch.mul(grad, self._own_factor, out=tensor)
+            elif self._own_factor != 1.0:
+                tensor.mul_(self._own_factor)
+            if not self._is_on_gpu:
+                bucket.totals.append(sum_of(tensor))
         slot.is_packed = True
-        self.finiteness.note(slot)
-        if self._own_squares is not None and slot.has_gradient and slot.end > slot.start:
-            self._own_squares.append(squared_norms(slot.values))
-        bucket = slot.bucket
         bucket.num_packed += 1
         if bucket.num_packed == len(bucket.slots):
-            bucket.ready = recording.mark()
-            if self._overlaps_backward:
-                self.start_full()
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are there: write the small ones, and send what is full."""
+        if bucket.waiting:
+            slots, grads = zip(*bucket.waiting, strict=True)
+            torch._foreach_copy_(slots, grads)
+            bucket.waiting.clear()
+        if self._own_factor not in (0.0, 1.0) and bucket.runs:
+            torch._foreach_mul_(bucket.runs, self._own_factor)
+        if not self._is_on_gpu:
+            for run in bucket.runs:
+                bucket.totals.append(sum_of(run))
+        self.finiteness.check(bucket)
+        if self._own_squares is not None:
+            for slot in bucket.slots:
+                if slot.has_gradient and slot.end > slot.start:
+                    self._own_squares.append(squared_norms(slot.values))
+        bucket.ready = recording.mark()
+        if self._overlaps_backward:
+            self.start_full()
+
+    def fill(
+        self, context: PassContext, scale: float, write: Callable[[Slot, float], None]
+    ) -> None:
+        """Begin an exchange and write all of it. *Collective*, but does not wait.
+
+        ``write`` writes what belongs into a slot, times the factor that it is given.
+        """
+        self.restart()
+        self.begin(context, scale)
+        for slot in self.slots:
+            if self._own_factor == 0.0:  # nothing, even where the values are NaN
+                slot.tensor.zero_()
+            else:
+                write(slot, self._own_factor)
+            if not self._is_on_gpu:
+                slot.bucket.totals.append(sum_of(slot.tensor))
+        for bucket in self.buckets:
+            self.finiteness.check(bucket)
+        self.write_footer()
 
     def _refuse(self, name: str, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -246,9 +300,7 @@ class BucketSet:
             replica = self.context.replica
             if self.context.is_active and replica is not None and replica.checksum is not None:
                 self._footer[CHECKSUM] = replica.checksum
-            num_nonfinite = self.finiteness.count(self._footer.device)
-            if num_nonfinite is not None:
-                self._footer[NONFINITE] = num_nonfinite
+            self._footer[NONFINITE] = self.finiteness.count(self._footer.device)
             if self._own_squares is not None:
                 self._footer[OWN_SQUARE], self._footer[OWN_NOISE], self._footer[MEAN_NOISE] = (
                     own_terms(
@@ -489,8 +541,12 @@ class BucketSet:
         record: dict[str, Any] | None = None,
         *,
         total_weight: float | None = None,
+        rates: float = 0.0,
     ) -> None:
-        """Hold saved means, and their `record`. Raises UsageError: they are of other parameters."""
+        """Hold saved means, and their `record`, as if they had been summed just now.
+
+        ``rates``: the `sum_of_rates`. Raises UsageError: they are of other parameters.
+        """
         names = [slot.name for slot in self.slots]
         if set(names) != means.keys():
             odd = sorted(set(names) ^ means.keys())
@@ -511,6 +567,8 @@ class BucketSet:
                 weight=float(self.comm.size) if total_weight is None else total_weight,
                 num_samples=0.0,
                 is_active=True,
+                rate=rates,
+                may_rate_differ=True,
             ),
         )
         self.next_scale = record.get("next_scale")

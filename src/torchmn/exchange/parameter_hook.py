@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -22,8 +22,9 @@ from torchmn.exchange.sharded_parameters import whole_of
 class GradientHook:
     """What is registered on a parameter. Copies and pickles of parameters carry no such hooks."""
 
-    def __init__(self, method: Callable[[Tensor], None]) -> None:
+    def __init__(self, method: Callable[[Any], None], argument: object = None) -> None:
         self._method = weakref.WeakMethod(method)
+        self._argument = argument
 
     @property
     def owner(self) -> object | None:
@@ -35,20 +36,25 @@ class GradientHook:
         """What torch calls."""
         method = self._method()
         if method is not None:
-            method(parameter)
+            method(parameter if self._argument is None else self._argument)
 
 
-def watch_gradient(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> RemovableHandle:
+def watch_gradient(
+    parameter: nn.Parameter, method: Callable[[Any], None], argument: object = None
+) -> RemovableHandle:
     """Call the bound ``method`` whenever the gradient of ``parameter`` is final. Local.
 
     For a parameter that is frozen this begins once it is not. Something must keep the method's
-    owner alive, as a model does that has a hook of it, see `ModelHooks`. The method gets the
-    parameter of the model, also for a `LocalShard`.
+    owner alive, as a model does that has a hook of it, see `ModelHooks`. The method gets
+    ``argument``, or if that is None the parameter of the model, also for a `LocalShard`. The
+    argument is kept as long as the parameter is, so it must not refer to tensors.
     """
     parameter = cast(nn.Parameter, whole_of(parameter))
     is_trainable = parameter.requires_grad
     parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(GradientHook(method))
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
+        GradientHook(method, argument)
+    )
     parameter.requires_grad_(is_trainable)
     return handle
 
@@ -63,7 +69,7 @@ def owners_of(parameters: Iterable[nn.Parameter]) -> list[object]:
     return list(owners.values())
 
 
-def has_later_hook(parameter: Tensor, method: Callable[[Tensor], None]) -> bool:
+def has_later_hook(parameter: Tensor, method: Callable[[Any], None]) -> bool:
     """Whether the script's own hook is called after ``method``, and may change the gradient."""
     if len(parameter._post_accumulate_grad_hooks or ()) < 2:
         return False

@@ -402,7 +402,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if tuner is not None and is_tuned:
             make = tuner.space.schedules.get(ours[0]["schedule"])
             schedule = make() if make is not None else schedule
-        state = resume.reshard(states, comm, schedule, self.reducer.buffers.reduction)
+        state = resume.reshard(states, comm, schedule, self.reducer.exchange.reduction)
         if tuner is not None and is_tuned:
             state["torchmn"]["tuner"] = tuner.reshard_state_dict([own["tuner"] for own in ours])
         return state
@@ -437,7 +437,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
-        if self.reducer.buffers.reduction == "sum" and weight not in (0, 1):
+        if self.reducer.exchange.reduction == "sum" and weight not in (0, 1):
             raise UsageError(
                 f"set_weight({weight}) with reduction='sum': gradients are added as they are. "
                 "Multiply the loss, or use reduction='mean', which divides by the weights. "
@@ -473,7 +473,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             return
         self._count_samples()
         if not self.schedule.has_own_steps:
-            self.reducer.buffers.forget_scale()  # samples are another unit than ranks
+            self.reducer.exchange.forget_scale()  # samples are another unit than ranks
             self._weigh_losses()
 
     def measure_norms(self, listener: NormListener) -> None:
@@ -487,12 +487,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 " and the modules of this chain are on several ranks. Measure with a model that is "
                 "whole on each rank."
             )
-        if self.reducer.means.norm_listener is not None:
+        if self.reducer.exchange.norm_listener is not None:
             raise UsageError(
                 "The norms of this optimizer's gradients are measured already. Use the "
-                f"{type(self.reducer.means.norm_listener).__name__} that was made first."
+                f"{type(self.reducer.exchange.norm_listener).__name__} that was made first."
             )
-        self.reducer.means.norm_listener = listener
+        self.reducer.exchange.norm_listener = listener
         self._count_samples()
 
     def _count_samples(self) -> None:
@@ -564,7 +564,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
-        return self.reducer.means.nonfinite.problems
+        return self.reducer.exchange.nonfinite.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""

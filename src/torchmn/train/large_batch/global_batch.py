@@ -351,7 +351,7 @@ class GlobalBatch:
             self._note_settings()
         num_own = samples_to_cut(samples, "the batch")
         ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
-        is_sum = ours is not None and ours.reducer.buffers.reduction == "sum"
+        is_sum = ours is not None and ours.reducer.exchange.reduction == "sum"
         if ours is not None and not is_sum:
             ours.set_weight(num_own)
         num_passes = min(self._num_passes_of(num_own, ours), num_own)

@@ -8,7 +8,7 @@ number of its samples.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import local_part
 from torchmn.errors import UsageError
 from torchmn.exchange.bucket_set import BucketSet
-from torchmn.exchange.buckets import NamedParameter, plan_buckets
+from torchmn.exchange.buckets import NamedParameter, Slot, plan_buckets
 from torchmn.exchange.codec_state import codec_state, load_codec_state
 from torchmn.exchange.footer import NUM_FOOTER
 from torchmn.exchange.sharded_parameters import whole_of
@@ -99,8 +99,6 @@ class Fragment:
         A weight of zero contributes nothing, even where the parameters are NaN. ``rate``: the
         learning rate of this rank.
         """
-        buckets = self.buckets
-        buckets.restart()
         context = PassContext(
             step=step,
             weight=weight,
@@ -109,16 +107,11 @@ class Fragment:
             rate=rate,
             may_rate_differ=True,  # ranks may have made different numbers of steps
         )
-        buckets.begin(context, self.scale)
-        factor = weight / (buckets.comm.size * self.scale)
-        for slot in buckets.slots:
-            if factor == 0.0:
-                slot.tensor.zero_()
-            else:
-                anchor = self._anchor_of[slot.name]
-                torch.sub(anchor, slot.parameter, out=slot.tensor).mul_(factor)
-            buckets.finiteness.note(slot)
-        buckets.write_footer()
+
+        def write(slot: Slot, factor: float) -> None:
+            torch.sub(self._anchor_of[slot.name], slot.parameter, out=slot.tensor).mul_(factor)
+
+        self.buckets.fill(context, self.scale, write)
         self.num_samples = 0.0
 
     @torch.no_grad()
@@ -211,10 +204,12 @@ class Fragment:
         if not exchange:
             return False
         total_weight, starts = exchange["total_weight"], exchange["starts"]
-        self.buckets.load_means(exchange["means"], exchange["record"], total_weight=total_weight)
-        rates = exchange.get("mean_rate", 0.0) * self.buckets.comm.size
-        context = replace(self.buckets.context, rate=rates, may_rate_differ=True)
-        self.buckets.write_footer(context=context)
+        self.buckets.load_means(
+            exchange["means"],
+            exchange["record"],
+            total_weight=total_weight,
+            rates=exchange.get("mean_rate", 0.0) * self.buckets.comm.size,
+        )
         self.steps_left = exchange["steps_left"]
         self._starts = starts
         if starts is not None:

@@ -157,7 +157,7 @@ class ParameterServer(Schedule):
         num_servers = comm.size if self.servers == "all" else self.servers
         servers = list(range(comm.size - num_servers, comm.size))
         self.is_server = self.servers != "all" and comm.rank in servers
-        self._parameters = list(reducer.parameters.trained())
+        self._parameters = list(reducer.exchange.trained())
         shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
         self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
@@ -276,7 +276,7 @@ class ParameterServer(Schedule):
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
-        zero_fill, codec = self._reducer.buffers.zero_fill, self._codec
+        zero_fill, codec = self._reducer.exchange.zero_fill, self._codec
         keeps_residuals = codec is not None and codec.keeps_residuals
         metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
@@ -435,7 +435,7 @@ class ParameterServer(Schedule):
         reducer, problem = self._reducer, None
         if nonfinite:
             problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-        reducer.means.nonfinite.record(problem)
+        reducer.exchange.nonfinite.record(problem)
         self._call_hooks("_optimizer_step_pre_hooks")
 
     def _call_hooks(self, which: str) -> None:
