@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, Sampler
 
+from torchmn.control.script import failure_notes
 from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.errors import UsageError
 
@@ -43,6 +44,7 @@ class PassSampler(Sampler[list[Any]]):
         self._pass = self._announced = None
         self._num_passes = self._num_before = 0
         self._number = divided_batches(comm).new_loader(self)
+        failure_notes.add(self)
 
     def _started(self, one_pass: LoaderPass) -> None:
         """A pass begins, in place of ``_pass``."""
@@ -95,6 +97,20 @@ class PassSampler(Sampler[list[Any]]):
         if self._pass.is_over:
             where = f"the end, after {where}"
         return f"{name}, pass {self._num_passes}, {where}"
+
+    def failure_note(self) -> str:
+        """The size of the part that the loop has in hand, where it may explain an exception."""
+        last = self._pass
+        if last is None or not last.num_parts or (last.is_of_loader and last.has_ended):
+            return ""
+        ((own, whole),) = last.parts(last.num_parts - 1)
+        if own > 1 or own == whole:
+            return ""
+        return (
+            f"torchmn: this rank has {own} of the {whole} samples of this batch of {self._name}: "
+            "none to divide by or to make a batch of, or too few for layers such as BatchNorm1d. "
+            "Give it drop_last=True, or another batch size."
+        )
 
 
 class CountedLoader(DataLoader[Any]):

@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from torchmn.control.script import failure_notes
 from torchmn.data import rank_seeds
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ class LoaderPass:
         self._has_ended = False
         self._loop: weakref.ref[object] | None = None
         self._own, self._all = array("q"), array("q")
-        failure_notes.add(self)
 
     def held_by(self, loop: object) -> None:
         """The script holds on to this object as long as it is in the pass."""
@@ -97,17 +95,6 @@ class LoaderPass:
         """The samples of the batches received from ``first`` on: of this rank and of all ranks."""
         last = self.num_parts
         return [*zip(self._own[first:last], self._all[first:last], strict=True)]
-
-    def failure_note(self) -> str:
-        """The size of the part that the loop has in hand, where it may explain an exception."""
-        own, whole = self.parts(self.num_parts - 1)[0] if self.num_parts else (0, 0)
-        if own > 1 or own == whole or (self.has_ended and self.is_of_loader):
-            return ""
-        return (
-            f"torchmn: this rank has {own} of the {whole} samples of this batch: none to divide by "
-            "or to make a batch of, or too few for layers such as BatchNorm1d. Give the loader "
-            "(or GlobalSampler) drop_last=True, or another batch size."
-        )
 
 
 class ReceivedBatches(Protocol):

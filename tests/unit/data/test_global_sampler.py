@@ -36,6 +36,9 @@ class Placement:
     def allgather_obj(self, value: object) -> list[object]:
         return [value] * self.size
 
+    def bcast_obj(self, value: object, root: int = 0) -> object:
+        return value
+
 
 def samplers(size: int, length: int, global_batch: int, **options: object) -> list[GlobalSampler]:
     return [GlobalSampler(length, Placement(r, size), global_batch, **options) for r in range(size)]
