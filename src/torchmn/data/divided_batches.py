@@ -7,6 +7,7 @@ communicator looks there for what its step is of; neither knows the other.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from array import array
 from collections.abc import Callable
@@ -37,6 +38,8 @@ class LoaderPass:
         first exchange."""
         self.is_fetched_here = False
         """Whether this process fetches the batches, and not workers."""
+        self.thread = 0
+        """That in which the last batch was received."""
         self.num_drawn = 0
         self.is_exhausted = False
         """Whether indices were requested after the last ones, by the loop or by prefetching."""
@@ -54,6 +57,7 @@ class LoaderPass:
     def hand_out(self) -> None:
         """The script receives the next batch."""
         self._num_received += 1
+        self.thread = threading.get_ident()
 
     def end(self) -> None:
         """The script has requested a batch after the last one."""

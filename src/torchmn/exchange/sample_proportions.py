@@ -3,7 +3,7 @@
 With the mean of a rank's part as its loss, the weights of ranks must be as their parts p_i of the
 batch of P samples. The loaders know the parts. What the step is of is known as well where the loop
 trains with each batch before it requests the next one: the batches received since the exchange
-before. A model that sees other samples, in the same loop, is found by what its forward counts, c_i:
+before. A model that sees other samples in the same loop is found by what its forward counts, c_i:
 
     P sum_i c_i^2 / p_i  >=  (sum_i c_i)^2,   with equality where all c_i = k p_i
 
@@ -11,13 +11,14 @@ so that one number per rank, summed in the footer of the exchange, shows it on a
 parts have one size there is nothing to weight, and nothing is compared.
 
 Where the first exchange finds more than one batch (batches are kept in a list, requested early, or
-accumulated), the count is the weight, and must be one of the parts that were handed out, each once
-and in this order, or all of them again. Parts of batches of several sizes in one step have no
+accumulated), the count is the weight, and must be one of the parts that were handed out, each once,
+or all of them again. Parts of batches of several sizes in one step have no
 weight that is right for each of them, and are refused.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -64,10 +65,10 @@ class _Found:
 
     passes: list[LoaderPass]
     parts: list[Part]
-    """Received since the exchange before; where batches are kept, all that may be meant."""
+    """Received since the exchange before; where batches are kept, all that no exchange was of."""
     is_kept: bool
-    first: int = 0
-    """Where batches are kept: the first that no exchange was of."""
+    counted: Shares | None = None
+    """Where batches are kept: of the last exchange with a forward pass."""
 
 
 class BatchShares:
@@ -87,6 +88,7 @@ class BatchShares:
                 self._received[each] = max(0, each.num_parts - 1)
             elif each.is_in_step:
                 self._received[each] = each.num_parts
+        self._thread = threading.get_ident()
         self._last: _Found | None = None
         self._first_passes: weakref.WeakSet[LoaderPass] | None = None
         self._has_warned = False
@@ -129,62 +131,76 @@ class BatchShares:
 
     def _find(self) -> _Found | None:
         last = self._last
-        left = last.parts[last.first :][-_MAX_LEFT:] if last is not None and last.is_kept else []
+        left = last.parts[-_MAX_LEFT:] if last is not None and last.is_kept else []
         new = {each: each.parts(self._received.get(each, 0)) for each in self._batches.passes}
         new = {each: parts for each, parts in new.items() if parts}
         in_hand = [each for each in new if not each.is_over]
         for each in in_hand:
             if each.is_in_step is None:
-                each.is_in_step = each.num_parts == 1 and not left
+                is_first = each.num_parts == 1 and not left
+                each.is_in_step = is_first and each.thread == self._thread
         passes = in_hand or [each for each in new if each.is_in_step] or [*new]
         parts = [part for each in passes for part in new[each]]
         if any(each.is_in_step for each in passes):
             return _Found(passes, parts, is_kept=False)
         if passes:
             return _Found(passes, [*left, *parts], is_kept=True)
-        if last is None or last.is_kept or not all(each.is_over for each in last.passes):
-            return last and replace(last)
+        if last is None or (not last.is_kept and not all(each.is_over for each in last.passes)):
+            return last
+        if last.is_kept and last.parts:
+            return replace(last)
         # What was handed out comes again, as from itertools.cycle.
-        return _Found(last.passes, [p for each in last.passes for p in each.parts()], is_kept=True)
+        again = [part for each in last.passes for part in each.parts()]
+        return _Found(last.passes, again, is_kept=True, counted=last.counted)
 
     def _shares(
         self, found: _Found, num_counted: float, num_forwards: int, is_used: bool
     ) -> Shares:
         if not (is_used or num_counted):  # no gradient of this rank, whatever the others have
             return Shares(0.0, 0.0, NOT_COMPARED, 0, 1, self)
-        parts, first = found.parts, found.first % len(found.parts)
-        own, total = parts[first if found.is_kept else -1]
+        parts, are_proportional = found.parts, self._have_one_proportion(found.parts)
+        if found.is_kept:
+            # What a thread requests is not the same on all ranks at a step.
+            is_of_thread = any(each.thread != self._thread for each in found.passes)
+            if is_of_thread or not are_proportional:
+                return self._of_kept(found, num_counted, num_forwards)
+            found.parts = parts[1:]
+        own, total = parts[0] if found.is_kept else parts[-1]
         weight = float(own)
-        if self._have_one_proportion(parts):
-            if found.is_kept:
-                found.first = first + 1
-            else:
-                weight = float(sum(each for each, _ in parts))
-            if total % self._size == 0:
-                return Shares(weight, num_counted or weight, NOT_COMPARED, own, total, self)
-        elif found.is_kept:
-            return self._of_kept(found, first, num_counted, num_forwards)
-        elif len(found.passes) > 1:
+        if are_proportional and not found.is_kept:
+            weight = float(sum(each for each, _ in parts))
+        elif not are_proportional and len(found.passes) > 1:
             latest = tuple(each.parts(each.num_parts - 1)[0] for each in found.passes)
             return Shares(weight, num_counted, (_UNFIT,), own, total, self, loaders=latest)
+        if are_proportional and total % self._size == 0:
+            return Shares(weight, num_counted or weight, NOT_COMPARED, own, total, self)
         # Else batches were left out, or were accumulated, which then shows.
         counted = num_counted or own
         fit = counted**2 / own if own else (_UNFIT if counted else 0.0)
         is_miscounted = counted % own != 0 if own else counted > 0
         return Shares(weight, counted, (fit,), own, total, self, is_miscounted)
 
-    def _of_kept(self, found: _Found, begin: int, num_counted: float, num_forwards: int) -> Shares:
+    def _of_kept(self, found: _Found, num_counted: float, num_forwards: int) -> Shares:
         """The count as the weight, if it is that of a batch that was kept, or of several."""
+        if not num_counted and found.counted is not None:
+            return found.counted  # a second backward pass of the same forward pass
         parts = found.parts
-        fitting: Sequence[Part] = ()
-        for first in range(begin, len(parts)):
-            for last in (first + 1, first + max(1, num_forwards)):
-                own = sum(own for own, _ in parts[first:last])
-                if not fitting and (num_counted % own == 0 if own else not num_counted):
-                    fitting, found.first = parts[first:last], first + 1
-        is_miscounted = not fitting or not self._have_one_proportion(fitting)
-        own, total = fitting[-1] if fitting else parts[begin]
-        return Shares(num_counted, num_counted, NOT_COMPARED, own, total, self, is_miscounted)
+        runs = [
+            (i, i + n) for n in dict.fromkeys((1, max(1, num_forwards))) for i in range(len(parts))
+        ]
+        sums = [sum(own for own, _ in parts[first:last]) for first, last in runs]
+        equal = [run for run, own in zip(runs, sums, strict=True) if own == num_counted]
+        several = [
+            run for run, own in zip(runs, sums, strict=True) if own and num_counted % own == 0
+        ]
+        first, last = next(iter([*equal, *several]), (0, 0))
+        chosen = parts[first:last]
+        found.parts = [*parts[:first], *parts[first + 1 :]] if chosen else parts
+        is_miscounted = not chosen or not self._have_one_proportion(chosen)
+        own, total = (chosen or parts)[0]
+        shares = Shares(num_counted, num_counted, NOT_COMPARED, own, total, self, is_miscounted)
+        found.counted = shares if num_counted else None
+        return shares
 
     def _have_one_proportion(self, parts: Sequence[Part]) -> bool:
         """Whether the parts of each rank are the same fraction of all of these batches.
