@@ -164,7 +164,8 @@ def counted_copy(loader: Loader, **own: Any) -> Loader:
     No constructor is called: a subclass may have another one. ``batch_sampler`` must be a
     `PassSampler`.
     """
-    copy: Loader = object.__new__(_counted_class(type(loader)))
+    kind: Any = type(loader)
+    copy: Loader = object.__new__(_counted_class(kind))
     vars(copy).update(vars(loader) | own)  # a DataLoader lets no attribute of these be set
     return copy
 
