@@ -35,15 +35,11 @@ class PassSampler(Sampler[list[Any]]):
     _number: int
     _announced: LoaderPass | None
     """A pass over a loader whose iterator has drawn nothing yet."""
-    _num_passes: int
-    _num_before: int
-    """Batches to train with that the passes before the last one have handed out."""
 
     def _begins_with(self, comm: Communicator, name: str) -> None:
         self._comm, self._name = comm, name
         self._pass = self._announced = None
-        self._num_passes = self._num_before = 0
-        self._number = divided_batches(comm).new_loader(self)
+        self._number = divided_batches(comm).new_loader()
         failure_notes.add(self)
 
     def _started(self, one_pass: LoaderPass) -> None:
@@ -55,9 +51,9 @@ class PassSampler(Sampler[list[Any]]):
 
     def begin_pass(self, *, is_of_loader: bool, fetches: bool) -> LoaderPass:
         """The next ``for`` begins. ``fetches``: in this process, and not in workers."""
-        one_pass = LoaderPass(divided_batches(self._comm), is_of_loader=is_of_loader)
+        batches = divided_batches(self._comm)
+        one_pass = LoaderPass(batches, self._number, is_of_loader=is_of_loader)
         self._started(one_pass)
-        self._num_before, self._num_passes = self.num_received(), self._num_passes + 1
         self._pass = one_pass
         self._announced = one_pass if is_of_loader else None
         if self._comm.rank > 0 and not fetches:
@@ -83,20 +79,6 @@ class PassSampler(Sampler[list[Any]]):
                 one_pass.streams.draw_apart()  # until the batch is fetched
             yield batch
         one_pass.is_exhausted = True
-
-    def num_received(self) -> int:
-        """See `ReceivedBatches.num_received`."""
-        return self._num_before + (0 if self._pass is None else self._pass.num_parts)
-
-    def place(self) -> str:
-        """See `ReceivedBatches.place`."""
-        name = f"loader {self._number} of {self._name}"
-        if self._pass is None:
-            return f"{name}, before its first batch"
-        where = f"batch {self._pass.num_received}"
-        if self._pass.is_over:
-            where = f"the end, after {where}"
-        return f"{name}, pass {self._num_passes}, {where}"
 
     def failure_note(self) -> str:
         """The size of the part that the loop has in hand, where it may explain an exception."""

@@ -11,7 +11,7 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from torchmn.data import rank_seeds
 
@@ -27,12 +27,15 @@ class LoaderPass:
     Args:
         batches: those of the communicator; passes over a loader of ours that hand out batches to
             train with are among them.
+        loader: its number.
         is_of_loader: whether a loader of ours counts what the script receives. Else what is drawn
             counts, which may be ahead of the script.
     """
 
-    def __init__(self, batches: DividedBatches, *, is_of_loader: bool) -> None:
-        self.is_of_loader = is_of_loader
+    def __init__(self, batches: DividedBatches, loader: int, *, is_of_loader: bool) -> None:
+        self.loader, self.is_of_loader = loader, is_of_loader
+        self.number = 0
+        """Among the passes of the communicator, from its first batch to train with on."""
         self.is_in_step: bool | None = None
         """Whether the loop trains with each batch before it requests the next one; None until the
         first exchange."""
@@ -101,14 +104,20 @@ class LoaderPass:
         return [*zip(self._own[first:last], self._all[first:last], strict=True)]
 
 
-class ReceivedBatches(Protocol):
-    """A loader, as far as ranks compare how many batches their loops have received."""
+class Loop(NamedTuple):
+    """A loop under way that trains with the batches of a loader, on this rank."""
 
-    def num_received(self) -> int:
-        """Batches to train with that loops have received, in all passes. Local."""
+    loader: int
+    """The number of the loader, the same on all ranks."""
+    number: int
+    """The number of the pass over the data, on this rank."""
+    num_received: int
+    """Batches of this pass that the loop has received."""
+    thread: int
+    """The thread that requests the batches."""
 
-    def place(self) -> str:
-        """The loader and where its loop is, for an error. Local."""
+    def __str__(self) -> str:
+        return f"batch {self.num_received} of loader {self.loader} of scatter_loader"
 
 
 _MAX_KEPT = 32
@@ -123,20 +132,21 @@ class DividedBatches:
         """Whether a loader gives ranks parts of batches, which may differ in size."""
         self.passes: list[LoaderPass] = []
         """In the order in which they began, as far as a step may be of their batches."""
-        self._num_loaders = 0
-        self._loaders: dict[int, weakref.ref[ReceivedBatches]] = {}
+        self._num_loaders = self._num_passes = 0
         self._when_used: list[weakref.WeakMethod[Callable[[], None]]] = []
 
-    def loaders(self) -> list[ReceivedBatches]:
-        """Those that still exist, in the order in which they were made, as on all ranks."""
-        found = (reference() for reference in list(self._loaders.values()))
-        return [loader for loader in found if loader is not None]
+    def loops(self) -> list[Loop]:
+        """The loops over these loaders that train and have not ended. Local."""
+        return [
+            Loop(each.loader, each.number, each.num_parts, each.thread)
+            for each in self.passes
+            if not each.is_over
+        ]
 
-    def new_loader(self, loader: ReceivedBatches) -> int:
-        """The number of another loader, from 0, the same on all ranks. It is not kept alive."""
-        number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        self._loaders[number] = weakref.ref(loader, lambda _: self._loaders.pop(number, None))
-        return number
+    def new_loader(self) -> int:
+        """The number of another loader, from 0, the same on all ranks."""
+        self._num_loaders += 1
+        return self._num_loaders - 1
 
     def note(self) -> None:
         """A loader divides batches: let those know that have asked. All ranks do, or none."""
@@ -155,6 +165,7 @@ class DividedBatches:
         """A pass has its first batch to train with."""
         for over in [each for each in self.passes if each.is_over][:-_MAX_KEPT]:
             self.passes.remove(over)
+        one_pass.number = self._num_passes = self._num_passes + 1
         self.passes.append(one_pass)
 
     def settle(self) -> None:

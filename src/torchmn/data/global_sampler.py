@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.counted_loader import PassSampler
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
@@ -207,7 +208,7 @@ class GlobalSampler(PassSampler):
         last = self._pass
         self._is_ahead = not one_pass.is_of_loader and last is not None and last.num_drawn == 0
         self._start = self._reached(is_left=True)
-        self._num_steps_before = self._comm.num_steps
+        self._num_steps_before = training_steps(self._comm).count
 
     def _parts(self, one_pass: LoaderPass) -> Iterator[list[int]]:
         return self._parts_from(self._start, one_pass)
@@ -230,7 +231,6 @@ class GlobalSampler(PassSampler):
 
     def _go_to(self, epoch: int, position: int = 0) -> None:
         """The next pass begins here."""
-        self._num_before = self.num_received()
         self._start, self._pass = SamplerState(epoch=epoch, position=position), None
 
     def order(self, epoch: int) -> Order:
@@ -319,9 +319,9 @@ class GlobalSampler(PassSampler):
 
     def _was_peek(self, num_received: int) -> bool:
         """Whether no step was taken on the batches of the last pass, given that it was left."""
-        if self._comm.num_steps is None:
+        if training_steps(self._comm).count is None:
             return num_received <= 1
-        return self._comm.num_steps == (self._num_steps_before or 0)
+        return training_steps(self._comm).count == (self._num_steps_before or 0)
 
     def _size_at(self, state: SamplerState) -> tuple[int, int]:
         """The size of the global batch that begins here, and the position up to which it holds."""

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchmn.cluster.units import counted
+from torchmn.comm.collectives import bcast_for
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.counted_loader import CountedLoader, PassSampler, counted_copy
 from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
@@ -300,7 +301,7 @@ class ScatteredBatches(PassSampler):
                 f"{self._comm.rank_label}: {list(state)} is not a state of a loader of "
                 "scatter_loader. Load what loader.batch_sampler.state_dict() has returned."
             )
-        self._num_before, self._order, self._pass = self.num_received(), None, None
+        self._order = self._pass = None
         self._resumed = LoaderState(**state) if num else None  # type: ignore[typeddict-item]
 
     def _parts(self, one_pass: LoaderPass) -> Iterator[list[Any]]:
@@ -355,7 +356,7 @@ class ScatteredBatches(PassSampler):
         purpose = "train" if torch.is_grad_enabled() else "evaluate"
         batch_size = getattr(self.batches, "batch_size", None)
         name = f"a pass over loader {self._number} of scatter_loader to {purpose}, {batch_size=}"
-        message = self._comm.bcast_for(name, message)
+        message = bcast_for(self._comm, name, message)
         if self._comm.rank > 0:
             rank_seeds.follow(message["random"])
         if own.before is not None and is_first:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.comm.allreduce import ReduceBlock
-from torchmn.comm.base import Granularity
 from torchmn.comm.codecs import Layout
 from torchmn.comm.engine import Work
+from torchmn.comm.routes.base import Granularity
 from torchmn.exchange.gradient_memory import CAN_COUNT, num_references
 
 NamedParameter = tuple[str, nn.Parameter]

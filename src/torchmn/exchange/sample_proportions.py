@@ -94,6 +94,11 @@ class BatchShares:
         self._has_warned = False
 
     @property
+    def are_used(self) -> bool:
+        """Whether there is a loader that divides batches. The same on all ranks."""
+        return self._batches.is_used
+
+    @property
     def is_in_first_pass(self) -> bool:
         """Whether the last exchange was of the first pass, or passes, that any was of."""
         last, first = self._last, self._first_passes

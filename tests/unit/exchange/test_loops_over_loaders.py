@@ -18,7 +18,6 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
-from torchmn.data import num_samples
 from torchmn.data.divided_batches import divided_batches
 from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
@@ -480,22 +479,3 @@ def test_a_sampler_of_global_batches_divides_for_an_optimizer_too() -> None:
 
     for found in run_ranks(train, 3):
         torch.testing.assert_close(found, train(), rtol=0, atol=1e-12)
-
-
-def test_what_ranks_compare_of_their_loops() -> None:
-    def rank_main(comm: Any) -> list[tuple[int, str]]:
-        run = Run(comm)
-        loaders = run.loader(), run.loader(4)
-        found = divided_batches(comm).loaders()
-        assert [each.num_received() for each in found] == [0, 0]
-        for _ in range(2):
-            for batch, _ in zip(loaders[0], "abc"[: 3 - comm.rank], strict=False):
-                assert num_samples(batch)
-        with torch.no_grad():
-            list(loaders[1])
-        return [(each.num_received(), each.place()) for each in found]
-
-    first, second = run_ranks(rank_main, 2)
-    assert [num for num, _ in first] == [8, 0], "zip requests a batch before it sees the end"
-    assert [num for num, _ in second] == [6, 0]
-    assert first[0][1] == "loader 0 of scatter_loader, pass 2, the end, after batch 4"

@@ -26,7 +26,7 @@ class Rank:
         self.begin(batches)
 
     def begin(self, batches: Sequence[int]) -> None:
-        self.now = LoaderPass(self.known, is_of_loader=True)
+        self.now = LoaderPass(self.known, 0, is_of_loader=True)
         self.loop = Loop()
         self.now.held_by(self.loop)
         for batch in batches:

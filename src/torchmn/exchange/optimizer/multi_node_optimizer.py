@@ -14,10 +14,12 @@ from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
-from torchmn.comm.training_start import training_start
+from torchmn.comm.training_start import training_start, training_steps
 from torchmn.compiling import not_compiled
 from torchmn.data.divided_batches import divided_batches
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.learning_rates import LearningRates
+from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.buckets import NamedParameter
@@ -115,7 +117,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         raise_if_it_has_no_hooks(inner)
         self.inner = inner
         self.communicator = comm
-        comm.num_steps = comm.num_steps or 0
+        training_steps(comm).expect()
         self.schedule = schedule
         self.tuner = tuner
         self._models = models = list(models)  # what refers to them need not refer to this
@@ -145,6 +147,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._taken_over_by = ""
         self._named = named = list[NamedParameter]()
         """The parameters that were unified last."""
+        self._batches = batches = BatchWatch(divided_batches(comm).loops)
         self._unify()
         self.reducer = GradientReducer(
             comm,
@@ -161,7 +164,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            rate=lambda: sum_of_rates(inner),
+            agreements=lambda: [
+                LearningRates(lambda: sum_of_rates(inner)),
+                ReceivedBatches(batches),
+            ],
             owner=self,
         )
         try:
@@ -245,7 +251,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def __repr__(self) -> str:
         parts = [self.schedule.name]
         if self._asked["codec"] is not None:
-            between = self.communicator.codec_scope or "no ranks"
+            between = self.communicator.route.codec_scope or "no ranks"
             parts.append(f"{self._asked['codec']} between {between}")
         return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
@@ -310,7 +316,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
         reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
-        self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
+        training_steps(self.communicator).add()
         self._has_local_passes = False
         self._block_reads.end_step()
         self._follow_groups()
@@ -522,12 +528,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
         No other collective may be called inside. Raises UnsupportedError: a closure is given to
         `step` inside.
         """
-        self._is_joining = True
+        self._is_joining = self._batches.is_joining = True
         try:
             with joined(self, self._models):
                 yield
         finally:
-            self._is_joining = False
+            self._is_joining = self._batches.is_joining = False
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied, and end a partial block. *Collective.*

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.cluster.units import listed
+from torchmn.comm.collectives import allgather_for
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule
@@ -129,7 +130,7 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
         return
     is_late = reducer.is_late or not reducer.is_active
     own_state = (is_late, reducer.were_own_changed)
-    states = comm.allgather_for("state of late ranks", own_state)
+    states = allgather_for(comm, "state of late ranks", own_state)
     changed = [rank for rank, (_, was_changed) in enumerate(states) if was_changed]
     if changed:
         raise RankMismatchError(f"{comm.rank_label}: on {listed('rank', changed)} {_CHANGED}")

@@ -16,8 +16,6 @@ learning rate schedule. Here gradients are pushed, each push is one update by th
 at the server, with the worker's hyper-parameters at that step; a shard holds whole parameters.
 """
 
-from __future__ import annotations
-
 import atexit
 import time
 import warnings
@@ -174,14 +172,16 @@ class ParameterServer(Schedule):
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
         if comm.size > 1:
-            self._messages = Messages(comm.new_transport("servers"), comm.timeout_s, comm.trust)
+            self._messages = Messages(
+                comm.groups.new_transport("servers"), comm.timeout_s, comm.trust
+            )
         if comm.rank in servers:
             self._start_server(shards[comm.rank])
         self._client = ServerClient(
             self._messages, self._memory, self._server, self._codec, comm.rank, comm.rank_label
         )
         self._engine = Engine(torch.device("cpu"))
-        comm.on_finalize(self.close)
+        self._forget_close = comm.on_finalize(self.close)
         # Before the interpreter takes down its threads, and before MPI is finalized.
         atexit.register(self.close)
 
@@ -215,7 +215,7 @@ class ParameterServer(Schedule):
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._comm.cancel_on_finalize(self.close)
+        self._forget_close()
         is_stuck = self._work is not None and not self._work.done
         if not is_stuck:  # else an error ended the loop while a request waits for its responses
             self._client.leave(_GRACE_S)
@@ -239,7 +239,7 @@ class ParameterServer(Schedule):
         self._engine.close()
         self._client.close()
         if transport is not None and not any(t.is_alive() for t in self._threads):
-            self._comm.close_transport(transport)
+            self._comm.groups.close_transport(transport)
 
     # ---- a step ----
 
