@@ -113,15 +113,30 @@ class Streams(ABC):
         """Whether the current stream records a CUDA graph and runs nothing."""
 
     @abstractmethod
-    def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
-        """Start to copy numbers to the host, behind what is queued on the current stream."""
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory (numel,) for copies that are queued, which no queued copy still uses."""
 
     @abstractmethod
+    def give_back(self, host: Tensor, event: Event) -> None:
+        """Let `pinned` use memory again, once the event is over."""
+
+    def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
+        """Start to copy numbers to the host, behind what is queued on the current stream."""
+        host = self.pinned(values.numel(), values.dtype)
+        host.copy_(values.detach().reshape(-1), non_blocking=True)
+        return Deferred(host, self.record(), check=check, give_back=self.give_back)
+
     def send(self, values: Tensor, into: Tensor) -> None:
         """Copy numbers of the host into memory of the device, in order with the current stream.
 
         ``values`` may be changed when it returns. The host waits for nothing.
         """
+        host = self.pinned(values.numel(), values.dtype)
+        host.copy_(values.reshape(-1))
+        into.copy_(host.view(into.shape), non_blocking=True)
+        event = self.record()
+        if event is not None:
+            self.give_back(host, event)
 
     def enter_thread(self) -> None:
         """Called once by a thread that will work with this device."""
@@ -147,6 +162,12 @@ class HostStreams(Streams):
 
     def is_capturing(self) -> bool:
         return False
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def give_back(self, host: Tensor, event: Event) -> None:
+        return
 
     def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
         """The values as they are now."""
@@ -190,16 +211,11 @@ class CudaStreams(Streams):
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
-        host = _pinned(values.numel(), values.dtype)
-        host.copy_(values.detach().reshape(-1), non_blocking=True)
-        return Deferred(host, self.record(), check=check, give_back=_give_back)
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return _memory.take(numel, dtype)
 
-    def send(self, values: Tensor, into: Tensor) -> None:
-        host = _pinned(values.numel(), values.dtype)
-        host.copy_(values.reshape(-1))
-        into.copy_(host.view(into.shape), non_blocking=True)
-        _give_back(host, self.record())
+    def give_back(self, host: Tensor, event: Event) -> None:
+        _memory.give_back(host, event)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
@@ -219,7 +235,6 @@ def streams_of(device: torch.device) -> Streams:
 
 _Event = torch.cuda.Event
 _free_events: defaultdict[torch.device, deque[_Event]] = defaultdict(deque)
-_free_memory: defaultdict[tuple[torch.dtype, int], deque[tuple[Tensor, Event]]] = defaultdict(deque)
 
 
 class _PooledEvent:
@@ -249,19 +264,33 @@ class _PooledEvent:
         self._free.append(self._event)
 
 
-def _pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Pinned memory (numel,) that no queued copy uses any more."""
-    free = _free_memory[dtype, numel]
-    for _ in range(len(free)):
-        try:
-            host, event = free.popleft()
-        except IndexError:  # another thread has taken it
-            break
-        if event.query():
-            return host
-        free.append((host, event))
-    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+class MemoryPool:
+    """Host memory that queued copies use, each piece with the event after its last copy."""
+
+    def __init__(self, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
+        self._allocate = allocate
+        self._free: defaultdict[tuple[int, torch.dtype], deque[tuple[Tensor, Event]]]
+        self._free = defaultdict(deque)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory (numel,) that no queued copy uses any more."""
+        free = self._free[numel, dtype]
+        for _ in range(len(free)):
+            try:
+                host, event = free.popleft()
+            except IndexError:  # another thread has taken it
+                break
+            if event.query():
+                return host
+            free.append((host, event))
+        with torch.inference_mode(False):  # it is used again in other modes
+            return self._allocate(numel, dtype)
+
+    def give_back(self, host: Tensor, event: Event) -> None:
+        """Use this memory again when the event is over."""
+        self._free[host.numel(), host.dtype].append((host, event))
 
 
-def _give_back(host: Tensor, event: Event) -> None:
-    _free_memory[host.dtype, host.numel()].append((host, event))
+_memory = MemoryPool(
+    lambda numel, dtype: torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+)

@@ -184,15 +184,56 @@ MAX_IN_A_ROW = 100
 """A script that catches the error and meets it in this many steps does not train any longer."""
 
 
+@dataclass(frozen=True)
+class ArrivingFlags:
+    """Which gradients of a step were not finite, known when the flags of a GPU have arrived."""
+
+    step: int
+    names: list[str]
+    flags: Deferred
+
+    def found(self) -> NonfiniteGradients | None:
+        """What was not finite. Waits for the flags."""
+        are_finite = self.flags.get().tolist()
+        names = [name for name, flag in zip(self.names, are_finite, strict=True) if not flag]
+        return NonfiniteGradients(self.step, {0: names}) if names else None
+
+
+def _start_to_look(reducer: GradientReducer) -> None:
+    """Find on a GPU what is not finite; `settle` of the reducer acts on it, a step later."""
+    streams = reducer.comm.engine.streams
+    if streams.is_capturing():  # a replayed graph leaves out the host
+        return
+    reducer.settle()
+    by_kind: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, parameter in reducer.exchange.trained():
+        if (grad := parameter.grad) is not None and grad.numel():
+            by_kind.setdefault((grad.device, grad.dtype), {})[name] = grad.detach().to_dense()
+    if not by_kind:
+        return
+    flags = [  # one kernel looks at many gradients
+        torch.isfinite(torch.stack(torch._foreach_norm([*grads.values()], float("inf"))))
+        for grads in by_kind.values()
+    ]
+    names = [name for grads in by_kind.values() for name in grads]
+    whole = torch.cat([each.to(flags[0].device) for each in flags])
+    deferred = reducer.comm.engine.fetch(whole)
+    reducer.exchange.own_flags = ArrivingFlags(reducer.step, names, deferred)
+
+
 def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor]) -> None:
     """Find what is not finite on one rank alone, which exchanges nothing.
 
-    Local; *collective over the ranks of the model* where it is sharded.
+    Local; *collective over the ranks of the model* where it is sharded. On a GPU, for which the
+    host does not wait, the next step raises it.
     """
+    if not reducer.comm.engine.streams.is_host:
+        _start_to_look(reducer)
+        return
     held = (reducer.parameters.of(parameter).grad for parameter in parameters)
     grads = [grad.detach().to_dense() for grad in held if grad is not None]
     names = []
-    if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):  # a GPU is waited for once
+    if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
         names = [  # none, if only the norm was too large
             name
             for name, parameter in reducer.exchange.trained()

@@ -20,7 +20,13 @@ from torchmn.exchange.agreements.weights import Weights
 from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
-from torchmn.exchange.finiteness import MAX_IN_A_ROW, TAKEN, NonfiniteGradients, NonfiniteLog
+from torchmn.exchange.finiteness import (
+    MAX_IN_A_ROW,
+    TAKEN,
+    ArrivingFlags,
+    NonfiniteGradients,
+    NonfiniteLog,
+)
 from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
 from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.means import Means
@@ -99,6 +105,8 @@ class GradientExchange:
         self._late_states: list[GradientState] = []
         self._has_warned = False
         self._num_active, self._num_samples = 0, 0.0
+        self.own_flags: ArrivingFlags | None = None
+        """What one rank alone will know of its gradients, on a GPU."""
         self.unsettled: Sums | None = None
         """The last sums, whose `settle` was not called yet."""
         self._assigned: list[GradientState] = []
@@ -372,6 +380,10 @@ class GradientExchange:
         all ranks raise the same error at the same point. Returns whether a step has applied means
         that were not finite.
         """
+        own, self.own_flags = self.own_flags, None
+        if own is not None:
+            self.was_applied = self.record_problem(own.found(), own.step) is not None
+            return self.was_applied
         sums, self.unsettled, self._assigned = self.unsettled, None, []
         if sums is None:
             return False

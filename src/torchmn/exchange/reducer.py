@@ -207,9 +207,7 @@ class GradientReducer:
         """
         self.step += 1
         self.replicas.step_ended()
-        parameters = self.parameters
-        is_divided = parameters.are_sharded or parameters.has_parallel_layers
-        if are_replicas and self.is_needed and not is_divided:
+        if are_replicas and self.is_needed:
             self.replicas.note(self.step, self.comm.size)
         if not self.is_needed:  # no backward pass does it
             self.contribution.reset()
@@ -231,7 +229,10 @@ class GradientReducer:
             raise_if_on_another_gpu([*trainable, *sparse], self.comm)
         if self.is_suspended:
             trainable, sparse = [], []
-        self.replicas.watch([*trainable, *sparse], self._find_buffers())
+        if self.parameters.are_sharded or self.parameters.mesh.has_parallel_layers:
+            self.replicas.watch([])
+        else:
+            self.replicas.watch([*trainable, *sparse], self._find_buffers())
         self._num_exchanges.num = 0
         self._watched = self.parameters.differentiable
         self.exchange.lay_out(
@@ -281,6 +282,7 @@ class GradientReducer:
     def close_for_good(self) -> None:
         """Let go of what has this reducer as well: it is freed without the garbage collector."""
         self.close()
+        self.replicas.watch([])
         self.owner, self.act_on_nonfinite, self._on_backward_end = None, _nothing, _nothing
 
     @property
@@ -429,6 +431,8 @@ class GradientReducer:
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
+        has_backward = self._pass is not None or self.has_unexchanged
+        own.begin_exchange(has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
             weight, num_samples = own.weight, own.num_samples
@@ -450,10 +454,10 @@ class GradientReducer:
             self._given_up,
             self._other_layout,
             self._loaded,
-            *([] if is_divided else [SampleShares(self.contribution)]),
             NumSteps(self.replicas),
             ReplicaChecksum(self.replicas),
             *self._further_agreements(),
+            *([] if is_divided else [SampleShares(self.contribution)]),
             self._num_exchanges,
             LateRanks(),
             JointPass(),
