@@ -16,9 +16,8 @@ OF_TENSORS = {"data", "device", "dtype", "grad", "is_complex", "itemsize", "shap
 LEFT = {
     "agreements/weights.py": 1,
     "auto/tuner.py": 6,
-    "optimizer/create.py": 1,
     "optimizer/ddp_hook.py": 2,
-    "optimizer/multi_node_optimizer.py": 13,
+    "optimizer/multi_node_optimizer.py": 12,
     "optimizer/recorded_steps.py": 4,
     "replicas.py": 1,
     "schedules/local_updates/base.py": 10,
@@ -64,7 +63,8 @@ def test_chains_of_attributes() -> None:
         str(path.relative_to(EXCHANGE)): reaches(path.read_text())
         for path in sorted(EXCHANGE.rglob("*.py"))
     }
-    assert {path: len(chains) for path, chains in found.items() if chains} == LEFT, found
+    more = {path: chains for path, chains in found.items() if len(chains) > LEFT.get(path, 0)}
+    assert not more
 
 
 def test_what_is_a_chain() -> None:

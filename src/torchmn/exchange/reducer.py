@@ -229,7 +229,7 @@ class GradientReducer:
             raise_if_on_another_gpu([*trainable, *sparse], self.comm)
         if self.is_suspended:
             trainable, sparse = [], []
-        if self.parameters.are_sharded or self.parameters.mesh.has_parallel_layers:
+        if self.parameters.are_sharded or self.parameters.has_parallel_layers:
             self.replicas.watch([])
         else:
             self.replicas.watch([*trainable, *sparse], self._find_buffers())
