@@ -112,7 +112,8 @@ class DoubleBuffering(Schedule):
                 "schedule='every_step'."
             )
         super().attach(reducer, inner)
-        self._exchange, self._rank_label = reducer.exchange, reducer.comm.rank_label
+        self._exchange, self._local_passes = reducer.exchange, reducer.local_passes
+        self._rank_label = reducer.comm.rank_label
         if self.delay_compensation:
             if self._exchange.sparse:
                 names = [name for name, _ in self._exchange.sparse]
@@ -176,7 +177,7 @@ class DoubleBuffering(Schedule):
         )
         if self._num_backwards == 0:
             self._reducer.exchange_now(is_late=True)
-        elif self._reducer.has_unexchanged:
+        elif self._local_passes.exist:
             raise UnsupportedError(
                 "A backward pass under no_sync() came after the one that was exchanged, before "
                 "step(). With double_buffering the pass outside no_sync() must be the last one."
