@@ -66,7 +66,7 @@ def submit(
     The job script is plain shell: edit it and submit it by hand as you like.
     """
     from torchmn.cluster.environment_variables import parse_variable
-    from torchmn.run import python_command
+    from torchmn.run.job import python_command
     from torchmn.submit.choose import choose_scheduler, installed_schedulers, raise_if_no_command
     from torchmn.submit.following import Follower
     from torchmn.submit.request import JobRequest, default_name, find_environment

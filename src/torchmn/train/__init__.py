@@ -13,17 +13,16 @@ from torchmn.errors import require
 
 if TYPE_CHECKING:
     from torchmn.train.allreduce_persistent import AllreducePersistent
-    from torchmn.train.batch_source import BatchSource, EpochLoader
+    from torchmn.train.batch_source import EpochLoader
     from torchmn.train.early_stopping import MultiNodeEarlyStoppingTrigger
     from torchmn.train.log_report import LogReport
     from torchmn.train.observation_aggregator import ObservationAggregator
     from torchmn.train.reports import extend_with_reports
     from torchmn.train.standard_updater import Classifier, StandardUpdater
-    from torchmn.train.trainer import Trainer, Updater
+    from torchmn.train.trainer import Trainer
 
 __all__ = [
     "AllreducePersistent",
-    "BatchSource",
     "Classifier",
     "EpochLoader",
     "LogReport",
@@ -31,12 +30,10 @@ __all__ = [
     "ObservationAggregator",
     "StandardUpdater",
     "Trainer",
-    "Updater",
     "extend_with_reports",
 ]
 _HOME = {
     "AllreducePersistent": "allreduce_persistent",
-    "BatchSource": "batch_source",
     "Classifier": "standard_updater",
     "EpochLoader": "batch_source",
     "LogReport": "log_report",
@@ -44,7 +41,6 @@ _HOME = {
     "ObservationAggregator": "observation_aggregator",
     "StandardUpdater": "standard_updater",
     "Trainer": "trainer",
-    "Updater": "trainer",
     "extend_with_reports": "reports",
 }
 

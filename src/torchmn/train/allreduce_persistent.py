@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 from pytorch_pfn_extras.training import extension
 from torch import nn
 
-from torchmn.train.evaluation import BufferRule, sync_buffers_
+from torchmn.train.evaluation import sync_buffers_
+from torchmn.train.evaluation.buffers import BufferRule
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -9,7 +9,8 @@ from pytorch_pfn_extras.training.extensions import log_report
 from pytorch_pfn_extras.training.trigger import TriggerLike  # type: ignore[attr-defined]
 
 from torchmn.record import recording
-from torchmn.train.evaluation import WeightedSums, means_of, merge_sums, scalars_of
+from torchmn.train.evaluation import WeightedSums, means_of, merge_sums
+from torchmn.train.evaluation.sums import scalars_of
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
