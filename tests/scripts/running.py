@@ -1,7 +1,5 @@
 """Runs a script in one process and on ranks, and compares what it returns and logs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

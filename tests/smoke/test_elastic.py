@@ -1,7 +1,5 @@
 """A round of an elastic job after a rank was killed."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

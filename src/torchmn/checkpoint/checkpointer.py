@@ -1,7 +1,5 @@
 """The checkpointer that users hold: save, resume, finish."""
 
-from __future__ import annotations
-
 import atexit
 import math
 import sys

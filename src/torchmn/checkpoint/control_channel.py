@@ -4,8 +4,6 @@ Disks differ, so a round may wait longer than a collective: the communicator's t
 second for every 10 MB written or read before it.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any

@@ -1,7 +1,5 @@
 """What a rank loads: its own state, or its part of the states of another number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -35,8 +33,8 @@ class RestoreOperation:
         self._comm = comm
         self._manifest = manifest
         self._num_parts = 1 if grid is None else num_model_parts(grid.sizes)
+        # The ranks that hold the same part of the model as this one.
         self._replicas = comm if grid is None else grid.replicas
-        """The ranks that hold the same part of the model as this one."""
         self._is_same_size = True
         self._states: dict[str, Any] = {}
         self._old_states: dict[str, list[Any]] = {}

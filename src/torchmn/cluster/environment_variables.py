@@ -4,8 +4,6 @@
 process of torchmn for another. Here is also how those of ``-x NAME=VALUE`` are read.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

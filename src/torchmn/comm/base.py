@@ -254,9 +254,11 @@ class Communicator(Collectives):
         """
         while self._on_finalize:
             self._on_finalize.pop()()
-        self.engine.close()
-        recording.forget(self)
-        self.groups.close()
+        try:
+            self.engine.close()
+        finally:
+            recording.forget(self)
+            self.groups.close()
 
     def __copy__(self) -> Communicator:
         return self

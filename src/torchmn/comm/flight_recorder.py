@@ -91,6 +91,10 @@ class FlightRecorder:
         self._members: dict[str, tuple[int, ...]] = {}
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._last_of: dict[str, CollectiveRecord] = {}
+        self._unfinished: deque[CollectiveRecord] = deque()
+        """Several, where collectives are queued on a device."""
+        self._late: dict[str, CollectiveRecord] = {}
+        """Those that were late, by group, until the next one of the group begins."""
         self._number = 0
         self._in_group: Counter[str] = Counter()
         self._bucket: int | None = None
@@ -145,12 +149,17 @@ class FlightRecorder:
         )
         self._entries.append(entry)
         self._last_of[group] = entry
+        self._unfinished.append(entry)
+        self._late.pop(group, None)
         return entry
 
     def end(self, entry: CollectiveRecord, state: State) -> None:
         """Record how it ended."""
         entry.ended_s = time.monotonic()
         entry.state, entry.wait = state, None
+        if state == "late":
+            self._late[entry.group] = entry
+        self._unfinished.remove(entry)
         if state == "late":
             # Before the error is raised: a script that catches it may exit at once, and the result
             # of the job would depend on a race.
@@ -202,22 +211,30 @@ class FlightRecorder:
 
     def running(self) -> list[CollectiveRecord]:
         """What has not ended yet. From any thread."""
-        return [each for each in self._last_of.copy().values() if each.state == "running"]
+        return [each for each in self._current().values() if each.state == "running"]
+
+    def _current(self) -> dict[str, CollectiveRecord]:
+        """The collective of each group that is under way, or its newest. From any thread."""
+        oldest = {each.group: each for each in reversed(self._unfinished.copy())}
+        return {**self._last_of.copy(), **oldest, **self._late.copy()}
 
     def overdue(self) -> CollectiveRecord | None:
         """A collective that has not completed within its limit. From any thread."""
         now = time.monotonic()
-        for entry in self._last_of.copy().values():
+        for entry in self._current().values():
             is_running_late = entry.state == "running" and now - entry.started_s >= entry.limit_s
             if entry.state == "late" or is_running_late:
                 return entry
         return None
 
     def describe(self) -> list[CollectiveStatus]:
-        """The newest collective of each group, for a report. From any thread."""
+        """The collective of each group that is under way, or its newest, for a report.
+
+        From any thread.
+        """
         now = time.monotonic()
         newest = []
-        for entry in self._last_of.copy().values():
+        for entry in self._current().values():
             members = self._members.get(entry.group, range(len(self.job_ranks)))
             if self._has_whole_job and entry.group not in self._members:
                 members = ()  # all: every rank reports this, and a list of all would be long

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from torchmn.cluster import Topology
 from torchmn.cluster.network import own_addresses
+from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.engine import Engine
-from torchmn.comm.flight_recorder import FlightRecorder
-from torchmn.comm.transports.base import Message, ReduceOp, TimeLimit, Transport
+from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
+from torchmn.comm.transports.base import Message, QueuedWork, ReduceOp, TimeLimit, Transport
 from torchmn.comm.transports.shared_memory import SharedMemoryTransport
 from torchmn.comm.transports.staging import await_stream
 from torchmn.comm.waiting import Wait
@@ -138,10 +140,14 @@ class Group:
         """Return when a GPU has done what is queued on the current stream. Local."""
         self._run("await_gpu", None, await_stream, device)
 
-    def all_true(self, flag: bool) -> bool:
-        """Whether the flag is True on all ranks."""
+    def all_true(self, flag: IsValid) -> IsValid:
+        """Whether the flag is True on all ranks; a tensor for a tensor."""
         if self.size == 1:
             return flag
+        if isinstance(flag, Tensor):
+            is_false = (~flag).to(torch.int32).view(1)
+            self.all_reduce_(is_false, "max")
+            return is_false.view(()) == 0
         is_false = torch.tensor([0 if flag else 1], dtype=torch.int32, device="cpu")
         self.all_reduce_(is_false, "max")
         return not int(is_false)
@@ -160,9 +166,23 @@ class Group:
         if tensor is not None:
             shape, dtype = tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, "?")
         wait = self.wait()
+        queued: list[QueuedWork] = []
+        if self.engine.may_queue:
+            wait.limit.on_queued = queued.append
         entry = self.flight_recorder.begin(self.name, name, shape, dtype, wait.limit.seconds, wait)
-        try:
+        with self._reported(entry, wait):
             result = method(*arguments, limit=wait.limit, **options)
+        if queued:
+            self.engine.watcher.watch(_QueuedCollective(self, entry, wait, queued))
+        else:
+            self.flight_recorder.end(entry, "done")
+        return result
+
+    @contextmanager
+    def _reported(self, entry: CollectiveRecord, wait: Wait) -> Iterator[None]:
+        """An error inside is recorded, and raised with the collective, rank and host."""
+        try:
+            yield
         except (TimeLimitError, PeerLostError) as error:
             is_late = isinstance(error, TimeLimitError)
             self.flight_recorder.end(entry, "late" if is_late else "failed")
@@ -171,8 +191,33 @@ class Group:
         except Exception as error:
             self.flight_recorder.end(entry, "failed")
             raise CommunicationError(f"{self.rank_label}: {entry} failed: {error}") from error
-        self.flight_recorder.end(entry, "done")
-        return result
+
+
+class _QueuedCollective:
+    """A collective whose work is queued on a device: a `Queued` of the engine's `Watcher`."""
+
+    def __init__(
+        self, group: Group, entry: CollectiveRecord, wait: Wait, works: list[QueuedWork]
+    ) -> None:
+        self._group, self._entry, self._wait, self._works = group, entry, wait, works
+
+    def begin(self) -> None:
+        """The collectives before it are over: it may begin now, and its limit counts from now."""
+        self._wait.restart()
+        self._entry.started_s = self._wait.began_s
+
+    def is_over(self) -> bool:
+        limit = self._wait.limit
+        with self._group._reported(self._entry, self._wait):
+            if not all(work.is_done() for work in self._works):
+                if limit.left_s > 0:
+                    return False
+                raise self._works[0].abort(limit.seconds)
+        self._group.flight_recorder.end(self._entry, "done")
+        return True
+
+    def drop(self) -> None:
+        self._group.flight_recorder.end(self._entry, "failed")
 
 
 class Groups:

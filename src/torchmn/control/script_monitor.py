@@ -11,8 +11,6 @@ It is installed explicitly, by the launcher's bootstrap (`torchmn.run.monitor.bo
 making a communicator changes nothing in the process.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import os
@@ -55,8 +53,8 @@ from torchmn.control.script import (
 
 _PERIOD_S = 0.2
 _STUCK_S = 0.5
+# How long a rank that failed only because of other ranks waits for the agent to end it.
 _TERMINATION_S = 10.0
-"""How long a rank that failed only because of other ranks waits for the agent to end it."""
 _MAX_CHARS = 16_000
 _BOOTSTRAP = str(Path(__file__).parents[1] / "run" / "monitor" / "bootstrap.py")
 
@@ -238,8 +236,7 @@ class ScriptMonitor:
             self._channel.post(message)
 
 
-_installed: list[ScriptMonitor] = []
-"""At most one: a process ends only once."""
+_installed: list[ScriptMonitor] = []  # at most one: a process ends only once
 
 
 def current() -> ScriptMonitor | None:

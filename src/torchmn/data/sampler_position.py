@@ -8,6 +8,7 @@ the end of the indices show that the loop has ended: the pass sees the iterator'
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -47,6 +48,8 @@ class SamplerPass:
         self._comm = comm
         self._num_steps_before = training_steps(comm).count
         self._num_drawn = 0
+        self.thread: int | None = None
+        """The thread that has requested the last batch, where that is seen."""
         self.is_exhausted = False
         """Whether indices were requested after the last ones, by the loop or by prefetching."""
         self._has_ended: bool | None = None
@@ -129,6 +132,7 @@ class SamplerPass:
         self._fetches = iterator._num_workers == 0
 
         def next_data() -> Any:
+            self.thread = threading.get_ident()
             try:
                 return original(owner())
             except StopIteration:

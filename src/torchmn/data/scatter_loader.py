@@ -263,6 +263,8 @@ class ScatteredBatches(Sampler[list[Any]]):
         own = self._pass = _Pass(SamplerPass(self._comm, source), self._resumed, self._before)
         if self._comm.rank == 0 and own.resumed is None:
             own.begin(self.batches)
+        own.parts.loader, counted = self._number, own.counted
+        own.parts.thread = lambda: counted.thread
         self._comm.divided_batches.add_pass(own.parts)
         return own.counted.batches(self._parts(own))
 

@@ -1,13 +1,10 @@
 """What a host gives its ranks: cores, quotas and memory limits of control groups."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torchmn.cluster.cpus import available_processors
-from torchmn.cluster.memory import memory_of_host
+from torchmn.cluster.cpus import available_processors, memory_of_host
 from torchmn.cluster.units import GiB, counted
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
+from torchmn.exchange.agreements.base import Agreement
+from torchmn.exchange.agreements.footer import Footer
+from torchmn.exchange.agreements.joint_pass import JointPass
+from torchmn.exchange.agreements.late_ranks import LateRanks
+from torchmn.exchange.agreements.presence import Presence
+from torchmn.exchange.agreements.weights import Weights
 from torchmn.exchange.assign_means import assign_means, assign_sparse_means, spread_nonfinite
 from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
 from torchmn.exchange.finiteness import NonfiniteGradients, NonfiniteLog
-from torchmn.exchange.footer import NUM_FOOTER
 from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
 from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.sharded_parameters import ModelMesh
@@ -126,30 +131,32 @@ class GradientExchange:
         parameters: Sequence[NamedParameter],
         sparse: Sequence[NamedParameter],
         watched: Sequence[nn.Parameter],
+        agreements: Callable[[], Sequence[Agreement]] = tuple,
     ) -> None:
         """Make the sets again, for these parameters. *Collective.*
 
         ``sparse`` are in no bucket. ``watched`` are those with a hook, see `BucketSet.number`.
+        ``agreements`` is called for each set: what ranks must have in common at its exchanges.
         """
         self.comm = comm
         self.memory.clear()
         algorithm = comm.route.allreduce_algorithm(codec)
-        self.sets = [
-            BucketSet(
-                comm,
-                algorithm,
-                plan_buckets(
-                    parameters,
-                    granularity=comm.route.granularity,
-                    bucket_bytes=self.bucket_bytes or comm.route.bucket_bytes,
-                    num_footer=NUM_FOOTER + (0 if self.zero_fill else len(parameters)),
-                    footer_device=sparse[0][1].device if sparse else None,
-                    allocate=comm.route.new_buffer,
-                ),
-                reduction=self.reduction,
+
+        def new_set() -> BucketSet:
+            presence = [] if self.zero_fill else [Presence(len(parameters))]
+            weights = Weights(may_be_zero=self.reduction == "sum")
+            footer = Footer(comm, [*agreements(), *presence], weights=weights)
+            buckets = plan_buckets(
+                parameters,
+                granularity=comm.route.granularity,
+                bucket_bytes=self.bucket_bytes or comm.route.bucket_bytes,
+                num_footer=footer.num_values,
+                footer_device=sparse[0][1].device if sparse else None,
+                allocate=comm.route.new_buffer,
             )
-            for _ in range(self.num_sets)
-        ]
+            return BucketSet(comm, algorithm, buckets, footer=footer, reduction=self.reduction)
+
+        self.sets = [new_set() for _ in range(self.num_sets)]
         for each in self.sets:
             each.number(watched)
         self.filling = self.sets[0]
@@ -264,6 +271,8 @@ class GradientExchange:
         """
         is_current = len(self.sets) == 1 and sums in self.sets  # summed in this pass
         assign_means(sums, self.memory, as_view=self._as_view, is_current=is_current)
+        if sums.footer.to_report:
+            sums.footer.report(sums.context)
         self._clear_absent(sums)
         assign_sparse_means(sums)
         found = self.discard(sums)
@@ -302,15 +311,15 @@ class GradientExchange:
 
     def _note_late_ranks(self, sums: BucketSet) -> None:
         """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
-        self.are_late_on_some, self.are_joint = sums.is_late_on_some, sums.is_joint
+        late = sums.footer.get(LateRanks)
+        self.are_late_on_some = late.are_some_late
+        self.are_joint = self.are_late_on_some and sums.footer.get(JointPass).is_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
-        own = sums.context
-        counts_zeros = own.is_late and not own.has_gradients and self.reduction == "mean"
-        if self.are_late_on_some and counts_zeros and own.weight and not self._has_warned:
+        weight = sums.context.weight
+        counts_zeros = late.is_late and not late.has_gradients and self.reduction == "mean"
+        if self.are_late_on_some and counts_zeros and weight and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                f"{self.comm.rank_label}: {_COUNTS_ZEROS.format(own.weight)}", stacklevel=2
-            )
+            warnings.warn(f"{self.comm.rank_label}: {_COUNTS_ZEROS.format(weight)}", stacklevel=2)
 
     @property
     def were_changed(self) -> bool:

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
@@ -22,18 +22,29 @@ from torch.utils.hooks import RemovableHandle
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.agreements.given_up import GivenUp
+from torchmn.exchange.agreements.joint_pass import JointPass
+from torchmn.exchange.agreements.late_ranks import LateRanks
+from torchmn.exchange.agreements.loaded_state import LoadedState
+from torchmn.exchange.agreements.measured_norms import MeasuredNorms
+from torchmn.exchange.agreements.num_exchanges import NumExchanges
+from torchmn.exchange.agreements.num_steps import NumSteps
+from torchmn.exchange.agreements.other_layout import OtherLayout
+from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
+from torchmn.exchange.agreements.sample_shares import SampleShares
+from torchmn.exchange.agreements.together import Together
 from torchmn.exchange.backward_pass import AtEnd, BackwardPass
 from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, Slot
 from torchmn.exchange.codec_state import codec_state, load_codec_state
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.exchange.finiteness import NonfiniteGradients
-from torchmn.exchange.footer import GIVEN_UP, OTHER_LAYOUT
 from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.gradient_memory import GradientState, gradient_state
 from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
-from torchmn.exchange.weights import Contribution, PassContext
+from torchmn.exchange.weights import Contribution
 from torchmn.record import recording
 
 
@@ -59,7 +70,7 @@ class GradientReducer:
         on_backward_end: called when the gradients of a backward pass are packed and all buckets but
             the last were handed over: a schedule's `backward_ended`.
         on_nonfinite: raises or warns about what is not finite, as the user has asked. *Collective.*
-        rate: returns the learning rates in one number, which must be the same on all ranks.
+        agreements: called for each set of buckets: what its owner wants to be the same on ranks.
         owner: the optimizer, for those that find the reducer by a parameter's hook.
 
     Only its own methods change a reducer. What this rank puts into an exchange is a frozen
@@ -88,7 +99,7 @@ class GradientReducer:
         find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
         find_buffers: Callable[[], Sequence[Watched]] = tuple,
         on_nonfinite: Callable[[], None] = lambda: None,
-        rate: Callable[[], float] = lambda: 0.0,
+        agreements: Callable[[], Sequence[Agreement]] = tuple,
         owner: object = None,
     ) -> None:
         self.comm = comm
@@ -118,9 +129,10 @@ class GradientReducer:
         self.passes_weight = 0.0
         """The sum of this rank's weights in them."""
         self._find_buffers = find_buffers
-        self._rate = rate
+        self._further_agreements = agreements
         self._is_syncing = True
-        self._has_loaded = False
+        self._given_up, self._other_layout = GivenUp(), OtherLayout()
+        self._loaded, self._num_exchanges = LoadedState(), NumExchanges()
         self._unexchanged: dict[Tensor, GradientState | None] = {}
         """Parameters whose gradient holds passes under no_sync() that no exchange has taken, and
         that gradient after the last of them; None: a hook of the script may change it later."""
@@ -171,7 +183,7 @@ class GradientReducer:
         steps.
         """
         load_codec_state(self.codec, self.comm, codec)
-        self._has_loaded = True
+        self._loaded.note()
         self.replicas.forget()
         self.load_progress(progress)
 
@@ -218,9 +230,11 @@ class GradientReducer:
         if self.is_suspended:
             trainable, sparse = [], []
         self.replicas.watch([*trainable, *sparse], self._find_buffers())
-        self._num_exchanges = 0
+        self._num_exchanges.num = 0
         self._watched = self.parameters.differentiable
-        self.exchange.lay_out(self.comm, self.codec, trainable, sparse, self._watched)
+        self.exchange.lay_out(
+            self.comm, self.codec, trainable, sparse, self._watched, self._agreements
+        )
         if self.is_needed:
             self._hooks = [
                 watch_gradient(parameter, self._on_gradient, index)
@@ -413,23 +427,30 @@ class GradientReducer:
             weight, num_samples = self.parameters.mesh.mean_weights(
                 own.weight, own.num_samples, self.comm.rank_label
             )
-        shares = None
-        if is_active and not self.parameters.mesh.has_parallel_layers:
-            shares = own.compare(num_samples)
         return PassContext(
             step=self.step,
             weight=weight,
             num_samples=num_samples,
             is_active=is_active,
             is_weight_given=is_active and own.is_set,
-            has_loaded=self._has_loaded,
-            index=self._num_exchanges,
-            rate=self._rate() if is_active else 0.0,
-            is_late=self.is_late,
-            is_miscounted=is_active and own.is_miscounted(shares),
-            shares=shares,
-            replica=self.replicas.now,
         )
+
+    def _agreements(self) -> list[Agreement]:
+        """What ranks must have in common at the exchanges of one set of buckets."""
+        is_divided = self.parameters.mesh.has_parallel_layers
+        return [
+            self._given_up,
+            self._other_layout,
+            self._loaded,
+            *([] if is_divided else [SampleShares(self.contribution)]),
+            NumSteps(self.replicas),
+            ReplicaChecksum(self.replicas),
+            *self._further_agreements(),
+            self._num_exchanges,
+            LateRanks(),
+            JointPass(),
+            MeasuredNorms(),
+        ]
 
     def _end_backward(self) -> None:
         ended, self._pass = self._pass, None
@@ -482,19 +503,27 @@ class GradientReducer:
     def _give_up_pass(self) -> None:
         """End the exchange of a pass that raised, and discard it. *Collective.*
 
-        Other ranks that have not given it up raise RankMismatchError at the end of theirs.
+        Raises RankMismatchError on all ranks, also at the end of the pass of those that have not
+        given it up, unless all have.
         """
-        self._pass = None
-        self._end_without_means(GIVEN_UP)
+        given_up, self._pass = self._pass, None
+        self._end_without_means(self._given_up)
         self.filling.restart()
+        try:
+            self.filling.raise_if_ranks_disagree()
+        except RankMismatchError as error:
+            if self.buffers.num_sets > 1 and given_up is not None:  # others use the next buckets
+                self._pass, given_up.failure = given_up, error
+            raise
 
-    def _end_without_means(self, flag: int) -> None:
+    def _end_without_means(self, why: Together) -> None:
         """Send the rest of this exchange with a footer that says why there will be no means."""
+        why.note()
         filling = self.filling
         self._begin_exchange()
         self.exchange.scale = filling.await_scale(self.exchange.scale)
-        filling.send_nothing(flag)
-        self._num_exchanges += 1
+        filling.send_nothing()
+        self._num_exchanges.num += 1
         self.exchange.exchange_sparse(weight=0.0)
         filling.drain()
 
@@ -549,9 +578,9 @@ class GradientReducer:
 
         Raises RankMismatchError on all ranks: not all have changed them.
         """
-        self._end_without_means(OTHER_LAYOUT)
+        self._end_without_means(self._other_layout)
         self.filling.restart()
-        self.filling.raise_if_flags_differ()
+        self.filling.raise_if_ranks_disagree()
         self.rebuild()
 
     def finish_filling(self) -> None:
@@ -566,19 +595,16 @@ class GradientReducer:
         for slot in filling.slots:
             if not slot.is_packed:
                 self._pack(slot)
-        is_active = filling.context.is_active
-        has_gradients = any(slot.has_gradient for slot in filling.slots) or any(
-            parameter.grad is not None for _, parameter in self.parameters.sparse
+        has_gradients = not self.is_late or (
+            any(slot.has_gradient for slot in filling.slots)
+            or any(parameter.grad is not None for _, parameter in self.parameters.sparse)
         )
-        filling.write_footer(
-            context=replace(filling.context, is_joint=self._is_joint, has_gradients=has_gradients),
-            presence=[]
-            if self.exchange.zero_fill
-            else [slot.has_gradient and is_active for slot in filling.slots],
-        )
+        late = filling.footer.get(LateRanks)
+        late.note(is_late=self.is_late, has_gradients=has_gradients)
+        filling.footer.get(JointPass).is_idle = not self._is_joint
+        filling.write_footer()
         self._unexchanged.clear()
-        self._num_exchanges += 1
-        self._has_loaded = False
+        self._num_exchanges.num += 1
         self.replicas.exchanged()
 
     def shadow_exchange(self) -> BucketSet:

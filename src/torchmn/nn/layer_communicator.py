@@ -79,8 +79,8 @@ class Ranks:
 
     def __init__(self, comm: Communicator | None) -> None:
         self.comm = comm
+        # The weight of this rank's loss in the pass under way, if the script has given one.
         self.given_weight: Callable[[], float | None] = _no_weight
-        """The weight of this rank's loss in the pass under way, if the script has given one."""
 
     def required(self, layer: nn.Module, cure: str) -> Communicator:
         """The communicator. Raises UsageError with the cure: it was left out of a pickle."""

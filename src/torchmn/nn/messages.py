@@ -7,8 +7,6 @@ description of an object (its structure, shapes and dtypes) follows where it is 
 the message before it on this connection.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,8 +40,8 @@ _HEADER = 8
 _TAG = 1
 _YEAR_S = 365 * 86400.0
 _PAUSE_S = 0.0005
+# The longest pause between two polls of a transport that polls.
 _LOOK_S = 0.5  # between two looks at a limit that another thread may end
-"""The longest pause between two polls of a transport that polls."""
 _KINDS = (FORWARD, BACKWARD)
 
 
@@ -155,9 +153,6 @@ class Messages:
                 f"dicts of them. ({error})"
             ) from error
         engine = self._engine("send", peer)
-        for buffer in message.buffers:
-            if buffer.is_cuda:
-                buffer.record_stream(engine.stream)
         self._sends.append((place, engine.submit(partial(self._send, place, message, samples))))
         while self._sends and self._sends[0][1].done:  # so that their memory is free
             self._finish_send()

@@ -3,8 +3,6 @@
 Used by the supervisor of a job, and for every round of an elastic job.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import socket
@@ -61,10 +59,9 @@ class AgentSession(RankSession):
         self._output = output
         self._problems: list[str] = []
         self._last_line = ""  # of all ranks
-        self.has_started = False
-        """Whether the agents were ordered to start their scripts."""
+        self.has_started = False  # whether the agents were ordered to start their scripts
+        # Until when ranks may save and exit, of `clock`, once SIGTERM was received.
         self.leave_by: float | None = None
-        """Until when ranks may save and exit, of `clock`, once SIGTERM was received."""
 
     def take_problems(self) -> list[str]:
         """Why scripts could not be started, each problem once."""

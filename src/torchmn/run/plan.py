@@ -1,7 +1,5 @@
 """Plan a job from the options of `torchmn run`: hosts, launcher and backend, and why."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """What every rank of a MultiprocessParallelUpdater does in an iteration; the workers' loop."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,10 +21,9 @@ from torchmn.train.evaluation import WeightedSums, batch_to, merge_sums
 from torchmn.train.evaluation.sums import Sums, scalars_of
 from torchmn.train.standard_updater import compute_gradients
 
-MAIN = 0
-"""The rank that steps the optimizer."""
+MAIN = 0  # the rank that steps the optimizer
+# Workers wait this long for a command: main may evaluate or write between two updates.
 _NO_LIMIT_S = 30 * 24 * 3600.0
-"""Workers wait this long for a command: main may evaluate or write between two updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +33,11 @@ class Order:
     rank: int
     size: int
     device: torch.device
-    port: int
-    """Of the store at which the ranks join."""
+    port: int  # of the store at which the ranks join
     secret: bytes
     timeout_s: float
-    seed: int
-    """Of the default random generator: dropout differs between ranks."""
-    payload: bytes
-    """Pickled (model, loss function, source of batches)."""
+    seed: int  # of the default random generator: dropout differs between ranks
+    payload: bytes  # pickled (model, loss function, source of batches)
 
 
 class Replica:

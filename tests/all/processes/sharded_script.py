@@ -3,8 +3,6 @@
 Each case is written once, for a `Side`: four ranks of a grid, or one process on the whole batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading

@@ -123,11 +123,7 @@ class Run:
 def begin(lab: Lab | None, folder: Path, *words: str, script: tuple[object, ...]) -> Run:
     command = [sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", "--backend", "gloo"]
     command += [*words, str(SCRIPT), ".", *map(str, script)]
-    env = {
-        **os.environ,
-        "PYTHONPATH": PYTHON_PATH,
-        "OMP_NUM_THREADS": "1",
-    }
+    env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     if lab is None:
         return Run(folder, lambda **more: subprocess.Popen(command, env=env, text=True, **more))
     env["TORCHMN_RSH"] = str(lab.rsh_agent)

@@ -3,8 +3,6 @@
 The hosts are network namespaces (`tests.netlab`); its agent stands for ssh.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -23,10 +21,7 @@ from tests.marks import ON_TEST_HOSTS
 from tests.netlab import Lab, netlab
 from torchmn.run.backend import find_mpirun
 
-pytestmark = [
-    *ON_TEST_HOSTS,
-    pytest.mark.timeout(180),
-]
+pytestmark = [*ON_TEST_HOSTS, pytest.mark.timeout(180)]
 
 PLACE = """
 import json, socket, sys, torch, torchmn

@@ -1,7 +1,5 @@
 """What is closed is let go of: a communicator does not keep it, nor its memory and connections."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

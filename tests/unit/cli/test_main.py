@@ -74,7 +74,7 @@ def completed(words: str) -> list[str]:
 
 def test_completed_names_are_the_registered_ones() -> None:
     from torchmn.cli import submit
-    from torchmn.submit.choose import NAMES
+    from torchmn.submit.site import NAMES
 
     assert submit.SCHEDULER_NAMES == NAMES
 

@@ -8,9 +8,9 @@ from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
 from torchmn.comm.allreduce import create_allreduce
+from torchmn.exchange.agreements.base import PassContext
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import plan_buckets
-from torchmn.exchange.weights import PassContext
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list:

@@ -1,7 +1,5 @@
 """The agents of a job and of an elastic round, over connections within this process."""
 
-from __future__ import annotations
-
 import errno
 import io
 import socket

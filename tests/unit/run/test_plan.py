@@ -1,7 +1,5 @@
 """From what was asked for to hosts, launcher and backend."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The whole text of a job script, and that every part of it is quoted for the shell."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -15,10 +13,10 @@ import pytest
 from tests.limits import limit
 from tests.unit.submit.examples import tutorial
 from torchmn.errors import LaunchError, UsageError
-from torchmn.submit.choose import SCHEDULERS
 from torchmn.submit.request import PythonEnvironment
 from torchmn.submit.scheduler import Answer, ask
 from torchmn.submit.script import job_script, make_log_dir, submit, write_script
+from torchmn.submit.site import SCHEDULERS
 
 
 def script(scheduler: str = "pbs", *, requeues: bool = False, **settings: object) -> str:

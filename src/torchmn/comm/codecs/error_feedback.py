@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import Side, StripeCodec, span_of
+from torchmn.comm.codecs.base import IsValid, Side, StripeCodec, span_of
 from torchmn.comm.codecs.layout import Layout
 from torchmn.comm.codecs.residuals import ResidualBlock, Residuals
 from torchmn.errors import UnsupportedError, UsageError
 
 
 class ErrorFeedback(StripeCodec):
-    """Wraps any stripe codec. Memory: 8 bytes an element of the stripes of other owners, and of the own one.
+    """Wraps any stripe codec. Memory: 8 bytes an element, of all stripes, as worker or as owner.
 
     One object belongs to one exchange: its residuals are of that exchange's parameters.
     Raises UsageError: not a stripe codec, or one that has error feedback.
@@ -89,7 +89,7 @@ class ErrorFeedback(StripeCodec):
         self._raise_without_names(stripe)
         self._residuals.flush_into(span_of(values, stripe), side, stripe)
 
-    def finish(self, *, is_valid: bool) -> None:
+    def finish(self, *, is_valid: IsValid) -> None:
         self._residuals.finish(is_valid=is_valid)
         self.codec.finish(is_valid=is_valid)
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import Side
+from torchmn.comm.codecs.base import IsValid, Side
 from torchmn.comm.codecs.layout import Layout, Segment
 from torchmn.errors import UsageError
 
@@ -117,6 +117,7 @@ class Residuals:
                 return
         block = self.block(side, stripe, span.device)
         span.add_(block.current)
+        block.pending.zero_()
         block.is_written = block.is_flushed = True
 
     def _has_piece(self, side: Side, segment: Segment) -> bool:
@@ -126,14 +127,20 @@ class Residuals:
             for piece in self._unassigned.get((side, segment.name), ())
         )
 
-    def finish(self, *, is_valid: bool) -> None:
+    def finish(self, *, is_valid: IsValid) -> None:
         """Make what was written since the last call valid, or discard it.
+
+        The host cannot know which of two tensors is the valid one before a tensor has arrived: the
+        device then copies, one pass more over memory.
 
         Pieces that no stripe has taken stay: their parameters are frozen for some steps, or the
         exchange was given up before it came to them.
         """
         for key, block in list(self._blocks.items()):
-            if block.is_written and is_valid:
+            if isinstance(is_valid, Tensor):
+                if block.is_written:
+                    torch.where(is_valid, block.pending, block.current, out=block.current)
+            elif block.is_written and is_valid:
                 if block.is_flushed:
                     del self._blocks[key]
                 block.current, block.pending = block.pending, block.current

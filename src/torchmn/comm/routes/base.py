@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -17,8 +17,10 @@ from torchmn.comm.allreduce import (
     create_allreduce,
 )
 from torchmn.comm.codecs import Codec
+from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.engine import Work
 from torchmn.comm.group import Group, Groups
+from torchmn.comm.streams import Event
 from torchmn.record import recording
 
 Granularity = Literal["parameter", "everything", "bucket"]
@@ -69,10 +71,11 @@ class Route:
     def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
         """Announce what `_sum_` will send first, if that is known before it runs. Local."""
 
-    def all_valid(self, is_valid: bool) -> bool:
+    def all_valid(self, is_valid: IsValid) -> IsValid:
         """Whether what was decoded is valid on all ranks. Only in ``on_complete`` of a sum.
 
-        By default all ranks have decoded the same bytes, so they agree.
+        A tensor of a GPU stays there, and so does the answer. By default all ranks have decoded the
+        same bytes, so they agree.
         """
         return is_valid
 
@@ -115,6 +118,7 @@ class Route:
         bucket: int | None = None,
         step: int | None = None,
         on_complete: Callable[[], None] | None = None,
+        after: Sequence[Event | None] = (),
     ) -> None:
         """Sum a buffer over all ranks, in place, with the same bits on all.
 
@@ -124,11 +128,14 @@ class Route:
             algorithm: from `allreduce_algorithm`; by default with the communicator's own codec.
             bucket: a number for the flight recorder, with ``step``.
             step: the step of the optimizer, for the flight recorder.
-            on_complete: called after the sum, before the next exchange of this rank begins.
+            on_complete: called after the sum, before the next exchange of this rank begins. On a
+                GPU the sum is queued then, on the current stream, and not done.
+            after: events of streams beside the current one that write into the buffer, from
+                ``comm.engine.streams.record()``.
 
         Raises UnsupportedError: the codec needs whole parameters and the route or block has parts.
         """
-        self._engine.call(self._sum_job(block, algorithm, bucket, step, on_complete))
+        self._engine.call(self._sum_job(block, algorithm, bucket, step, on_complete), after)
 
     def start_sum_(
         self,
@@ -138,13 +145,16 @@ class Route:
         bucket: int | None = None,
         step: int | None = None,
         on_complete: Callable[[], None] | None = None,
+        after: Sequence[Event | None] = (),
     ) -> Work[None]:
         """Start `sum_` and return at once; do not touch the buffer before `Work.wait` returns.
 
         All ranks start their sums and collectives in the same order. ``on_complete`` is called on
         the engine's thread. `Work.wait` raises what `sum_` would raise.
         """
-        return self._engine.submit(self._sum_job(block, algorithm, bucket, step, on_complete))
+        return self._engine.submit(
+            self._sum_job(block, algorithm, bucket, step, on_complete), after
+        )
 
     def _sum_job(
         self,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock, ReduceScatterAllGather
+from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.group import Group
 from torchmn.comm.routes.base import Route
 
@@ -25,7 +26,7 @@ class BetweenNodes(Route):
         num_nodes = len(self.topology.nodes)
         return f"the {num_nodes} nodes" if num_nodes > 1 else ""
 
-    def all_valid(self, is_valid: bool) -> bool:
+    def all_valid(self, is_valid: IsValid) -> IsValid:
         """The other ranks of the node have decoded other bytes, or none; elsewhere the same."""
         return self._node.all_true(is_valid)
 

@@ -275,7 +275,7 @@ class DdpHook:
         }
         # What one rank encodes others decode, so that ranks in one group agree; a group of one
         # leader decodes nothing and has only seen what it encoded.
-        self._was_finite = self.communicator.route.all_valid(not any(self._seen.values()))
+        self._was_finite = bool(self.communicator.route.all_valid(not any(self._seen.values())))
         codec.finish(is_valid=self._was_finite)
 
     def _note_nonfinite(self) -> None:

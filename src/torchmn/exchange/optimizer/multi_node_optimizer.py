@@ -17,6 +17,8 @@ from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start, training_steps
 from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.learning_rates import LearningRates
+from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.buckets import NamedParameter
@@ -144,6 +146,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._taken_over_by = ""
         self._named = named = list[NamedParameter]()
         """The parameters that were unified last."""
+        self._batches = batches = BatchWatch(comm.divided_batches.loops)
         self._unify()
         self.reducer = GradientReducer(
             comm,
@@ -160,7 +163,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            rate=lambda: sum_of_rates(inner),
+            agreements=lambda: [
+                LearningRates(lambda: sum_of_rates(inner)),
+                ReceivedBatches(batches),
+            ],
             owner=self,
         )
         try:
@@ -521,12 +527,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
         No other collective may be called inside. Raises UnsupportedError: a closure is given to
         `step` inside.
         """
-        self._is_joining = True
+        self._is_joining = self._batches.is_joining = True
         try:
             with joined(self, self._models):
                 yield
         finally:
-            self._is_joining = False
+            self._is_joining = self._batches.is_joining = False
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied, and end a partial block. *Collective.*

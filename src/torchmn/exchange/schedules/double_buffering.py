@@ -31,6 +31,7 @@ from torch.optim import LBFGS, Optimizer
 
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.gradient_memory import GradientState
@@ -230,7 +231,7 @@ class DoubleBuffering(Schedule):
         changed the gradients of this rank, and some rank had none then.
         """
         self._exchange.assign(means)
-        if means.is_late_on_some and self._was_changed:
+        if means.footer.get(LateRanks).are_some_late and self._was_changed:
             raise RankMismatchError(
                 f"{self._reducer.comm.rank_label}: in the step before, gradients were changed "
                 "between backward() and step(), as by clip_grad_norm_, and a rank without a "

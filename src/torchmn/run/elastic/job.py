@@ -1,7 +1,5 @@
 """An elastic job, and the commands of its processes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

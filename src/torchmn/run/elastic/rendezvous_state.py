@@ -5,8 +5,6 @@ came back may join. No sockets and no clock here: events come in, with the time 
 messages for hosts and for the launcher go out.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +26,10 @@ from torchmn.control.messages import (
 from torchmn.errors import UsageError
 from torchmn.run.host_checks import differences
 
-LAUNCHER = ""
-"""The recipient of messages for the launcher; no host has an empty name."""
+LAUNCHER = ""  # the recipient of messages for the launcher; no host has an empty name
 _STOP_MARGIN_S = 30.0
+# How long a host that is connected may take until its agent runs, which imports torch.
 _START_LIMIT_S = 60.0
-"""How long a host that is connected may take until its agent runs, which imports torch."""
 
 State = Literal["starting", "ready", "running", "stopping", "finished"]
 

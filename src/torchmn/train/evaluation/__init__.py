@@ -3,8 +3,6 @@
 What extends the evaluators of pytorch-pfn-extras loads on first use, and needs them.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -15,8 +13,10 @@ from torchmn.train.evaluation.evaluation_batches import batch_to, call_with_batc
 from torchmn.train.evaluation.sums import Ratio, WeightedSums, means_of, merge_sums
 
 if TYPE_CHECKING:
-    from torchmn.train.evaluation.create import create_multi_node_evaluator
-    from torchmn.train.evaluation.generic import GenericMultiNodeEvaluator
+    from torchmn.train.evaluation.create import (
+        GenericMultiNodeEvaluator,
+        create_multi_node_evaluator,
+    )
 
 __all__ = [
     "GenericMultiNodeEvaluator",
@@ -31,11 +31,10 @@ __all__ = [
     "merge_sums",
     "sync_buffers_",
 ]
-_HOME = {"GenericMultiNodeEvaluator": "generic", "create_multi_node_evaluator": "create"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in ("GenericMultiNodeEvaluator", "create_multi_node_evaluator"):
         raise AttributeError(f"module 'torchmn.train.evaluation' has no attribute {name!r}")
     require("pytorch_pfn_extras", name, "torchmn[trainer]")
-    return getattr(import_module(f"torchmn.train.evaluation.{_HOME[name]}"), name)
+    return getattr(import_module("torchmn.train.evaluation.create"), name)

@@ -9,8 +9,6 @@ Only the global batch changes what is learned. The others follow from it, from t
 and from the memory that a pass may use, and the mean gradient is the same for all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -32,11 +30,7 @@ from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
-from torchmn.nn.batch_norm import (
-    MultiNodeBatchNorm1d,
-    MultiNodeBatchNorm2d,
-    MultiNodeBatchNorm3d,
-)
+from torchmn.nn.batch_norm import MultiNodeBatchNorm1d, MultiNodeBatchNorm2d, MultiNodeBatchNorm3d
 from torchmn.nn.micro_batches import samples_to_cut, split
 from torchmn.record import recording
 from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
@@ -63,8 +57,7 @@ class _Plan:
 
     shares: tuple[int, ...]
     num_passes: int
-    pass_size: int
-    """The most samples of a pass on any rank."""
+    pass_size: int  # the most samples of a pass on any rank
 
 
 class GlobalBatch:
@@ -312,13 +305,7 @@ class GlobalBatch:
         if self.growth is not None:
             make = partial(GrowingSampler, growth=self.growth)
         self._sampler = make(
-            length,
-            self.comm,
-            self.initial,
-            seed,
-            shuffle,
-            drop_last=drop_last,
-            pad_last=pad_last,
+            length, self.comm, self.initial, seed, shuffle, drop_last=drop_last, pad_last=pad_last
         )
         self._sampler.batch = self
         return self._sampler

@@ -16,8 +16,6 @@ rank the sum of w |g|² has the expected value |G|² + a tr(Σ), with a = sum w 
 has |G|² + m tr(Σ), with m = sum w² / b. For equal batches these are the paper's equations.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping
@@ -32,8 +30,7 @@ from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.record import recording
 from torchmn.record.records import NOISE_SCALE
 
-_MIN_DIFFERENCE = 1e-6
-"""Of a and m, in parts of a: all weight on one rank leaves one equation."""
+_MIN_DIFFERENCE = 1e-6  # of a and m, in parts of a: all weight on one rank leaves one equation
 
 
 class GradientNoiseScale:

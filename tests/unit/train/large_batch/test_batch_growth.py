@@ -1,7 +1,5 @@
 """A growing batch loses and repeats no sample, also on another number of ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -49,6 +49,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.checksums import checksum
 from torchmn.comm.codecs import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.weights import weight_scale
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank
 from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
@@ -75,7 +76,6 @@ from torchmn.exchange.schedules.local_updates.outer_momentum import (
     take_partial_step,
 )
 from torchmn.exchange.schedules.local_updates.resharding import reshard_blocks
-from torchmn.exchange.weights import weight_scale
 
 IntraNode = Literal["every_step"]
 BlockSize = float | GrowingBlocks

@@ -16,8 +16,6 @@ learning rate schedule. Here gradients are pushed, each push is one update by th
 at the server, with the worker's hyper-parameters at that step; a shard holds whole parameters.
 """
 
-from __future__ import annotations
-
 import atexit
 import time
 import warnings
