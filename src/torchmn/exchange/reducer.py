@@ -512,7 +512,7 @@ class GradientReducer:
         try:
             self.filling.raise_if_ranks_disagree()
         except RankMismatchError as error:
-            if self.buffers.num_sets > 1 and given_up is not None:  # others use the next buckets
+            if self.exchange.num_sets > 1 and given_up is not None:  # others use the next buckets
                 self._pass, given_up.failure = given_up, error
             raise
 

@@ -17,6 +17,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 
+from torchmn.comm.collectives import allgather_for
 from torchmn.comm.scattered_loaders import Loop
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
@@ -98,7 +99,7 @@ class ReceivedBatches(Agreement):
     def report(self, context: PassContext) -> None:
         """See `Agreement.report`. Raises RankMismatchError."""
         own = ", ".join(map(str, self._own)) or "no loop over a loader"
-        places = self.comm.allgather_for("places of loops", own)
+        places = allgather_for(self.comm, "places of loops", own)
         where = "; ".join(f"rank {rank} at {place}" for rank, place in enumerate(places))
         raise RankMismatchError(
             f"{self.comm.rank_label}: the ranks exchange gradients of different batches: {where}. "
