@@ -12,7 +12,7 @@ import torchmn
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "names.md"
-INTERNAL = {"cli", "compiling", "control", "doctor", "observe", "submit"}
+INTERNAL = {"cli", "compiling", "control", "doctor", "names", "observe", "submit"}
 """Wings that users have no reason to import."""
 OTHER_NAMES = {
     **{home: name for name, home in torchmn._SUBMODULES.items() if home != f"torchmn.{name}"},

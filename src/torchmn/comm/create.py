@@ -57,13 +57,16 @@ from torchmn.errors import (
 from torchmn.record import recording
 
 ROUTES: dict[str, type[Route]] = {
-    "naive": NaiveRoute,
-    "flat": FlatRoute,
-    "hierarchical": HierarchicalRoute,
-    "two_dimensional": TwoDimensionalRoute,
-    "single_node": SingleNodeRoute,
-    "non_cuda_aware": NonCudaAwareRoute,
-    "pure_nccl": PureNcclRoute,
+    route.name: route
+    for route in (
+        NaiveRoute,
+        FlatRoute,
+        HierarchicalRoute,
+        TwoDimensionalRoute,
+        SingleNodeRoute,
+        NonCudaAwareRoute,
+        PureNcclRoute,
+    )
 }
 _GREETING_BYTES = 512
 _UUID_DIGITS = 12

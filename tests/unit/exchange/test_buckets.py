@@ -89,6 +89,10 @@ class OneRank:
 
     rank, size, overlaps_backward, rank_label = 0, 1, False, "rank 0"
 
+    @property
+    def route(self) -> OneRank:
+        return self
+
 
 def bucket_set(named, weight: float) -> BucketSet:
     made = BucketSet(OneRank(), create_allreduce(None), plan(named, "everything", num_footer=9))
