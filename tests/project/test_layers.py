@@ -30,7 +30,7 @@ ROWS = [
     {"record"},
     {"control"},
     {"cluster"},
-    {"compiling", "errors", VERSION},
+    {"compiling", "errors", "names", VERSION},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 MAY_IMPORT_RUN = {"cli", "doctor", "submit", "cntk", ROOT}
