@@ -40,6 +40,9 @@ def no_package(name: str) -> str | None:
     return f"{name} is not installed (pip install {name})" if is_missing else None
 
 
+# Examples that start processes, or need more than torchmn does, and what of that is missing.
+#
+# Each is run in the main thread of a process of its own.
 ALONE: dict[str, Callable[[], str | None]] = {
     "torchmn.cntk.logging.TensorBoardProgressWriter": partial(no_package, "tensorboard"),
     "torchmn.train.frameworks.accelerate.attach": partial(no_package, "accelerate"),
@@ -50,9 +53,6 @@ ALONE: dict[str, Callable[[], str | None]] = {
     "torchmn.run.start.run_elastic_job": lambda: None,
     "torchmn.run.start.run_job": lambda: None,
 }
-"""Examples that start processes, or need more than torchmn does, and what of that is missing.
-
-Each is run in the main thread of a process of its own."""
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "torchmn"
-ROOT = "torchmn"
-"""The unit of ``torchmn/__init__.py``, which loads the public names on first use."""
+ROOT = "torchmn"  # the unit of ``torchmn/__init__.py``, which loads the public names on first use
+# Of the root: to read it loads nothing, so that it counts as a unit of its own.
 VERSION = "__version__"
-"""Of the root: to read it loads nothing, so that it counts as a unit of its own."""
 ROWS = [
     {"__main__"},
     {"cli"},
@@ -33,8 +32,8 @@ ROWS = [
     {"compiling", "errors", VERSION},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
+# What trains needs no launcher; CNTK's sessions know preemption.
 MAY_IMPORT_RUN = {"cli", "doctor", "submit", "cntk", ROOT}
-"""What trains needs no launcher; CNTK's sessions know preemption."""
 
 
 def unit_of(path: Path) -> str:

@@ -10,8 +10,7 @@ from .models import built, mlp
 from .registry import script
 from .worker import Worker, whole_batch
 
-NUM_STEPS = 32
-"""In which the checksums of all parameters and buffers are compared."""
+NUM_STEPS = 32  # in which the checksums of all parameters and buffers are compared
 
 
 class _Codebook(nn.Module):

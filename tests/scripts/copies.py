@@ -14,9 +14,9 @@ from .models import mlp_and_sgd, take_step
 from .registry import script
 from .worker import Worker
 
+# Ranks are threads here, and `ast.parse` of Python 3.11 fails at times in two threads at once: "AST
+# constructor recursion depth mismatch".
 _parsing = threading.Lock()
-"""Ranks are threads here, and `ast.parse` of Python 3.11 fails at times in two threads at once:
-"AST constructor recursion depth mismatch"."""
 
 
 def _best_of(worker: Worker, copied: object, weight: str = "rank") -> list[nn.Module]:

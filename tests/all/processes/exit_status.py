@@ -147,8 +147,8 @@ def table() -> str:
 if __name__ == "__main__":
     print(table())
 
+# What happens under the launchers that need no hosts in `tests/smoke`.
 IN_SMOKE = ("All ranks end", "A rank raises an exception", "SIGTERM to the launcher")
-"""What happens under the launchers that need no hosts in `tests/smoke`."""
 
 
 def _is_in_smoke(launcher: Launcher, row: Row) -> bool:
