@@ -77,7 +77,7 @@ class ControlChannel:
         """Close the connections that ``comm`` made for it; no round may be in progress. Local."""
         transport, self._transport = self._transport, None
         if transport is not None:
-            comm.close_transport(transport)
+            comm.groups.close_transport(transport)
 
     def abort(self) -> None:
         """Make a waiting round fail. Called from another thread; the channel is unusable after."""

@@ -114,7 +114,7 @@ def create_multi_node_checkpointer(
         if _is_writable(comm, access):
             owner = _own(comm, access)
     storage = FolderStorage(where, gid=gid, confirm=None if owner is None else owner.confirm)
-    transport = comm.new_transport("checkpoint") if comm.size > 1 else None
+    transport = comm.groups.new_transport("checkpoint") if comm.size > 1 else None
     channel = ControlChannel(
         transport, comm.rank_label, comm.timeout_s, recorder=comm.flight_recorder.for_other_thread()
     )

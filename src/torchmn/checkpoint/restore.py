@@ -15,6 +15,7 @@ from torchmn.comm.grid import num_model_parts
 from torchmn.comm.local_tensors import is_divided
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.batch_settings import batch_settings_by_name
+from torchmn.data.scatter import warnings_of_shards
 from torchmn.errors import UsageError
 from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.resharding import (
@@ -110,8 +111,9 @@ class RestoreOperation:
                 f"the checkpoint also has {', '.join(self._unread)}, which was not requested."
             )
         if not self._is_same_size:
-            for obj in (*state.values(), self._comm):
+            for obj in state.values():
                 notes += warnings_of(obj)
+            notes += warnings_of_shards(self._comm)
         for label, own in batch_settings_by_name(state).items():
             saved = self._manifest.batches.get(label)
             note = None if saved is None else own.warning_after(saved, self._manifest.step)

@@ -47,7 +47,7 @@ def split_words(text: str, *, source: str) -> tuple[str, ...]:
     """The words of a command, quoted as for a shell. Raises UsageError: a quote is not closed.
 
     Example:
-        >>> split_words("--mca pml 'a b'", source="--launcher-args")
+        >>> split_words("--mca pml 'a b'", source="--launcher")
         ('--mca', 'pml', 'a b')
     """
     try:

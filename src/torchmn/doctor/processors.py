@@ -64,7 +64,7 @@ def _too_few_cores(host: str, facts: ProcessorFacts, slots: int) -> Iterator[Fin
             hosts=[host],
             seen=f"a control group gives {host} {facts.quota:.3g} of {facts.num_cores} cores",
             rule="Threads on more cores than the quota has are paused, and all ranks wait.",
-            cure="Raise cpu.max (or --cpus of the container), or set --threads to the quota.",
+            cure="Raise cpu.max (or --cpus of the container), or -x OMP_NUM_THREADS=the quota.",
             value=facts.quota,
             unit="cores",
         )

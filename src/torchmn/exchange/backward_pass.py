@@ -14,6 +14,7 @@ import torch
 
 from torchmn.compiling import not_compiled
 from torchmn.errors import CommunicationError, UsageError
+from torchmn.record.step_recorder import StepRecorder
 
 
 class _Members:
@@ -29,11 +30,20 @@ _MEMBERS: weakref.WeakValueDictionary[int, _Members] = weakref.WeakValueDictiona
 class BackwardPass:
     """A backward pass that has begun."""
 
-    def __init__(self, backward_id: int, callback: AtEnd, *, packs_early: bool) -> None:
+    def __init__(
+        self,
+        backward_id: int,
+        callback: AtEnd,
+        *,
+        packs_early: bool,
+        recorder: StepRecorder | None,
+    ) -> None:
         self.ids = {backward_id}
         """Of the pass, and of those that run inside of it."""
         self.packs_early = packs_early
         """Whether gradients can be packed before the pass ends."""
+        self.recorder = recorder
+        """Notes the time that packing takes in the pass; None if nothing does."""
         self.is_nested = _runs_inside_another()
         self.is_cleared = False
         """Whether the gradients were cleared since it raised."""

@@ -28,7 +28,7 @@ class LayerCommunicator:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm.split(0, comm.rank)
         comm.on_finalize(self.comm.finalize)
-        self._group: Group = self.comm.group_for_small_messages()
+        self._group: Group = self.comm.groups.for_small_messages()
         self._rank_label = comm.rank_label
         self._num_layers = 0
         self._seen: WeakSet[nn.Module] = WeakSet()

@@ -60,6 +60,14 @@ _CLOCK_PERIOD_S = 60.0
 _VERSIONED = ("torch", "numpy", "mpi4py")
 
 
+class HasAddresses(Protocol):
+    """The connections of a communicator."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those at which the other ranks reach this one."""
+
+
 class World(Traffic, TracedComm, Protocol):
     """What is used of a communicator."""
 
@@ -70,8 +78,8 @@ class World(Traffic, TracedComm, Protocol):
     device: torch.device
 
     @property
-    def addresses(self) -> list[str]:
-        """Those at which the other ranks reach this one."""
+    def groups(self) -> HasAddresses:
+        """Its connections."""
 
     @property
     def settings(self) -> dict[str, str]:
@@ -238,7 +246,7 @@ def start(comm: World, folder: Path) -> Recording | None:
         if (folder / FOLDER).exists():
             folder = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         with contextlib.suppress(OSError):  # without sockets clocks are not compared
-            server = ClockServer(comm.addresses)
+            server = ClockServer(comm.groups.addresses)
         offer = str(folder), None if server is None else server.address
     name, address = comm.bcast_obj(offer)
     try:
@@ -411,7 +419,7 @@ def _run_start(comm: World) -> RunStart:
         at_s=time.perf_counter(),
         settings={"script": " ".join(sys.argv), **comm.settings},
         versions=_versions(),
-        link_bytes_per_s=_link_bytes_per_s(comm.addresses),
+        link_bytes_per_s=_link_bytes_per_s(comm.groups.addresses),
     )
 
 

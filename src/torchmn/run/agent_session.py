@@ -38,6 +38,8 @@ from torchmn.run.monitor.rank_session import (
 )
 from torchmn.run.rank_environment import torchrun_variables
 
+BINDING_FILE = "binding.txt"
+"""In the log folder: cores, GPU, memory node and threads of each rank."""
 _MAX_HANG_LINES = 200
 
 
@@ -111,8 +113,8 @@ class AgentSession(RankSession):
             self._on_output(record, message)
         elif isinstance(message, ScriptStarted):
             connection.script_pid = message.pid
-            if self._job.shows_binding:
-                self._output.say(_binding(record, message))
+            with (self.log_dir / BINDING_FILE).open("a") as file:
+                file.write(f"{_binding(record, message)}\n")
         elif isinstance(message, StartRefused):
             self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
         elif isinstance(message, Refresh):

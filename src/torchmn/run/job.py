@@ -54,7 +54,6 @@ class Job:
     hosts: tuple[Host, ...] = ()
     exported: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
-    shows_binding: bool = False
     cwd: Path = field(default_factory=Path.cwd)
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     grace_s: float = FAILURE_GRACE_S

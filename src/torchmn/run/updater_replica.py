@@ -11,8 +11,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.optim import Optimizer
 
 from torchmn.cluster import Topology
-from torchmn.comm import ROUTES, Communicator
+from torchmn.comm import Communicator
 from torchmn.comm.object_codec import Trust
+from torchmn.comm.routes.flat import FlatRoute
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.data.batch_size import num_samples
 from torchmn.train.batch_source import BatchSource
@@ -72,7 +73,8 @@ class Replica:
             timeout_s=order.timeout_s,
             cuda_device=order.device if order.device.type == "cuda" else None,
         )
-        return ROUTES["flat"](
+        return Communicator(
+            FlatRoute,
             transport,
             Topology(("localhost",) * order.size),
             device=order.device,

@@ -96,7 +96,7 @@ def _options(job: JobRequest) -> list[str]:
     The number of all ranks, since it refuses to start where the scheduler gave fewer slots.
     """
     settings = job.settings
-    threads = ["--threads", str(settings.threads)] if settings.threads else []
+    threads = ["-x", f"OMP_NUM_THREADS={settings.threads}"] if settings.threads else []
     grace = ["--grace", str(settings.grace)] if settings.grace else []
     exported = [word for name, _ in settings.exports for word in ("-x", name)]
     return ["-n", str(job.num_ranks), *threads, *grace, *exported]

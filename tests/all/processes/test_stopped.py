@@ -87,9 +87,7 @@ def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
         "--backend",
         "gloo",
         "--elastic",
-        "1:1",
-        "--join-timeout",
-        "60",
+        "1:1:60",
         "--max-restarts",
         "0",
     )

@@ -18,7 +18,7 @@ from torchmn.testing import run_ranks
 
 
 def num_groups(comm: Communicator) -> int:
-    return len(comm._groups)
+    return len(comm.groups)
 
 
 def collect(comm: Communicator) -> None:

@@ -28,7 +28,7 @@ def test_the_ranks_are_started_in_the_background_with_all_options() -> None:
     """The shell waits for them by itself, so that it can pass signals on."""
     text = script(exports=(("NCCL_SHM_DISABLE", "1"),))
     assert (
-        'torchmn run -n 4 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\\n'
+        'torchmn run -n 4 -x OMP_NUM_THREADS=1 -x NCCL_SHM_DISABLE --log-dir "$log" \\\n'
         "  train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32 &\nrun=$!\n"
     ) in text
     assert 'for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done' in text

@@ -118,7 +118,7 @@ class Autotuner:
         self._default = Plan(
             schedule=next(iter(self.space.schedules)),
             codec=self.space.codecs[0],
-            bucket_bytes=optimizer.reducer.comm.bucket_bytes,
+            bucket_bytes=optimizer.communicator.route.bucket_bytes,
         )
         self._using = self._default
 
@@ -190,7 +190,7 @@ class Autotuner:
         """Time links and codecs, and select the plans to try."""
         comm = self._optimizer.reducer.comm
         self.trials.append(Trial(self._default, self._slowest_s()))
-        group = comm.inter_node_group
+        group = comm.route.inter_node_group
         link = None
         if group is not None:
             link = comm.engine.call(lambda: measure_links(group, comm.device))

@@ -156,7 +156,7 @@ def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
         return evidence, CURES[phase].replace("Load", "Look at its disk and its loaders; load")
     sharing = _shares_cores(summary, late.group)
     if sharing:
-        cure = "Bind each rank to cores of its own: torchmn run does, --show-binding lists them."
+        cure = "Bind each rank to cores of its own, as torchmn run does (binding.txt of its log)."
         return sharing, cure
     late_s = float(late.excess.mean())
     queued_s = _more_than_others(summary, "run_queue_s", late.group)

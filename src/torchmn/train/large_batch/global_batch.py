@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from torchmn.cluster.units import counted
 from torchmn.comm import Communicator
+from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings
 from torchmn.data.global_sampler import GlobalSampler
 from torchmn.data.scatter import shard_bounds
@@ -332,13 +333,13 @@ class GlobalBatch:
         train with, and there is a multi-node optimizer of these ranks; ranks make different numbers
         of passes (on all ranks), and the model has batch normalization over all ranks.
         """
-        if optimizer is None and self.comm.num_steps is not None and self.comm.size > 1:
+        if optimizer is None and training_steps(self.comm).count is not None and self.comm.size > 1:
             self._raise_if_training()
         if self.growth is not None:
             self._note_settings()
         num_own = samples_to_cut(samples, "the batch")
         ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
-        is_sum = ours is not None and ours.reducer.buffers.reduction == "sum"
+        is_sum = ours is not None and ours.reducer.exchange.reduction == "sum"
         if ours is not None and not is_sum:
             ours.set_weight(num_own)
         num_passes = min(self._num_passes_of(num_own, ours), num_own)

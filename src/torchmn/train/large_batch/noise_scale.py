@@ -180,7 +180,7 @@ def _raise_if_unknowable(optimizer: MultiNodeOptimizer) -> None:
             f"{label}: GradientNoiseScale with codec {codec.name}, whose error would be taken for "
             "noise. Measure in a short run without a codec, or with float16 or bfloat16."
         )
-    if reducer.buffers.reduction == "sum":
+    if reducer.exchange.reduction == "sum":
         raise UsageError(
             f"{label}: GradientNoiseScale with reduction='sum': a sum grows with the batch. Let "
             "the loss be a mean over samples, with reduction='mean' and weight='samples'."

@@ -157,7 +157,7 @@ class ParameterServer(Schedule):
         num_servers = comm.size if self.servers == "all" else self.servers
         servers = list(range(comm.size - num_servers, comm.size))
         self.is_server = self.servers != "all" and comm.rank in servers
-        self._parameters = list(reducer.parameters.trained())
+        self._parameters = list(reducer.exchange.trained())
         shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
         self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
@@ -174,14 +174,16 @@ class ParameterServer(Schedule):
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
         if comm.size > 1:
-            self._messages = Messages(comm.new_transport("servers"), comm.timeout_s, comm.trust)
+            self._messages = Messages(
+                comm.groups.new_transport("servers"), comm.timeout_s, comm.trust
+            )
         if comm.rank in servers:
             self._start_server(shards[comm.rank])
         self._client = ServerClient(
             self._messages, self._memory, self._server, self._codec, comm.rank, comm.rank_label
         )
         self._engine = Engine(torch.device("cpu"))
-        comm.on_finalize(self.close)
+        self._forget_close = comm.on_finalize(self.close)
         # Before the interpreter takes down its threads, and before MPI is finalized.
         atexit.register(self.close)
 
@@ -215,7 +217,7 @@ class ParameterServer(Schedule):
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._comm.cancel_on_finalize(self.close)
+        self._forget_close()
         is_stuck = self._work is not None and not self._work.done
         if not is_stuck:  # else an error ended the loop while a request waits for its responses
             self._client.leave(_GRACE_S)
@@ -237,7 +239,7 @@ class ParameterServer(Schedule):
         self._engine.close()
         self._client.close()
         if transport is not None and not any(t.is_alive() for t in self._threads):
-            self._comm.close_transport(transport)
+            self._comm.groups.close_transport(transport)
 
     # ---- a step ----
 
@@ -274,7 +276,7 @@ class ParameterServer(Schedule):
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
-        zero_fill, codec = self._reducer.buffers.zero_fill, self._codec
+        zero_fill, codec = self._reducer.exchange.zero_fill, self._codec
         keeps_residuals = codec is not None and codec.keeps_residuals
         metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
@@ -432,7 +434,7 @@ class ParameterServer(Schedule):
         reducer, problem = self._reducer, None
         if nonfinite:
             problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-        reducer.means.nonfinite.record(problem)
+        reducer.exchange.nonfinite.record(problem)
         self._call_hooks("_optimizer_step_pre_hooks")
 
     def _call_hooks(self, which: str) -> None:
