@@ -48,7 +48,7 @@ ALONE: dict[str, Callable[[], str | None]] = {
     "torchmn.train.frameworks.accelerate.attach": partial(no_package, "accelerate"),
     "torchmn.train.frameworks.lightning.fabric_strategy": partial(no_package, "lightning"),
     "torchmn.train.frameworks.lightning.lightning_strategy": partial(no_package, "lightning"),
-    "torchmn.run.multiprocess_updater.MultiprocessParallelUpdater": lambda: None,
+    "torchmn.train.multiprocess_updater.MultiprocessParallelUpdater": lambda: None,
     "torchmn.run.rank_environment.run_as_rank": lambda: None,
     "torchmn.run.start.run_elastic_job": lambda: None,
     "torchmn.run.start.run_job": lambda: None,

@@ -20,8 +20,9 @@ ROWS = [
     {"cli"},
     {ROOT},
     {"testing", "doctor", "submit", "cntk", "links", "functions"},
+    {"train"},
     {"run"},
-    {"observe", "train", "checkpoint"},
+    {"observe", "checkpoint"},
     {"exchange"},
     {"nn"},
     {"data"},
@@ -32,8 +33,9 @@ ROWS = [
     {"compiling", "errors", VERSION},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
-# What trains needs no launcher; CNTK's sessions know preemption.
-MAY_IMPORT_RUN = {"cli", "doctor", "submit", "cntk", ROOT}
+# What trains needs no launcher, but for the updater that starts processes; CNTK's sessions know
+# preemption.
+MAY_IMPORT_RUN = {"cli", "doctor", "submit", "cntk", "train", ROOT}
 
 
 def unit_of(path: Path) -> str:
