@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from torchmn.exchange.replica_check import ReplicaCheck
     from torchmn.run import Preemption
     from torchmn.run.launch_local import launch_local
-    from torchmn.run.multiprocess_updater import MultiprocessParallelUpdater
     from torchmn.train import (
         AllreducePersistent,
         MultiNodeEarlyStoppingTrigger,
@@ -63,6 +62,7 @@ if TYPE_CHECKING:
         Ratio,
         create_multi_node_evaluator,
     )
+    from torchmn.train.multiprocess_updater import MultiprocessParallelUpdater
 
     compression = codecs
 
@@ -75,7 +75,7 @@ _HOME = {
     "Grid": "torchmn.comm",
     "MultiNodeEarlyStoppingTrigger": "torchmn.train",
     "MultiNodeOptimizer": "torchmn.exchange.optimizer",
-    "MultiprocessParallelUpdater": "torchmn.run.multiprocess_updater",
+    "MultiprocessParallelUpdater": "torchmn.train.multiprocess_updater",
     "ObservationAggregator": "torchmn.train",
     "RankPlacement": "torchmn.cluster",
     "Preemption": "torchmn.run",

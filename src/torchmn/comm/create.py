@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from torchmn.cluster import RankPlacement, Topology
-from torchmn.cluster.gpus import may_share_gpus
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
     RECORD_VARIABLE,
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
 )
+from torchmn.cluster.gpus import may_share_gpus
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import rdma_adapters
 from torchmn.cluster.units import MiB
