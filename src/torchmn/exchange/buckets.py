@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Layout
@@ -261,7 +261,7 @@ def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
         values = torch.view_as_complex(buffer[start:end].view(-1, 2))
     else:
         values = buffer[start : start + parameter.numel()]
-    alias = from_dlpack(to_dlpack(values))
+    alias = from_dlpack(values)
     return alias.set_(alias.untyped_storage(), 0, shape, strides)
 
 
