@@ -131,7 +131,9 @@ class Streams(ABC):
 
         ``values`` may be changed when it returns. The host waits for nothing.
         """
-        host = self.pinned(values.numel(), values.dtype)
+        # In the dtype of the device: torch would convert into memory that is not pinned, and copying
+        # that may wait for the stream.
+        host = self.pinned(values.numel(), into.dtype)
         host.copy_(values.reshape(-1))
         into.copy_(host.view(into.shape), non_blocking=True)
         event = self.record()
