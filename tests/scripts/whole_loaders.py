@@ -432,6 +432,42 @@ def zipped_into_one(worker: Worker) -> nn.Module:
     return model
 
 
+@script(
+    "A batch that one rank leaves out by itself, as where its part of the loss is not finite",
+    **everywhere(
+        Refused(
+            "the ranks exchange gradients of different batches",
+            cure="decide by a value that all ranks share, or call `set_weight(0)`",
+        )
+    ),
+)
+def left_out_on_one_rank(worker: Worker) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker)
+    for number, (x, y) in enumerate(_loader(worker)):
+        if number == 3 and worker.rank == 1:
+            continue
+        take_step(model, optimizer, x, y)
+    return model
+
+
+@script(
+    "A task that each rank chooses by its own random numbers",
+    **everywhere(
+        Refused(
+            "the ranks exchange gradients of different batches",
+            cure="draw it from a generator with the same seed on all ranks",
+        )
+    ),
+)
+def task_of_own(worker: Worker) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker)
+    tasks = [iter(_loader(worker)) for _ in range(2)]
+    for number in range(8):
+        x, y = next(tasks[(number + worker.rank * (number > 2)) % 2])
+        take_step(model, optimizer, x, y)
+    return model
+
+
 @script("All batches of an epoch are kept in a list")
 def kept_batches(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)

@@ -27,6 +27,7 @@ from torchmn.comm.scattered_loaders import PassParts
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
+from torchmn.data.pass_facts import pass_facts
 from torchmn.data.sampler_position import SamplerPass, iterating_loader
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
@@ -343,12 +344,15 @@ class ScatteredBatches(Sampler[list[Any]]):
     def _received(self, own: _Pass, num: int | None) -> _Drawn:
         """The next batches of rank 0, on all ranks. *Collective.*"""
         is_first = not own.state
-        known = contents(self._dataset) if is_first and torch.is_grad_enabled() else {}
+        begins_training = is_first and torch.is_grad_enabled()
+        known = contents(self._dataset) if begins_training else {}
+        is_compared = begins_training and self._comm.size > 1
+        facts = pass_facts(self._comm).now() if is_compared else {}
         message: dict[str, Any] = {}
         error: Exception | None = None
         if self._comm.rank == 0:
             try:
-                message = {**self._draw(own, num), "contents": known}
+                message = {**self._draw(own, num), "contents": known, "facts": [*facts.items()]}
             except Exception as raised:
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
@@ -375,6 +379,7 @@ class ScatteredBatches(Sampler[list[Any]]):
         if is_first:
             own.state = message["state"]
             warn_if_changed(self._comm, known, message["contents"])
+            pass_facts(self._comm).compare(self._comm, facts, message["facts"])
             self._warn_if_ranks_get_none(message)
         return _Drawn(message["lengths"], message["samples"], message["is_last"])
 

@@ -208,9 +208,7 @@ class GradientReducer:
         """
         self.step += 1
         self.replicas.step_ended()
-        parameters = self.parameters
-        is_divided = parameters.are_sharded or parameters.mesh.has_parallel_layers
-        if are_replicas and self.is_needed and not is_divided:
+        if are_replicas and self.is_needed:
             self.replicas.note(self.step, self.comm.size)
         if not self.is_needed:  # no backward pass does it
             self.contribution.reset()
@@ -232,7 +230,10 @@ class GradientReducer:
             raise_if_on_another_gpu([*trainable, *sparse], self.comm)
         if self.is_suspended:
             trainable, sparse = [], []
-        self.replicas.watch([*trainable, *sparse], self._find_buffers())
+        if self.parameters.are_sharded or self.parameters.mesh.has_parallel_layers:
+            self.replicas.watch([])
+        else:
+            self.replicas.watch([*trainable, *sparse], self._find_buffers())
         self._num_exchanges.num = 0
         self._watched = self.parameters.differentiable
         self.exchange.lay_out(
@@ -282,6 +283,7 @@ class GradientReducer:
     def close_for_good(self) -> None:
         """Let go of what has this reducer as well: it is freed without the garbage collector."""
         self.close()
+        self.replicas.watch([])
         self.owner, self.act_on_nonfinite, self._on_backward_end = None, _nothing, _nothing
 
     @property
@@ -447,10 +449,10 @@ class GradientReducer:
             self._given_up,
             self._other_layout,
             self._loaded,
-            *([] if is_divided else [SampleShares(self.contribution)]),
             NumSteps(self.replicas),
             ReplicaChecksum(self.replicas),
             *self._further_agreements(),
+            *([] if is_divided else [SampleShares(self.contribution)]),
             self._num_exchanges,
             LateRanks(),
             JointPass(),

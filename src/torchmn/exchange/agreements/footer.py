@@ -50,7 +50,7 @@ class Footer:
         """What is summed: the end of the last bucket, once it is there."""
         self.streams: Streams = HostStreams()
         """Those of the device of `values`."""
-        self.to_report: list[Agreement] = []
+        self.to_report: Agreement | None = None
         """What `check` has found, and `report` has not reported."""
         self._own: list[float] = []
         self._sums: list[float] = [0.0] * end
@@ -106,7 +106,7 @@ class Footer:
 
     def check(self, context: PassContext) -> None:
         """Raise or warn if the ranks do not agree, by the sums that were read last."""
-        self.to_report = []
+        self.to_report = None
         own, sums, num_active = self._own, self._sums, self.weights.num_active
         for agreement in self._check:
             part = self._slices[agreement]
@@ -115,13 +115,14 @@ class Footer:
                 agreement.own, agreement.sums = own[part], sums[part]
                 agreement.num_active = num_active
                 if agreement.check(context):
-                    self.to_report.append(agreement)
+                    self.to_report = agreement
+                    return  # what others would find is a consequence
 
     def report(self, context: PassContext) -> None:
-        """Raise or warn of what the last `check` has found. *Collective*, if it found anything."""
-        found, self.to_report = self.to_report, []
-        for agreement in found:
-            agreement.report(context)
+        """Raise what the last `check` has found. *Collective*, if it found anything."""
+        found, self.to_report = self.to_report, None
+        if found is not None:
+            found.report(context)
 
     def is_used(self) -> IsValid:
         """Whether there will be means. Called by the engine; a GPU is not waited for."""

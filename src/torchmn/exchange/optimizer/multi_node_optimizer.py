@@ -16,7 +16,9 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start, training_steps
 from torchmn.compiling import not_compiled
+from torchmn.data.pass_facts import pass_facts
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
 from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
 from torchmn.exchange.auto.tuner import Autotuner
@@ -163,12 +165,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            agreements=lambda: [
-                LearningRates(lambda: sum_of_rates(inner)),
-                ReceivedBatches(batches),
-            ],
+            agreements=lambda: _agreements(inner, batches),
             owner=self,
         )
+        pass_facts(comm).add(self.reducer.replicas)
         try:
             self._attach_schedule()
             if tuner is not None:
@@ -662,6 +662,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _remove_eager_step(self) -> None:
         self.schedule.remove_eager_step()
+
+
+def _agreements(inner: Optimizer, batches: BatchWatch) -> list[Agreement]:
+    """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
+    return [LearningRates(lambda: sum_of_rates(inner)), ReceivedBatches(batches)]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:
