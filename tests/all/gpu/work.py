@@ -367,6 +367,13 @@ def chain(comm: Communicator) -> None:
 # ---- what goes wrong ----
 
 
+def until_a_call_raises(comm: Communicator) -> None:
+    """Over NCCL a sum is queued, and a later call raises its error."""
+    while True:
+        time.sleep(0.05)
+        comm.engine.call(lambda: None)
+
+
 def stuck_stream(comm: Communicator) -> None:
     """A rank whose stream waits for a kernel that does not end: all ranks get an error in time."""
     if comm.device.type != "cuda":
@@ -380,6 +387,7 @@ def stuck_stream(comm: Communicator) -> None:
     expected = TimeLimitError if comm.rank == 0 else CommunicationError
     with pytest.raises(expected):
         comm.route.sum_(x)  # without a comparison of calls before
+        until_a_call_raises(comm)
     assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
 
 
@@ -393,6 +401,7 @@ def missing_rank(comm: Communicator) -> None:
     began = time.monotonic()
     with pytest.raises(CommunicationError):
         comm.route.sum_(x)
+        until_a_call_raises(comm)
     assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
     assert float((torch.ones(10, device=comm.device) * 2).sum()) == 20.0
 
