@@ -133,8 +133,8 @@ class Streams(ABC):
 
         ``values`` may be changed when it returns. The host waits for nothing.
         """
-        # In the dtype of the device: torch would convert into memory that is not pinned, and to copy
-        # that may wait for the stream.
+        # In the dtype of the device: torch would convert into memory that is not pinned, and a copy
+        # of that may wait for the stream.
         host = self.pinned(values.numel(), into.dtype)
         host.copy_(values.reshape(-1))
         into.copy_(host.view(into.shape), non_blocking=True)

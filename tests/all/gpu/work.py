@@ -367,8 +367,9 @@ def chain(comm: Communicator) -> None:
 # ---- what goes wrong ----
 
 
-def until_a_call_raises(comm: Communicator) -> None:
+def sum_and_await_the_error(comm: Communicator, x: torch.Tensor) -> None:
     """Over NCCL a sum is queued, and a later call raises its error."""
+    comm.route.sum_(x)  # without a comparison of calls before
     while True:
         time.sleep(0.05)
         comm.engine.call(lambda: None)
@@ -386,8 +387,7 @@ def stuck_stream(comm: Communicator) -> None:
     began = time.monotonic()
     expected = TimeLimitError if comm.rank == 0 else CommunicationError
     with pytest.raises(expected):
-        comm.route.sum_(x)  # without a comparison of calls before
-        until_a_call_raises(comm)
+        sum_and_await_the_error(comm, x)
     assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
 
 
@@ -400,8 +400,7 @@ def missing_rank(comm: Communicator) -> None:
         return
     began = time.monotonic()
     with pytest.raises(CommunicationError):
-        comm.route.sum_(x)
-        until_a_call_raises(comm)
+        sum_and_await_the_error(comm, x)
     assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
     assert float((torch.ones(10, device=comm.device) * 2).sum()) == 20.0
 
