@@ -429,6 +429,8 @@ class GradientReducer:
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
+        has_backward = self._pass is not None or self.has_unexchanged
+        own.begin_exchange(has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
             weight, num_samples = self.parameters.mesh.mean_weights(

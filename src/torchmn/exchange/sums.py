@@ -113,8 +113,8 @@ class Sums:
             is_valid = buckets.route.all_valid(is_clear) & footer.is_finite()
             # If the sum is discarded, keep the old residual: nothing was sent, so nothing was lost.
             codec.finish(is_valid=is_valid & footer.is_used())
-            is_known = isinstance(is_valid, bool)
-            buckets.finiteness.exchanged(found, is_valid if is_known else engine.fetch(is_valid))
+            known = is_valid if isinstance(is_valid, bool) else engine.fetch(is_valid)
+            buckets.finiteness.exchanged(found, known)
         if buckets.is_deferred:
             self._arriving = engine.fetch(footer.values)
 
