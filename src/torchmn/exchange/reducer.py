@@ -395,6 +395,7 @@ class GradientReducer:
                 self._pass.ids.add(backward_id)
                 return self._pass
             self._give_up_pass()
+        self.comm.engine.raise_if_capturing()  # before anything has begun
         self.settle()
         self.is_late = False
         self.exchange.nonfinite.take()
