@@ -180,7 +180,7 @@ TAKEN = (
     "taken the step. Continue from a checkpoint, or go on if the optimizer can recover."
 )
 OnNonfinite = Literal["raise", "warn", "ignore"]
-_MAX_IN_A_ROW = 100
+MAX_IN_A_ROW = 100
 """A script that catches the error and meets it in this many steps does not train any longer."""
 
 
@@ -201,12 +201,13 @@ class ArrivingFlags:
 
 def _start_to_look(reducer: GradientReducer) -> None:
     """Find on a GPU what is not finite; `settle` of the reducer acts on it, a step later."""
-    streams = reducer.comm.engine.streams
+    engine, exchange = reducer.comm.engine, reducer.exchange
+    streams = engine.streams
     if streams.is_capturing():  # a replayed graph leaves out the host
         return
     reducer.settle()
     by_kind: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-    for name, parameter in reducer.exchange.trained():
+    for name, parameter in exchange.trained():
         if (grad := parameter.grad) is not None and grad.numel():
             by_kind.setdefault((grad.device, grad.dtype), {})[name] = grad.detach().to_dense()
     if not by_kind:
@@ -217,8 +218,7 @@ def _start_to_look(reducer: GradientReducer) -> None:
     ]
     names = [name for grads in by_kind.values() for name in grads]
     whole = torch.cat([each.to(flags[0].device) for each in flags])
-    deferred = reducer.comm.engine.fetch(whole)
-    reducer.exchange.own_flags = ArrivingFlags(reducer.step, names, deferred)
+    exchange.own_flags = ArrivingFlags(reducer.step, names, engine.fetch(whole))
 
 
 def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor]) -> None:
@@ -227,7 +227,8 @@ def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor])
     Local; *collective over the ranks of the model* where it is sharded. On a GPU, for which the
     host does not wait, the next step raises it.
     """
-    if not reducer.comm.engine.streams.is_host:
+    engine = reducer.comm.engine
+    if not engine.streams.is_host:
         _start_to_look(reducer)
         return
     held = (reducer.parameters.of(parameter).grad for parameter in parameters)
@@ -260,7 +261,7 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
         text += f" {TAKEN}"
     if policy == "raise":
         error = NonFiniteGradientError(text)
-        if reducer.exchange.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
+        if exchange.is_hopeless:
             script_monitor.exchange_failed(error)
         raise error
     warnings.warn(text, RuntimeWarning, stacklevel=5)

@@ -64,6 +64,11 @@ class Footer:
         base = getattr(Agreement, method)
         return [each for each in self.agreements if getattr(type(each), method) is not base]
 
+    @property
+    def are_all_finite(self) -> bool:
+        """Whether what was summed is finite on all ranks, and what was made of it on the way."""
+        return self.finite.are_all_finite
+
     def find(self, kind: type[A]) -> A | None:
         """The agreement of a class, None if it is not in this footer."""
         return cast("A | None", self._by_class.get(kind))

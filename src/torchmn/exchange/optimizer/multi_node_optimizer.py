@@ -290,7 +290,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer
-        reducer.raise_if_unfinished()
+        reducer.passes.raise_if_unfinished()
         self._has_closure = closure is not None
         if closure is None:
             self._uncounted_steps.before_step(self)
@@ -421,7 +421,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         rank's own then: a warning, or, if others had such a pass, RankMismatchError from `step`.
         """
         self._has_local_passes = True
-        with self.reducer.no_sync():
+        local_passes = self.reducer.local_passes
+        with local_passes.no_sync():
             yield
 
     def set_weight(self, weight: float) -> None:
@@ -604,7 +605,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _before_step(self) -> None:
         """Called before the inner optimizer's step, which a GradScaler skips if need be."""
-        if self.reducer.is_in_backward:
+        passes = self.reducer.passes
+        if passes.are_inside:
             raise UnsupportedError(
                 f"{self.communicator.rank_label}: {type(self.inner).__name__}.step() was called "
                 "inside of backward(), by a hook on a parameter (gradient release, optimizer in "
