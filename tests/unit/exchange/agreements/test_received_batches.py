@@ -151,13 +151,13 @@ def one_in_advance(own: Script) -> None:
 
 
 def requested_by_a_thread(own: Script) -> None:
-    """How many it has requested at an exchange is by chance; here it differs for certain."""
+    """How many it has requested at an exchange is by chance; here it is one more on one rank."""
     queue: Queue[Any] = Queue()
-    may_go_on = threading.Semaphore(1)
+    may_request = threading.Semaphore(1)
 
     def request() -> None:
-        for batch in own.loader:
-            may_go_on.acquire()
+        batches = iter(own.loader)
+        while may_request.acquire() and (batch := next(batches, None)) is not None:
             queue.put(batch)
         queue.put(None)
 
@@ -165,10 +165,23 @@ def requested_by_a_thread(own: Script) -> None:
     thread.start()
     number = 0
     while (batch := queue.get()) is not None:
+        if number == 5 + own.comm.rank:
+            may_request.release()
+            while queue.empty():
+                thread.join(0.001)
         own.step(batch)
         number += 1
-        may_go_on.release(2 if number == 5 + own.comm.rank else 1)
+        if number != 6 + own.comm.rank:
+            may_request.release()
     thread.join()
+
+
+def as_many_as_fill_a_step(own: Script) -> None:
+    """As where sequences are packed."""
+    batches = iter(own.loader)
+    for number in range(5):
+        several = islice(batches, 1 + (number + own.comm.rank) % 2)
+        own.step([torch.cat([x for (x,) in several])])
 
 
 def accumulated(own: Script) -> None:
@@ -225,6 +238,7 @@ def a_forward_pass_that_was_repeated(own: Script) -> None:
         kept_in_a_list,
         one_in_advance,
         requested_by_a_thread,
+        as_many_as_fill_a_step,
         accumulated,
         without_a_backward_pass,
         different_numbers_in_join,
@@ -238,7 +252,8 @@ def test_what_is_right_is_not_refused(
 
     def rank_main(comm):
         # Parts of different batches have no common weights.
-        options = {"weight": "rank"} if script is different_numbers_in_join else {}
+        has_others = script in (different_numbers_in_join, as_many_as_fill_a_step)
+        options = {"weight": "rank"} if has_others else {}
         own = Script(comm, schedule, **options)
         script(own)
         own.optimizer.flush()
