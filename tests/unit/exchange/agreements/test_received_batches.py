@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.limits import limit
 from tests.unit.models import equal, loss_of, mlp, values
-from torchmn import create_multi_node_optimizer, scatter_loader
+from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError
 from torchmn.testing import run_ranks
@@ -52,6 +52,11 @@ def _data(seed: int) -> TensorDataset:
     return TensorDataset(torch.randn(60, 5, generator=generator, dtype=torch.float64) / 10)
 
 
+def _sampled(own: Script) -> DataLoader[Any]:
+    sampler = GlobalSampler(60, own.comm, 6, shuffle=False)
+    return scatter_loader(DataLoader(_data(0), batch_sampler=sampler), own.comm)
+
+
 # ---- what one process does not do ----
 
 
@@ -86,12 +91,20 @@ def a_batch_left_out_before_accumulating(own: Script) -> None:
         own.step(batch, num_passes=2)
 
 
+def a_local_continue_over_a_global_sampler(own: Script) -> None:
+    for number, batch in enumerate(_sampled(own)):
+        if number == 3 and own.comm.rank == 1:
+            continue
+        own.step(batch)
+
+
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "script",
     [
         a_local_continue,
+        a_local_continue_over_a_global_sampler,
         a_local_continue_in_the_second_epoch,
         a_task_by_own_random_numbers,
         a_batch_left_out_before_accumulating,
@@ -176,6 +189,16 @@ def requested_by_a_thread(own: Script) -> None:
     thread.join()
 
 
+def a_look_at_a_batch_on_rank_0(own: Script) -> None:
+    """A pass over a `GlobalSampler` begins on each rank by itself."""
+    loader = _sampled(own)
+    for epoch in range(3):
+        if own.comm.rank == 0 and epoch > 0:
+            next(iter(loader))
+        for batch in loader:
+            own.step(batch)
+
+
 def as_many_as_fill_a_step(own: Script) -> None:
     """As where sequences are packed."""
     batches = iter(own.loader)
@@ -238,6 +261,7 @@ def a_forward_pass_that_was_repeated(own: Script) -> None:
         kept_in_a_list,
         one_in_advance,
         requested_by_a_thread,
+        a_look_at_a_batch_on_rank_0,
         as_many_as_fill_a_step,
         accumulated,
         without_a_backward_pass,
