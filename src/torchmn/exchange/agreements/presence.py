@@ -11,8 +11,7 @@ from torchmn.exchange.buckets import Slot
 class Presence(Agreement):
     """A number for each parameter: on how many ranks it has a gradient. One object for each set."""
 
-    slots: Sequence[Slot] = ()
-    """In the order of the numbers; set once the buckets are there."""
+    slots: Sequence[Slot] = ()  # in the order of the numbers; set once the buckets are there
 
     def __init__(self, num_parameters: int) -> None:
         self.num_values = num_parameters

@@ -23,11 +23,10 @@ from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.replica_divergence import UNKNOWN
 
-_LARGEST_SUM = 2**24
-"""Of squares over all ranks, which float32 holds exactly."""
+_LARGEST_SUM = 2**24  # of squares over all ranks, which float32 holds exactly
 _LARGEST = 4096
+# Exchanges of one batch each before one of several is taken for a batch that was left out.
 _MIN_REGULAR = 2
-"""Exchanges of one batch each before one of several is taken for a batch that was left out."""
 
 
 class BatchWatch:
@@ -38,15 +37,13 @@ class BatchWatch:
     """
 
     def __init__(self, loops: Callable[[], list[Loop]]) -> None:
-        self.is_joining = False
-        """Whether ranks may receive different numbers of batches."""
+        self.is_joining = False  # whether ranks may receive different numbers of batches
         self._loops = loops
         self._thread = threading.get_ident()
-        self._received: dict[int, int] = {}
-        """By pass, at the exchange before."""
+        self._received: dict[int, int] = {}  # by pass, at the exchange before
         self._step = 0
+        # Exchanges of one batch each so far; None if there was another one.
         self._num_regular: int | None = 0
-        """Exchanges of one batch each so far; None if there was another one."""
 
     def take(self, step: int) -> tuple[list[Loop], int | None]:
         """The loops with batches since the exchange before, and a number for what is compared.
