@@ -6,9 +6,9 @@ others, and ends in a time limit at the end of the epoch. A loader that divides 
 ranks knows how many this rank has received since the exchange before.
 
 Ranks are compared only where their loops train with each batch before they request the next one, in
-the thread that trains: one batch for every exchange so far. So nothing is said of batches that are
-kept, requested by a thread, accumulated or packed, nor where ranks may have different numbers of
-batches: in `join`, and under schedules that do not exchange at each step.
+the thread that trains: no exchange so far was of more than one new batch. So nothing is said of
+batches that are kept, requested by a thread, accumulated or packed, nor where ranks may have
+different numbers of batches: in `join`, and under schedules that do not exchange at each step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class BatchWatch:
         self._thread = threading.get_ident()
         self._received: dict[int, int] = {}  # by pass, at the exchange before
         self._step = 0
-        # Exchanges of one batch each so far; None if there was another one.
+        # Exchanges of one new batch so far; None if there was one of several.
         self._num_regular: int | None = 0
 
     def take(self, step: int) -> tuple[list[Loop], int | None]:
@@ -63,8 +63,8 @@ class BatchWatch:
         if num_regular is None or self.is_joining or not is_here:
             self._num_regular = None if not self.is_joining else num_regular
             return loops, None
-        self._num_regular = num_regular + 1 if num_new == 1 else None
-        if num_new != 1 and num_regular < _MIN_REGULAR:
+        self._num_regular = num_regular + num_new if num_new <= 1 else None
+        if num_new > 1 and num_regular < _MIN_REGULAR:
             return loops, None
         return loops, sum((2 * loop.loader + 1) * num for loop, num in new.items())
 

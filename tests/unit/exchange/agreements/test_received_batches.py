@@ -67,6 +67,15 @@ def a_local_continue(own: Script) -> None:
         own.step(batch)
 
 
+def a_local_continue_after_a_batch_that_all_repeat(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number == 5 and own.comm.rank == 1:
+            continue
+        own.step(batch)
+        if number in (0, 2):
+            own.step(batch)
+
+
 def a_local_continue_in_the_second_epoch(own: Script) -> None:
     for epoch in range(2):
         for number, batch in enumerate(own.loader):
@@ -105,6 +114,7 @@ def a_local_continue_over_a_global_sampler(own: Script) -> None:
     [
         a_local_continue,
         a_local_continue_over_a_global_sampler,
+        a_local_continue_after_a_batch_that_all_repeat,
         a_local_continue_in_the_second_epoch,
         a_task_by_own_random_numbers,
         a_batch_left_out_before_accumulating,
