@@ -607,7 +607,8 @@ class GradientReducer:
         )
         late = filling.footer.get(LateRanks)
         late.note(is_late=self.is_late, has_gradients=has_gradients)
-        filling.footer.get(JointPass).is_idle = not self._is_joint
+        if self._is_joint:
+            filling.footer.get(JointPass).is_idle = False
         packing.finish()
         self._unexchanged.clear()
         self._num_exchanges.num += 1

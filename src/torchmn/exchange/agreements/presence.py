@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.buckets import Slot
+
+_has_gradient = attrgetter("has_gradient")
 
 
 class Presence(Agreement):
@@ -23,5 +26,6 @@ class Presence(Agreement):
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        is_active = context.is_active
-        return [float(slot.has_gradient and is_active) for slot in self.slots]
+        if not context.is_active:
+            return (0.0,) * self.num_values
+        return [*map(_has_gradient, self.slots)]

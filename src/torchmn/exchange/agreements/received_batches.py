@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torchmn.comm.collectives import allgather_for
-from torchmn.data.divided_batches import Loop
+from torchmn.data.divided_batches import DividedBatches, Loop
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.replica_divergence import UNKNOWN
@@ -33,12 +33,12 @@ class BatchWatch:
     """The batches that one optimizer's exchanges are of, on this rank. Local.
 
     Args:
-        loops: returns the loops over loaders that divide batches.
+        batches: what loaders divide among the ranks.
     """
 
-    def __init__(self, loops: Callable[[], list[Loop]]) -> None:
+    def __init__(self, batches: DividedBatches) -> None:
         self.is_joining = False  # whether ranks may receive different numbers of batches
-        self._loops = loops
+        self._batches = batches
         self._thread = threading.get_ident()
         self._received: dict[int, int] = {}  # by pass, at the exchange before
         self._step = 0
@@ -50,9 +50,10 @@ class BatchWatch:
 
         The number is None if nothing is to be compared.
         """
-        loops, before = self._loops(), self._received
-        if not (loops or before):
+        before = self._received
+        if not (before or self._batches.passes):
             return [], 0
+        loops = self._batches.loops()
         if step > self._step + 1:  # there were steps without an exchange
             self._num_regular = 0
         self._step = step
