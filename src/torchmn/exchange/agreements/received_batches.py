@@ -53,7 +53,7 @@ class BatchWatch:
         before = self._received
         if not (before or self._batches.passes):
             return [], 0
-        loops = self._batches.loops()
+        loops = [loop for loop in self._batches.loops() if loop.num_received]
         if step > self._step + 1:  # there were steps without an exchange
             self._num_regular = 0
         self._step = step
