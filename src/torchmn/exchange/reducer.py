@@ -564,7 +564,8 @@ class GradientReducer:
         )
         late = filling.footer.get(LateRanks)
         late.note(is_late=self.is_late, has_gradients=has_gradients)
-        filling.footer.get(JointPass).is_idle = not passes.is_joint
+        if passes.is_joint:
+            filling.footer.get(JointPass).is_idle = False
         packing.finish()
         local.states.clear()
         self._num_exchanges.num += 1
