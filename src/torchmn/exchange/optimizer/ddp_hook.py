@@ -28,7 +28,8 @@ from torch._C._distributed_c10d import GradBucket, PrefixStore
 from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel
 
-from torchmn.cluster import Topology, may_share_gpus
+from torchmn.cluster import Topology
+from torchmn.cluster.gpus import may_share_gpus
 from torchmn.comm import Communicator
 from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Codec, Layout
