@@ -85,8 +85,8 @@ class PassSampler(Sampler[list[Any]]):
             return ""
         return (
             f"torchmn: this rank has {own} of the {whole} samples of this batch of {self._name}: "
-            "none to divide by or to make a batch of, or too few for layers such as BatchNorm1d. "
-            "Give it drop_last=True, or another batch size."
+            "none to divide by, or too few for layers such as BatchNorm1d. Give it drop_last=True, "
+            "or another batch size."
         )
 
 
