@@ -20,8 +20,8 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmn.control.private_files import make_private_folder
+from torchmn.control.profile_request import ProfileRequest
 from torchmn.errors import UsageError
-from torchmn.record.profile_request import ProfileRequest
 from torchmn.record.records import ClockOffset, Phase, say
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.timeline import Exchange, Mark
