@@ -279,10 +279,8 @@ def _limits(given: float | Timeout) -> tuple[Timeout, float]:
             )
         own_s = given or _NO_LIMIT_S
         given = Timeout(own_s, own_s)
-    first_s = given.first_s
-    return given, min(
-        _NO_LIMIT_S, _FIRST_FACTOR * given.unreachable_s
-    ) if first_s is None else first_s
+    longer_s = min(_NO_LIMIT_S, _FIRST_FACTOR * given.unreachable_s)
+    return given, longer_s if given.first_s is None else given.first_s
 
 
 def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, bool]:

@@ -46,10 +46,10 @@ def wrap(comm, **options):
 @pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale",), tuple(ALLOWED)])
 def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, capfd) -> None:
     topology = Topology.blocks(nodes)
-    options = {f"allow_{kind}": True for kind in allowed}
+    auto = Auto(**dict.fromkeys(allowed, True))
 
     def rank_main(comm):
-        model, optimizer = wrap(comm, codec="auto", schedule="auto", **options)
+        model, optimizer = wrap(comm, codec=auto, schedule=auto)
         assert optimizer.tuner.plan is None
         train(optimizer, model, comm, range(MAX_STEPS))
         optimizer.flush()
