@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from torchmn.nn import functions as functions
     from torchmn.run import Preemption
     from torchmn.run.launch_local import launch_local
-    from torchmn.run.multiprocess_updater import MultiprocessParallelUpdater
     from torchmn.train import (
         AllreducePersistent,
         MultiNodeEarlyStoppingTrigger,
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
         Ratio,
         create_multi_node_evaluator,
     )
+    from torchmn.train.multiprocess_updater import MultiprocessParallelUpdater
 
     compression, links = codecs, nn
 
@@ -74,7 +74,7 @@ _HOME = {
     "Grid": "torchmn.comm",
     "MultiNodeEarlyStoppingTrigger": "torchmn.train",
     "MultiNodeOptimizer": "torchmn.exchange.optimizer",
-    "MultiprocessParallelUpdater": "torchmn.run.multiprocess_updater",
+    "MultiprocessParallelUpdater": "torchmn.train.multiprocess_updater",
     "ObservationAggregator": "torchmn.train",
     "RankPlacement": "torchmn.cluster",
     "Preemption": "torchmn.run",

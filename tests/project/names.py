@@ -12,8 +12,8 @@ import torchmn
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "names.md"
+# Wings that users have no reason to import.
 INTERNAL = {"cli", "compiling", "control", "doctor", "names", "observe", "submit"}
-"""Wings that users have no reason to import."""
 OTHER_NAMES = {
     **{home: name for name, home in torchmn._SUBMODULES.items() if home != f"torchmn.{name}"},
     "torchmn.nn": "torchmn.links",

@@ -35,10 +35,10 @@ from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
 from torchmn.compiling import not_compiled
 from torchmn.control.private_files import make_private_folder
-from torchmn.control.profile_request import FOLDER as PROFILE_FOLDER
-from torchmn.control.profile_request import ProfileRequest, is_record_off
 from torchmn.errors import UsageError
 from torchmn.record.clock_offsets import ClockAddress, ClockServer, measure_offset
+from torchmn.record.profile_request import FOLDER as PROFILE_FOLDER
+from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.record.records import (
     FOLDER,
     FORMAT,

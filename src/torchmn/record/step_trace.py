@@ -1,7 +1,7 @@
 """A deep profile of some steps: torch's profiler, and our own events in the same file.
 
 torch's trace has a clock of its own. One event of which we know the time, `CLOCK_EVENT`, ties it to
-ours; `torchmn.observe.read.merged_trace` puts the ranks' files together.
+ours; `torchmn.record.merged_trace` puts the ranks' files together.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmn.control.private_files import make_private_folder
-from torchmn.control.profile_request import ProfileRequest
 from torchmn.errors import UsageError
+from torchmn.record.profile_request import ProfileRequest
 from torchmn.record.records import ClockOffset, Phase, say
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.timeline import Exchange, Mark

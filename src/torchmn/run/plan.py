@@ -13,9 +13,9 @@ from torchmn.cluster.hostlists import Host, parse_hostfile, parse_hosts, select_
 from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.cluster.network import is_this_host
 from torchmn.cluster.units import counted
-from torchmn.control.profile_request import ProfileRequest, is_record_off
 from torchmn.control.rank_claim import claimed_by
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
 from torchmn.run.elastic.job import ElasticJob, parse_elastic
 from torchmn.run.elastic.rendezvous_state import Limits
@@ -328,7 +328,7 @@ def _backend(
     """
     machine, max_ranks = this_machine(env), max(host.slots for host in hosts)
     if options.backend == "auto" and launcher not in ("auto", "mpirun"):
-        backend: Backend = "nccl" if machine.num_gpus >= max_ranks else "gloo"
+        backend: Backend = "nccl" if machine.has_gpus_for(max_ranks) else "gloo"
         why = "a GPU for every rank"
         if backend == "gloo":
             why = f"no GPU for every rank, and {launcher} does not start MPI"

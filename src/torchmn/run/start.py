@@ -22,7 +22,7 @@ from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.private_files import open_private
 from torchmn.control.processes import allow_connections
 from torchmn.errors import DataError, LaunchError, UsageError
-from torchmn.observe.read.merged_trace import finish_profile
+from torchmn.record.merged_trace import finish_profile
 from torchmn.run.agent import input_path
 from torchmn.run.backend import find_mpirun, open_mpi_session
 from torchmn.run.console import RankOutput, open_standard_streams

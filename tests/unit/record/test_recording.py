@@ -18,10 +18,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import torchmn
 from torchmn.control.codec import decode_union
-from torchmn.control.profile_request import ProfileRequest
 from torchmn.errors import UsageError
-from torchmn.observe.read.merged_trace import finish_profile
 from torchmn.record import record, recording, report_value, trace
+from torchmn.record.merged_trace import finish_profile
+from torchmn.record.profile_request import ProfileRequest
 from torchmn.record.records import Line, RunEnd, Step, Value
 
 

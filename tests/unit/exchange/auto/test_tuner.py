@@ -78,8 +78,8 @@ def test_schedules_that_cannot_work_in_the_script_are_excluded() -> None:
     """A GradScaler, and two backward passes for a step: no trial of what cannot work with them."""
 
     def rank_main(comm):
-        options = {f"allow_{kind}": True for kind in ALLOWED}
-        model, optimizer = wrap(comm, schedule="auto", codec="auto", **options)
+        auto = Auto(lossy=True, stale=True)
+        model, optimizer = wrap(comm, schedule=auto, codec=auto)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "More than one backward pass")

@@ -13,8 +13,8 @@ from typing import Any
 
 from torchmn.cluster.units import counted
 from torchmn.control.private_files import open_private
-from torchmn.control.profile_request import FOLDER
 from torchmn.errors import DataError
+from torchmn.record.profile_request import FOLDER
 
 MERGED = "trace.json.gz"
 _KEY, _CLOCK_EVENT = "torchmn", "torchmn clock"
