@@ -43,11 +43,9 @@ if TYPE_CHECKING:
     from torchmn.data.scatter_loader import scatter_loader
     from torchmn.errors import TorchmnError
     from torchmn.exchange import schedules as schedules
-    from torchmn.exchange.optimizer import (
-        MultiNodeOptimizer,
-        create_multi_node_optimizer,
-        ddp_hook,
-    )
+    from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+    from torchmn.exchange.optimizer.ddp_hook import ddp_hook
+    from torchmn.exchange.options import Auto
     from torchmn.exchange.replica_check import ReplicaCheck
     from torchmn.run import Preemption
     from torchmn.run.launch_local import launch_local
@@ -70,6 +68,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "AllreducePersistent": "torchmn.train",
+    "Auto": "torchmn.exchange.options",
     "Communicator": "torchmn.comm",
     "GenericMultiNodeEvaluator": "torchmn.train.evaluation",
     "GlobalSampler": "torchmn.data",
@@ -107,6 +106,7 @@ _HOME = {
 
 __all__ = [
     "AllreducePersistent",
+    "Auto",
     "Communicator",
     "GenericMultiNodeEvaluator",
     "GlobalSampler",

@@ -30,7 +30,7 @@ ROWS = [
     {"record"},
     {"control"},
     {"cluster"},
-    {"compiling", "errors", VERSION},
+    {"compiling", "errors", "names", VERSION},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 # What trains needs no launcher, but for the updater that starts processes; CNTK's sessions know

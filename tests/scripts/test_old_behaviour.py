@@ -6,12 +6,13 @@ import pytest
 from torch import Tensor, nn
 
 from torchmn.errors import TorchmnError
-from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
-from torchmn.exchange.optimizer import create, multi_node_optimizer, unusual_steps
+from torchmn.exchange.means import Means
+from torchmn.exchange.optimizer import multi_node_optimizer, unusual_steps
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.weights import Contribution
+from torchmn.names import SCHEDULE_TRAITS, ScheduleTraits
 
 from .running import check_exact, on_ranks
 from .suite import all_scripts
@@ -45,7 +46,7 @@ def passes_cannot_be_repeated(patch: pytest.MonkeyPatch) -> None:
 
 
 def missing_gradients_are_zeros(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BucketSet, "presence", property(lambda self: [True for _ in self.slots]))
+    patch.setattr(Means, "clear_absent", lambda self: None)
 
 
 def recomputed_forwards_count(patch: pytest.MonkeyPatch) -> None:
@@ -67,13 +68,7 @@ def losses_of_closures_are_unweighted(patch: pytest.MonkeyPatch) -> None:
 
 def auto_may_choose_any_schedule(patch: pytest.MonkeyPatch) -> None:
     """As if it had measured that the one which this script cannot work with is the best."""
-    search_space = create._search_space
-
-    def of_any(*arguments: object, allow_stale: bool, **options: object) -> object:
-        return search_space(*arguments, allow_stale=True, **options)
-
-    patch.setattr(create, "_search_space", of_any)
-    patch.setattr(create, "SINGLE_STEPS", ["double_buffering"])
+    patch.setitem(SCHEDULE_TRAITS, "every_step", ScheduleTraits())
 
 
 OLD: dict[Patch, str] = {

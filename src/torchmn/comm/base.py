@@ -24,7 +24,6 @@ from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.group import Group, Groups
 from torchmn.comm.point_to_point import PointToPoint, Replies
 from torchmn.comm.routes.base import Route
-from torchmn.comm.scattered_loaders import DividedBatches
 from torchmn.comm.training_start import share_training_steps, training_start
 from torchmn.comm.transports.base import Transport
 from torchmn.comm.transports.join import make_process_group, mesh_of_groups
@@ -109,9 +108,7 @@ class Communicator(Collectives):
         self._jobs = CollectiveJobs(self.world, trust, device)
         self._messages = PointToPoint(self.world, trust, device)
         self.replies = Replies(self.world, trust, device)
-        self._on_finalize: list[Callable[[], None]] = []
-        self.divided_batches = DividedBatches()
-        """What `scatter_loader` divides among its ranks."""
+        self._on_finalize: list[list[Callable[[], None]]] = []
         self.route = route(self.groups, topology, device, codec)
         recording.follow(self)
 
@@ -238,11 +235,12 @@ class Communicator(Collectives):
 
         Returns a function that removes it, and the reference to its object.
         """
-        self._on_finalize.append(callback)
+        entry = [callback]
+        self._on_finalize.append(entry)
 
         def cancel() -> None:
-            if callback in self._on_finalize:
-                self._on_finalize.remove(callback)
+            entry.clear()  # who keeps this function may be what the callback belongs to
+            self._on_finalize[:] = [each for each in self._on_finalize if each]
 
         return cancel
 
@@ -253,7 +251,9 @@ class Communicator(Collectives):
         after it.
         """
         while self._on_finalize:
-            self._on_finalize.pop()()
+            entry = self._on_finalize.pop()
+            callback = entry.pop()
+            callback()
         try:
             self.engine.close()
         finally:

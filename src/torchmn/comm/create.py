@@ -26,6 +26,7 @@ from torchmn.cluster.environment_variables import (
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
 )
+from torchmn.cluster.gpus import may_share_gpus
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import rdma_adapters
 from torchmn.cluster.units import MiB
@@ -57,13 +58,16 @@ from torchmn.errors import (
 from torchmn.record import recording
 
 ROUTES: dict[str, type[Route]] = {
-    "naive": NaiveRoute,
-    "flat": FlatRoute,
-    "hierarchical": HierarchicalRoute,
-    "two_dimensional": TwoDimensionalRoute,
-    "single_node": SingleNodeRoute,
-    "non_cuda_aware": NonCudaAwareRoute,
-    "pure_nccl": PureNcclRoute,
+    route.name: route
+    for route in (
+        NaiveRoute,
+        FlatRoute,
+        HierarchicalRoute,
+        TwoDimensionalRoute,
+        SingleNodeRoute,
+        NonCudaAwareRoute,
+        PureNcclRoute,
+    )
 }
 _GREETING_BYTES = 512
 _UUID_DIGITS = 12
@@ -464,7 +468,8 @@ def _own_device(
     device = torch.device("cuda", place.intra_rank % len(gpus[world.rank]))
     torch.cuda.set_device(device)
     if isinstance(world, TorchDistributedTransport):
-        may_use_nccl = len(set(used)) == len(used) and (world.has_nccl or not is_own)
+        has_own = len(set(used)) == len(used) or may_share_gpus(os.environ)
+        may_use_nccl = has_own and (world.has_nccl or not is_own)
         world.use_gpu(device, may_use_nccl=may_use_nccl)
     return device
 

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 
 from torch._C._distributed_c10d import PrefixStore
 
-from torchmn.cluster import LauncherInfo, route_to
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
+from torchmn.cluster.launcher_env import LauncherInfo
+from torchmn.cluster.network import route_to
 from torchmn.comm import Communicator
 from torchmn.comm.transports.join import meet
 from torchmn.comm.transports.own_rank import own_place

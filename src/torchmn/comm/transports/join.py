@@ -21,10 +21,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from torchmn.cluster import route_to
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted
-from torchmn.cluster.network import addresses_of_host, is_loopback
+from torchmn.cluster.network import addresses_of_host, is_loopback, route_to
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.mpi import MpiTransport

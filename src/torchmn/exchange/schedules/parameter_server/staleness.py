@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class WorkerStaleness:
     """The staleness of one worker since its optimizer was made.
 
-    >>> from torchmn.exchange.schedules import WorkerStaleness
+    >>> from torchmn.exchange.schedules.parameter_server.staleness import WorkerStaleness
     >>> WorkerStaleness(num_updates=10, mean=0.5, max=2, max_steps_ahead=1).max
     2
     """
@@ -26,7 +26,7 @@ class WorkerStaleness:
 class Staleness:
     """The bound, every worker by rank, and the number of updates with each staleness.
 
-    >>> from torchmn.exchange.schedules import Staleness, WorkerStaleness
+    >>> from torchmn.exchange.schedules.parameter_server.staleness import Staleness, WorkerStaleness
     >>> one = WorkerStaleness(num_updates=2, mean=0.5, max=1, max_steps_ahead=1)
     >>> Staleness(max_staleness=4, workers={1: one}, histogram={0: 1, 1: 1}).workers[1].mean
     0.5
