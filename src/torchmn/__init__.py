@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from torchmn.exchange.optimizer import (
         MultiNodeOptimizer,
         create_multi_node_optimizer,
-        ddp_hook,
     )
+    from torchmn.exchange.optimizer.ddp_hook import ddp_hook
     from torchmn.exchange.replica_check import ReplicaCheck
     from torchmn.run import Preemption
     from torchmn.run.launch_local import launch_local

@@ -32,7 +32,8 @@ ROWS = [
     {"record"},
     {"control"},
     {"cluster"},
-    {"compiling", "errors", VERSION},
+    {"compiling", "errors", "events", "script_line", VERSION},
+    {"torch_private"},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 MAY_IMPORT_RUN = {"cli", "doctor", "submit", "cntk", ROOT}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchmn import events
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.folder_owner import FolderOwner
 from torchmn.checkpoint.manifest import Manifest, is_checkpoint, order_of, parse
@@ -29,7 +30,6 @@ from torchmn.errors import (
     TorchmnError,
     UsageError,
 )
-from torchmn.record import recording
 
 OnFailure = Literal["warn", "raise"]
 _PAUSE_S = 0.05
@@ -115,7 +115,7 @@ class MultiNodeCheckpointer:
 
     # ---- saving ----
 
-    @recording.during("checkpoint")
+    @events.during("checkpoint")
     def save(
         self, step: int, state: Mapping[str, Stateful], *, metric: float | None = None
     ) -> None:
@@ -168,7 +168,7 @@ class MultiNodeCheckpointer:
         if not self.is_async:
             self._handle_outcome()
 
-    @recording.during("checkpoint")
+    @events.during("checkpoint")
     def finish(self) -> None:
         """Wait until everything is written. *Collective.*
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchmn import events
 from torchmn.cluster import Topology
 from torchmn.cluster.network import own_addresses
 from torchmn.cluster.units import MiB
@@ -39,9 +40,7 @@ from torchmn.comm.scattered_loaders import DividedBatches
 from torchmn.comm.training_start import training_start
 from torchmn.comm.transports.base import Transport
 from torchmn.comm.transports.join import make_process_group, mesh_of_groups
-from torchmn.control import script_monitor
 from torchmn.errors import UnsupportedError
-from torchmn.record import recording
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -123,7 +122,6 @@ class Communicator(Collectives, ABC):
             job_ranks=range(self.size) if job_ranks is None else job_ranks,
             has_whole_job=job_ranks is None,
         )
-        script_monitor.follow(self.flight_recorder)
         self.engine = Engine(
             device, is_threaded=transport.is_threaded, has_peers=transport.size > 1
         )
@@ -148,7 +146,8 @@ class Communicator(Collectives, ABC):
         """What `scatter_loader` divides among its ranks."""
         self.check_placement()
         self._connect()
-        recording.follow(self)
+        for observer in events.observers:
+            observer.communicator(self, begins=True)
 
     @property
     def num_steps(self) -> int | None:
@@ -270,20 +269,22 @@ class Communicator(Collectives, ABC):
         chosen = self._default_algorithm if algorithm is None else algorithm
         whole = block if isinstance(block, ReduceBlock) else ReduceBlock(block)
         self._prefetch_send(whole, chosen)
-        recorder, exchange = recording.current(), None
-        if recorder is not None and bucket is not None:
-            exchange = recorder.exchange(self, bucket, whole.buffer.nbytes, whole.ready)
+        if bucket is not None:
+            for observer in events.observers:
+                observer.exchange(self, whole, bucket, "queued")
 
         def job() -> None:
             self.flight_recorder.set_label(bucket, step)
-            if exchange is not None:
-                exchange.begin()
+            if bucket is not None:
+                for observer in events.observers:
+                    observer.exchange(self, whole, bucket, "started")
             try:
                 self._sum_(whole, chosen)
             finally:
                 self.flight_recorder.set_label(None, None)
-                if exchange is not None:
-                    exchange.end()
+                if bucket is not None:
+                    for observer in events.observers:
+                        observer.exchange(self, whole, bucket, "ended")
             if on_complete is not None:
                 on_complete()
 
@@ -480,7 +481,8 @@ class Communicator(Collectives, ABC):
         while self._on_finalize:
             self._on_finalize.pop()()
         self.engine.close()
-        recording.forget(self)
+        for observer in events.observers:
+            observer.communicator(self, begins=False)
         self._groups.close()
 
     def __copy__(self) -> Communicator:

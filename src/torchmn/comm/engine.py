@@ -15,9 +15,8 @@ from typing import Generic, TypeVar, cast
 
 import torch
 
-from torchmn.control import script_monitor
+from torchmn import events
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
-from torchmn.record import recording
 
 Result = TypeVar("Result")
 _REJECTION = "_is_rejection_on_all_ranks"
@@ -159,14 +158,16 @@ class Engine:
                 self._is_running = True
         if not is_idle:
             return self.submit(job).wait()
-        before = recording.enter("exchange")
+        for observer in events.observers:
+            observer.phase("exchange", begins=True)
         try:
             return self._run_here(job)
         except BaseException as error:
             self._note(error)
             raise
         finally:
-            recording.leave(before)
+            for observer in events.observers:
+                observer.phase("exchange", begins=False)
             with self._condition:
                 self._is_running = False
                 if self._queue:
@@ -195,11 +196,13 @@ class Engine:
 
     def finish(self, work: Work[Result]) -> None:
         """Wait until ``work`` is done. Every collective in it has its own time limit."""
-        before = recording.enter("exchange")
+        for observer in events.observers:
+            observer.phase("exchange", begins=True)
         try:
             self._await(work)
         finally:
-            recording.leave(before)
+            for observer in events.observers:
+                observer.phase("exchange", begins=False)
 
     def _await(self, work: Work[Result]) -> None:
         if not self.is_threaded:
@@ -226,7 +229,8 @@ class Engine:
         if self._broken is not None:
             self._num_refused += 1
             if self._num_refused == _MAX_REFUSED:
-                script_monitor.exchange_failed(self._broken)
+                for observer in events.observers:
+                    observer.failed(self._broken)
             raise CommunicationError(
                 f"This communicator cannot be used after an exchange failed: {self._broken}"
             ) from self._broken
@@ -269,7 +273,8 @@ class Engine:
         if self._broken is None and (is_peer or is_own):
             self._broken = error
             if is_own and isinstance(error, Exception):
-                script_monitor.exchange_failed(error)
+                for observer in events.observers:
+                    observer.failed(error)
 
 
 def mark_as_rejection(error: Exception) -> None:

@@ -35,10 +35,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torchmn import events
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
 from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_receives
-from torchmn.control import script_monitor
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.connection import listen_on
 from torchmn.control.hang_report import DONE, EARLY_END, RankStatus, report
@@ -217,7 +217,7 @@ class PeerStatus:
             return RankStatus(text=f"has ended ({EARLY_END})", is_halted=True, has_ended=True)
         if was_refused:
             return RankStatus(text="has ended, or closed its communicator", is_halted=True)
-        is_alive = is_here or script_monitor.current() is not None
+        is_alive = is_here or any(each.ends_lost_ranks for each in events.observers)
         return RankStatus(text="does not answer", is_halted=not is_alive)
 
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmn.control.private_files import make_private_folder
@@ -25,6 +24,7 @@ from torchmn.record.profile_request import ProfileRequest
 from torchmn.record.records import ClockOffset, Phase, say
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.timeline import Exchange, Mark
+from torchmn.torch_private import is_profiler_running
 
 CLOCK_EVENT = "torchmn clock"
 KEY = "torchmn"
@@ -60,7 +60,7 @@ class StepTrace:
 
     def begin(self) -> None:
         """Begin to profile. Raises UsageError: torch's profiler runs already."""
-        if profiler._is_profiler_enabled:
+        if is_profiler_running():
             raise UsageError(
                 "torch's profiler runs already in this process, and a second one would end it. "
                 "Profile with one of torch.profiler, torchmn.record.trace() and torchmn run "
@@ -178,7 +178,7 @@ class RequestedTrace:
 
     def _begin(self) -> None:
         """Unless the script profiles itself: then in one of the next steps."""
-        self._had_to_wait = profiler._is_profiler_enabled
+        self._had_to_wait = is_profiler_running()
         if not self._had_to_wait:
             self._trace.begin()
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.optim import Optimizer
 
 from torchmn.cluster import Topology
@@ -17,6 +16,7 @@ from torchmn.comm import ROUTES, Communicator
 from torchmn.comm.object_codec import Trust
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.data.batch_size import num_samples
+from torchmn.torch_private import PrefixStore, Store, TCPStore
 from torchmn.train.batch_source import BatchSource
 from torchmn.train.evaluation import Sums, WeightedSums, batch_to, merge_sums, scalars_of
 from torchmn.train.standard_updater import compute_gradients

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start
@@ -284,8 +285,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
                 "newer one, or make one optimizer with several parameter groups."
             )
-        with self.recorded:
+        if not events.observers:
             result = self._step(closure)
+        else:
+            with self.recorded:
+                result = self._step(closure)
         training_start.begin()  # where no forward pass was seen, as in compiled code
         return result
 

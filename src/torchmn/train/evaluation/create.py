@@ -17,10 +17,10 @@ import torch
 from pytorch_pfn_extras import reporting
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
 
+from torchmn import events
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.data.batch_size import num_samples
 from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
-from torchmn.record import recording
 from torchmn.train.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.train.evaluation.evaluation_batches import evaluation_mode, named_loaders
 from torchmn.train.evaluation.sums import Sums, WeightedSums, means_of, merge_sums, raise_if_no_mean
@@ -123,7 +123,7 @@ class _MultiNodeEvaluation:
         self._buffers = buffers
         self._compat = compat
 
-    @recording.during("evaluation")
+    @events.during("evaluation")
     def __call__(self) -> dict[str, float]:
         targets = self._evaluator.get_all_targets().values()
         sync_buffers_(targets, self._comm, self._buffers)

@@ -9,9 +9,9 @@ import torch
 from pytorch_pfn_extras.training import extension
 from torch import nn
 
+from torchmn import events
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.errors import UsageError
-from torchmn.record import recording
 from torchmn.train.evaluation.evaluation_batches import (
     batch_to,
     call_with_batch,
@@ -85,7 +85,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
         """
         raise NotImplementedError(f"{type(self).__name__} must define aggregate().")
 
-    @recording.during("evaluation")
+    @events.during("evaluation")
     def __call__(self, manager: Any = None) -> Any:
         """Evaluate. *Collective.* Raises CommunicationError: another rank raised."""
         what = f"evaluation '{self.name or self.default_name}'"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
-from torchmn.control import script_monitor
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
 from torchmn.control.script import is_consequence
@@ -24,6 +23,7 @@ from torchmn.errors import (
     TimeLimitError,
     UsageError,
 )
+from torchmn.run.monitor import script_monitor
 from torchmn.testing import run_ranks
 
 

@@ -1,0 +1,348 @@
+"""The part of the monitor that runs in a rank's script: failures, hangs, and a prompt end.
+
+Every script of a job has an agent beside it: its parent process under ``torchmn run``, else the
+rank monitor that `torchmn.run.install_crash_handler` starts. `ScriptMonitor` is the script's
+end of the connection to it. Its thread answers the agent while the main thread is blocked, reports
+a collective that exceeds its time limit, and ends a process that is blocked in a collective which
+the other ranks will never reach.
+
+It is installed explicitly, by the launcher's bootstrap (`torchmn.run.monitor.bootstrap`) or by
+`install_crash_handler`, and observes `torchmn.events`: making a communicator changes nothing in the
+process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from torchmn import events
+from torchmn.cluster.environment_variables import MONITOR_VARIABLE
+from torchmn.control.connection import Channel
+from torchmn.control.messages import (
+    CheckpointSaved,
+    CollectiveStatus,
+    Failed,
+    Joined,
+    Joining,
+    Leaving,
+    Message,
+    Overdue,
+    StatusReply,
+    StatusRequest,
+    Terminate,
+)
+from torchmn.control.script import (
+    is_consequence,
+    on_error,
+    script_stack,
+    show_exception,
+    traceback_text,
+)
+from torchmn.events import Collectives, Observer
+
+_PERIOD_S = 0.2
+_STUCK_S = 0.5
+_TERMINATION_S = 10.0
+"""How long a rank that failed only because of other ranks waits for the agent to end it."""
+_MAX_CHARS = 16_000
+_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
+
+
+class ScriptMonitor(Observer):
+    """This process's connection to its agent. One per process, made in the main thread."""
+
+    ends_lost_ranks = True
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._channel = Channel(connection)
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._followed: list[weakref.ref[Collectives]] = []
+        self._must_end = threading.Event()
+        self._has_joined = False
+        self._is_waiting = False
+        self._fatal: BaseException | None = None  # the exception that ends this process
+        self._has_reported_hang = False
+        threading.Thread(target=self._run, name="torchmn-monitor", daemon=True).start()
+
+    def collectives(self, recorder: Collectives) -> None:
+        """See `Observer.collectives`: they are checked."""
+        self._followed.append(weakref.ref(recorder))
+
+    def collective(self, entry: object) -> None:
+        """See `Observer.collective`."""
+        self.look_for_hang()
+
+    def joining(self, limit_s: float, begins: bool) -> None:
+        """See `Observer.joining`. This process may hold the GIL until it has joined."""
+        if self._has_joined:
+            return
+        self._has_joined = not begins
+        self._post(Joining(limit_s=limit_s) if begins else Joined())
+
+    def failed(self, error: BaseException) -> None:
+        """See `Observer.failed`."""
+        self.report(error)
+
+    def note_fatal(self, error: BaseException) -> None:
+        """Report this exception in place of the stack of what prints it, from now on. Local."""
+        self._fatal = error
+
+    def script_failed(
+        self, error: BaseException, text: str = "", show: Callable[[], object] = lambda: None
+    ) -> None:
+        """Report an exception that ends this process, and ``show`` it.
+
+        ``text`` is what was shown if not its traceback. If it only follows from the failure of
+        another rank, wait for the agent to end this process, so that the cause is found first; then
+        the launcher shows the cause alone. Where MPI is in use the process ends here:
+        `MPI_Finalize` at exit would wait for the other ranks.
+        """
+        if os.getpid() != self._pid:
+            show()
+            return
+        self._fatal = error
+        try:
+            if not (follows := is_consequence(error)):
+                show()
+        finally:  # whatever a hook of the script does
+            if follows:
+                self.look_for_hang()
+            self.report(error, text)
+        if follows:
+            self._is_waiting = True
+            if not self._must_end.wait(_TERMINATION_S):
+                show()
+        if _is_mpi_in_use():
+            _end_now(1)
+
+    def report(self, error: BaseException, text: str = "") -> None:
+        """Report an exception, after which the job cannot continue."""
+        if os.getpid() != self._pid:
+            return
+        self._post(
+            Failed(
+                status=1,
+                traceback=text or traceback_text(error)[-_MAX_CHARS:],
+                error=text or "".join(traceback.format_exception_only(error)),
+                is_consequence=is_consequence(error),
+                at=time.time(),
+            )
+        )
+
+    def checkpoint_saved(self, step: int) -> None:
+        """Report that all ranks have finished a checkpoint. From any thread."""
+        if os.getpid() == self._pid:
+            self._post(CheckpointSaved(step=step))
+
+    def script_exits(self, status: int) -> None:
+        """Report that the script has reached its end and asks for this exit status."""
+        if os.getpid() == self._pid:
+            self._post(Leaving(status=0 if self._fatal is not None else status))
+
+    def look_for_hang(self) -> None:
+        """Report a collective that has exceeded its time limit, once. From any thread."""
+        if self._has_reported_hang:
+            return
+        for recorder in self._alive():
+            overdue = recorder.overdue()
+            if overdue is not None:
+                self._has_reported_hang = True
+                self._post(
+                    Overdue(group=overdue.group, number=overdue.in_group, limit_s=overdue.limit_s)
+                )
+                return
+
+    def num_collectives(self) -> int:
+        """How many collectives this process has started."""
+        return sum(each.number for each in self._collectives())
+
+    def _run(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel, select.POLLIN)
+        stuck_since: float | None = None
+        while self._channel.is_open:
+            poll.poll(1000 * _PERIOD_S)
+            with self._lock:
+                self._channel.flush()
+                messages = self._channel.collect()
+            for message in messages:
+                if isinstance(message, StatusRequest):
+                    stacks = _format(self._fatal) if self._fatal else _stacks()
+                    of_script = (
+                        traceback_text(self._fatal)
+                        if self._fatal
+                        else script_stack(threading.main_thread())
+                    )
+                    self._post(
+                        StatusReply(
+                            collectives=tuple(self._collectives()),
+                            stacks=stacks,
+                            script_stack=of_script[-_MAX_CHARS:],
+                        )
+                    )
+                elif isinstance(message, Terminate):
+                    self._must_end.set()
+            self.look_for_hang()
+            if self._must_end.is_set():
+                if not self._is_stuck():
+                    stuck_since = None
+                elif stuck_since is None:
+                    stuck_since = time.monotonic()
+                elif time.monotonic() - stuck_since > _STUCK_S:
+                    _end_now(1)
+
+    def _is_stuck(self) -> bool:
+        """Whether the main thread waits for ranks that will not arrive."""
+        return self._is_waiting or any(each.state == "running" for each in self._collectives())
+
+    def _collectives(self) -> list[CollectiveStatus]:
+        return [each for recorder in self._alive() for each in recorder.describe()]
+
+    def _alive(self) -> Iterator[Collectives]:
+        for reference in list(self._followed):
+            recorder = reference()
+            if recorder is None:
+                with suppress(ValueError):  # another thread has removed it
+                    self._followed.remove(reference)
+            else:
+                yield recorder
+
+    def _post(self, message: Message) -> None:
+        with self._lock:
+            self._channel.post(message)
+
+
+def current() -> ScriptMonitor | None:
+    """The monitor of this process; ``None`` where none has been installed."""
+    return next((each for each in events.observers if isinstance(each, ScriptMonitor)), None)
+
+
+def install(connection: socket.socket) -> ScriptMonitor:
+    """Install the monitor of this process: start its thread, and enable `faulthandler`.
+
+    ``connection`` leads to the agent.
+    """
+    connection.set_inheritable(False)
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
+    monitor = ScriptMonitor(connection)
+    on_error(lambda error: monitor.script_failed(error, f"torchmn: {error}"))  # by `run_main`
+    events.add(monitor)
+    return monitor
+
+
+def install_from_environment(environ: MutableMapping[str, str]) -> ScriptMonitor | None:
+    """Install the monitor with the connection that the agent has left in `MONITOR_VARIABLE`.
+
+    The variable is removed, so that no child process tries to use the connection. Returns ``None``
+    if it is not set, or does not name a connection that this process has inherited.
+    """
+    descriptor, _, agent = environ.pop(MONITOR_VARIABLE, "").partition(":")
+    if not (descriptor.isdigit() and agent.isdigit()):
+        return None
+    try:
+        connection = socket.socket(fileno=int(descriptor))
+    except OSError:  # a program between the agent and this one has closed it
+        return None
+    if _maker_of(connection) not in (None, int(agent)):  # and has opened another one
+        connection.detach()
+        return None
+    return install(connection)
+
+
+def install_exit_hooks(monitor: ScriptMonitor) -> None:
+    """Have ``monitor`` report how a process ends that the bootstrap did not start.
+
+    Replaces `sys.excepthook` and `sys.exit` and registers a function with `atexit`, which sees an
+    exit status only if it was given to `sys.exit`. An exit that the script catches, after which it
+    starts another collective, does not count. Call it after the transports have been made: what
+    they do at exit may be to wait for the other ranks.
+    """
+    show, plain_exit = sys.excepthook, sys.exit
+    request = (0, -1)  # the last status given to sys.exit, and the number of collectives then
+
+    def report_exception(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        monitor.note_fatal(error)
+        if isinstance(error, KeyboardInterrupt):
+            show_exception(error, show)
+        else:
+            monitor.script_failed(error, show=lambda: show_exception(error, show))
+
+    def exit_with_note(code: Any = None, /) -> NoReturn:
+        nonlocal request
+        if threading.current_thread() is threading.main_thread():
+            request = status_of(code), monitor.num_collectives()
+        plain_exit(code)
+
+    def report_exit() -> None:
+        status, num_collectives = request
+        monitor.script_exits(status if num_collectives == monitor.num_collectives() else 0)
+
+    sys.excepthook, sys.exit = report_exception, exit_with_note
+    atexit.register(report_exit)
+
+
+def status_of(code: object) -> int:
+    """The exit status for the argument of `sys.exit`."""
+    return code & 0xFF if isinstance(code, int) else int(code is not None)
+
+
+def _maker_of(connection: socket.socket) -> int | None:
+    """The process that made a pair of sockets; ``None`` if the system does not tell."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    size = struct.calcsize("3i")
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return int(struct.unpack("3i", packed)[0])
+
+
+def _format(error: BaseException) -> str:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return text[-_MAX_CHARS:]
+
+
+def _is_mpi_in_use() -> bool:
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized()) and not mpi.Is_finalized()
+
+
+def _end_now(status: int) -> NoReturn:
+    """End the process from any thread. Output is flushed; nothing else is cleaned up."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
+    os._exit(status)
+
+
+def _stacks() -> str:
+    """The stacks of all threads but this one, the main thread's first."""
+    own = threading.get_ident()
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    main = threading.main_thread().ident
+    parts = []
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        if ident != own:
+            stack = [f for f in traceback.extract_stack(frames[ident]) if f.filename != _BOOTSTRAP]
+            parts.append(f"{names.get(ident, 'thread')}:\n{''.join(traceback.format_list(stack))}")
+    return "\n".join(part.rstrip() for part in parts)[:_MAX_CHARS]

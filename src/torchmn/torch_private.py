@@ -1,0 +1,208 @@
+"""All of torch's private names that torchmn uses: nothing else in ``src`` may name one.
+
+A private name is one with an underscore, and each may go with any release of torch. `TRIED` says in
+which versions each was tried. ``torch._foreach_*`` is not one: torch documents these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store, TCPStore
+from torch.autograd import profiler
+from torch.distributed import distributed_c10d
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore"]
+
+# ---- autograd: the backward pass that runs ----
+
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward pass that this thread runs; -1 outside of one."""
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the backward pass that runs was called with ``retain_graph=True``."""
+
+will_execute_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the backward pass that runs will reach a node."""
+
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+"""Whether `torch.jit.trace` records what is done now."""
+
+functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""The innermost transformation of `torch.func` that runs; None outside of one."""
+
+run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
+"""Of the function that calls autograd's engine."""
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback()`` at the end of the backward pass that runs, unless it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def packs_saved_tensors() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks` are set, as activation checkpoints do."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+# ---- tensors ----
+
+COUNTS_USES = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
+"""Whether this torch can say how often a tensor and its storage are used."""
+
+
+def use_counts(tensor: Tensor) -> tuple[int, int]:
+    """How often C++ uses a tensor, and how often its storage is used; zeros where unknown."""
+    if not COUNTS_USES:
+        return 0, 0
+    private: Any = tensor
+    storage_count: Any = torch._C._storage_Use_Count
+    return private._use_count(), storage_count(private.untyped_storage()._cdata)
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """The part of a DTensor that this rank holds, which may still be under way."""
+    local: Tensor = tensor._local_tensor
+    return local
+
+
+def layout_of(tensor: Any) -> Any:
+    """Mesh, placements and shape of a DTensor, for the constructor of another one."""
+    return tensor._spec
+
+
+def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which part of the whole this rank holds of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(shape), tuple(offsets)
+
+
+# ---- modules ----
+
+Dropout = _DropoutNd
+"""The base class of all layers of dropout."""
+Normalization = _NormBase
+"""The base class of the layers that keep running statistics."""
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward runs."""
+    return DistributedDataParallel._active_ddp_module
+
+
+def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
+    """The names of the module's own buffers that its state_dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
+# ---- optimizers ----
+
+
+def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> list[Callable[..., object]]:
+    """The hooks that were registered on one optimizer for before or after its step."""
+    private: Any = optimizer
+    hooks = private._optimizer_step_pre_hooks if before else private._optimizer_step_post_hooks
+    return list(hooks.values())
+
+
+# ---- process groups ----
+
+
+def default_store() -> Store:
+    """The store of the default process group."""
+    return distributed_c10d._get_default_store()
+
+
+def store_of(group: torch.distributed.ProcessGroup) -> Store:
+    """The store of a process group."""
+    return distributed_c10d._get_process_group_store(group)
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Set the time limit in the options of a process group that is made next."""
+    options._timeout = timeout
+
+
+def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
+    """Options of a gloo group: its time limit, and the interfaces that it uses."""
+    gloo: Any = torch.distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout, options._devices = timeout, devices
+    return options
+
+
+def start_coalescing(group: Any) -> None:
+    """Begin to collect messages of an NCCL group into one operation."""
+    group._start_coalescing()
+
+
+def end_coalescing(group: Any) -> Any:
+    """Start the collected messages and return their work."""
+    return group._end_coalescing()
+
+
+def source_rank(work: Any) -> int:
+    """From which rank a message of `recv_anysource` has come."""
+    return int(work._source_rank())
+
+
+# ---- profiler and compiler ----
+
+
+def is_profiler_running() -> bool:
+    """Whether torch's profiler runs in this process, of which there can be one."""
+    return bool(profiler._is_profiler_enabled)
+
+
+_frames: Any = torch._C._dynamo.eval_frame
+IS_SKIPPED_ALONE = hasattr(_frames, "skip_code")
+"""Up to torch 2.12: what a function calls is compiled although the function itself is not."""
+
+
+def set_compiler(callback: Any) -> Any:
+    """Set what compiles the frames of this thread (None: nothing) and return what did before."""
+    return _frames.set_eval_frame(callback)
+
+
+def mark_as_disabled(function: Any, reason: str) -> None:
+    """Mark a function as `torch.compiler.disable` does."""
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = reason
+
+
+def skip_code(code: CodeType, *, is_recursive: bool) -> None:
+    """Do not compile a function; with ``is_recursive`` nor what it calls (torch 2.13 and later)."""
+    if IS_SKIPPED_ALONE:
+        _frames.skip_code(code)
+        return
+    action = _frames._FrameAction
+    rest = action.SKIP if is_recursive else action.DEFAULT
+    _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action.SKIP, rest))
+
+
+TRIED = dict.fromkeys(
+    (
+        *("GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore"),
+        *("current_graph_task_id", "keeps_graph", "will_execute_node", "is_tracing"),
+        *("functorch_level", "run_backward_code", "at_end_of_backward", "packs_saved_tensors"),
+        *("COUNTS_USES", "use_counts", "local_tensor", "layout_of", "local_shape_and_offset"),
+        *("Dropout", "Normalization", "active_ddp", "non_persistent_buffers", "step_hooks"),
+        *("default_store", "store_of", "gloo_options", "set_timeout", "start_coalescing"),
+        *("end_coalescing", "source_rank", "is_profiler_running", "IS_SKIPPED_ALONE"),
+        *("set_compiler", "mark_as_disabled", "skip_code"),
+    ),
+    ("2.6", "2.14"),
+)
+"""The oldest and the newest torch with which each of these was tried."""
