@@ -91,6 +91,7 @@ class StepRecorder(Observer):
         """The phases that have not ended, each with the one that it has interrupted."""
         self._whole = 0
         self._is_data_told = False
+        """Whether a loader has told of its batches in this step."""
         self._has_begun = False
         self._step = self._new_step(clock.mark())
         self._ended: deque[_Step] = deque()
@@ -282,6 +283,7 @@ class StepRecorder(Observer):
         ended.core_time = self._core_time.since_last()
         self._ended.append(ended)
         self._step = self._new_step(ended.end)
+        self._is_data_told = False
         self.num_steps += 1
         self.write_ended()
         for callback in self.on_step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -227,7 +226,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `step` unscales by itself: no. Read by `torch.amp.GradScaler.step` only.
+        """Whether `step` unscales by itself. Read by `torch.amp.GradScaler.step` only.
+
+        *Collective* on a rank without a backward pass, see `LateScalerSteps`.
 
         Raises UnsupportedError: a mean of another step has been scaled by another factor.
         """
@@ -237,10 +238,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
                 "or bfloat16, which needs no scaling."
             )
-        self._late_scaler_steps.take_part(self, sys._getframe(1).f_locals.get("self"))
         if self.tuner is not None:
             self.tuner.scaler_used()
-        return False
+        return self._late_scaler_steps.take_part(self)
 
     def __repr__(self) -> str:
         parts = [self.schedule.name]
@@ -285,6 +285,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
                 "newer one, or make one optimizer with several parameter groups."
             )
+        if "grad_scale" in vars(self) and not self._late_scaler_steps.unscale(self):
+            return None  # as the scalers of the other ranks
         if not events.observers:
             result = self._step(closure)
         else:
