@@ -14,7 +14,10 @@ import torchmn
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "names.md"
-INTERNAL = {"cli", "compiling", "control", "doctor", "observe", "submit"}
+INTERNAL = {
+    *("cli", "compiling", "control", "doctor", "events", "observe", "script_line", "submit"),
+    "torch_private",
+}
 """Wings that users have no reason to import."""
 OTHER_NAMES = {
     **{home: name for name, home in torchmn._SUBMODULES.items() if home != f"torchmn.{name}"},

@@ -121,8 +121,8 @@ class Exchange:
             on_nonfinite=options.on_nonfinite,
             allow_lossy=options.allow_lossy,
             allow_stale=options.allow_stale,
+            _kind=FrameworkOptimizer,
         )
-        made.__class__ = FrameworkOptimizer
         own = cast(FrameworkOptimizer, made)
         self.keep(own, models)
         return own
