@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket, HashStore, PrefixStore, Store, TCPStore
 from torch.autograd import profiler
 from torch.distributed import distributed_c10d
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,10 +91,41 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 
 # ---- modules ----
 
+BatchNorm = _BatchNorm
+"""The base class of the layers of batch normalization."""
 Dropout = _DropoutNd
 """The base class of all layers of dropout."""
 Normalization = _NormBase
 """The base class of the layers that keep running statistics."""
+
+MODULE_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_load_state_dict_pre_hooks",
+    "_state_dict_pre_hooks",
+)
+"""The attributes of a module that hold hooks of the kinds that torchmn registers."""
+MODULES, PARAMETERS = "_modules", "_parameters"
+"""The attributes of a module that hold its own."""
+REPLICA = "_replicate_for_data_parallel"
+"""The method that makes what `torch.nn.DataParallel` puts on a device."""
+
+
+def replica_of(module: torch.nn.Module) -> torch.nn.Module:
+    """What `torch.nn.DataParallel` makes of a module of this class."""
+    kind: Any = type(module)
+    replica: torch.nn.Module = kind._replicate_for_data_parallel(module)
+    return replica
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by their names."""
+    return module._buffers
+
+
+def gradient_hooks(parameter: Tensor) -> list[Callable[..., object]]:
+    """The hooks for when the gradient of a parameter is accumulated, in their order."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
 def active_ddp() -> DistributedDataParallel | None:
@@ -110,11 +141,8 @@ def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
 # ---- optimizers ----
 
 
-def step_hooks(optimizer: torch.optim.Optimizer, *, before: bool) -> list[Callable[..., object]]:
-    """The hooks that were registered on one optimizer for before or after its step."""
-    private: Any = optimizer
-    hooks = private._optimizer_step_pre_hooks if before else private._optimizer_step_post_hooks
-    return list(hooks.values())
+STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+"""The attributes of an optimizer that hold the hooks of its step, as ordered dicts."""
 
 
 # ---- process groups ----
@@ -198,7 +226,9 @@ TRIED = dict.fromkeys(
         *("current_graph_task_id", "keeps_graph", "will_execute_node", "is_tracing"),
         *("functorch_level", "run_backward_code", "at_end_of_backward", "packs_saved_tensors"),
         *("COUNTS_USES", "use_counts", "local_tensor", "layout_of", "local_shape_and_offset"),
-        *("Dropout", "Normalization", "active_ddp", "non_persistent_buffers", "step_hooks"),
+        *("Dropout", "Normalization", "active_ddp", "non_persistent_buffers", "STEP_HOOKS"),
+        *("BatchNorm", "MODULE_HOOKS", "MODULES", "PARAMETERS", "REPLICA", "replica_of"),
+        *("buffers_of", "gradient_hooks"),
         *("default_store", "store_of", "gloo_options", "set_timeout", "start_coalescing"),
         *("end_coalescing", "source_rank", "is_profiler_running", "IS_SKIPPED_ALONE"),
         *("set_compiler", "mark_as_disabled", "skip_code"),

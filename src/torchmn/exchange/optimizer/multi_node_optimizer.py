@@ -574,7 +574,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
         self._is_closed = True
-        self._block_reads.end_step()
+        self._block_reads.close()
         self.schedule.close()
         self.reducer.close_for_good()
         self.recorded.close()
