@@ -83,7 +83,7 @@ def train(
     images, labels = _digits()
 
     def body(comm: Communicator) -> tuple[Losses, dict[str, Any]]:
-        comm.bucket_bytes = 20_000
+        comm.route.bucket_bytes = 20_000
         model = _network(seed)
         optimizer = create_multi_node_optimizer(
             torch.optim.SGD(model.parameters(), 0.02, momentum=0.9), comm, model,

@@ -15,8 +15,7 @@ from typing import Any
 
 from torchmn.cluster import Topology
 from torchmn.errors import LaunchError, TorchmnError
-from torchmn.run.backend import find_mpirun
-from torchmn.run.open_mpi_folders import SESSION_VARIABLE
+from torchmn.run.backend import SESSION_VARIABLE, find_mpirun
 
 _START_S = 60.0
 

@@ -281,9 +281,9 @@ def communicator(options: Mapping[str, object]) -> Any:
     """A communicator of all workers. *Collective.*"""
     import torchmn
     from torchmn.comm.create import ROUTES
-    from torchmn.comm.routes.flat import FlatCommunicator
+    from torchmn.comm.routes.flat import FlatRoute
 
-    class FlatInBuckets(FlatCommunicator):
+    class FlatInBuckets(FlatRoute):
         """One all-reduce over all workers for each bucket: what DDP does."""
 
         name = "flat in buckets"
@@ -296,7 +296,7 @@ def communicator(options: Mapping[str, object]) -> Any:
         timeout_s=TIMEOUT_S,
     )
     if "bucket_bytes" in options:
-        comm.bucket_bytes = int(str(options["bucket_bytes"]))
+        comm.route.bucket_bytes = int(str(options["bucket_bytes"]))
     return comm
 
 
@@ -379,14 +379,16 @@ def _mean(options: Mapping[str, object]) -> Runner:
     """
     comm = communicator(options)
     numel = int(str(options["nbytes"])) // 4
-    size = numel if options.get("whole") else comm.bucket_bytes // 4
+    size = numel if options.get("whole") else comm.route.bucket_bytes // 4
     pieces = [
-        comm.new_buffer(min(size, numel - start), torch.float32, torch.device("cpu"))
+        comm.route.new_buffer(min(size, numel - start), torch.float32, torch.device("cpu"))
         for start in range(0, numel, size)
     ]
     for piece in pieces:
         piece.fill_(0)  # pages that were never written are read much faster
-    return Runner(lambda: [work.wait() for work in [comm.start_sum_(piece) for piece in pieces]])
+    return Runner(
+        lambda: [work.wait() for work in [comm.route.start_sum_(piece) for piece in pieces]]
+    )
 
 
 def _mean_by_gloo(options: Mapping[str, object]) -> Runner:

@@ -6,6 +6,7 @@ from tests.contracts.broken import communicators as broken
 from tests.contracts.suites import communicator_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
 from torchmn.comm import create
+from torchmn.comm.routes.base import Route
 from torchmn.testing import run_ranks
 
 CAUGHT_BY = {
@@ -27,7 +28,10 @@ CAUGHT_BY = {
 @pytest.mark.filterwarnings("ignore:(.|\n)*the parameters of the ranks differ")  # they do
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
 def test_is_caught(wrong: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(create.ROUTES, "flat", wrong)
+    if issubclass(wrong, Route):
+        monkeypatch.setitem(create.ROUTES, "flat", wrong)
+    else:
+        monkeypatch.setattr(create, "Communicator", wrong)
     with pytest.raises(ContractError):
         run_ranks(CAUGHT_BY[wrong], 3, name="flat", timeout_s=5)
 

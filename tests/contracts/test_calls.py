@@ -70,7 +70,7 @@ CAUGHT_BY = {
 
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
 def test_is_caught(wrong: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(create.ROUTES, "flat", wrong)
+    monkeypatch.setattr(create, "Communicator", wrong)
     with pytest.raises(ContractError):
         run_ranks(CAUGHT_BY[wrong], 3, name="flat", timeout_s=3)
 

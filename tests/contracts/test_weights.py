@@ -66,7 +66,7 @@ def test_nothing_is_lost_whatever_the_weights(data: st.DataObject) -> None:
     weights = data.draw(st.lists(row.filter(any), min_size=1, max_size=8))
 
     def rank_main(comm):
-        comm.bucket_bytes = 5000
+        comm.route.bucket_bytes = 5000
         for make in variants(comm, schedule):
             if make().replica_consistency == "per_step":
                 check_weighted_means(comm, make, codec, weights)

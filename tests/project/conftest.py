@@ -1,7 +1,5 @@
 """What tests of the benchmarks have in common."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 from pathlib import Path

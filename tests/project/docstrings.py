@@ -4,8 +4,6 @@
 ``torchmn.run.start.run_job``, in a process of their own.
 """
 
-from __future__ import annotations
-
 import doctest
 import sys
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 ``python -m tests.project.names`` writes the page docs/reference/names.md.
 """
 
-from __future__ import annotations
-
 import inspect
 import pkgutil
 from importlib import import_module

@@ -4,8 +4,6 @@ An HTML comment before a block, ``<!-- not run: reason -->``, exempts it from th
 ``python -m tests.project.snippets`` lists the blocks that are exempt, and why.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The tables of `make bench-accuracy` and `make bench-recipes`: their limits and their seeds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The faults that `make chaos` draws and its checks: the parts that start no process."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

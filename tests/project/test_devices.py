@@ -1,7 +1,5 @@
 """Tensors of our own are created with a device: `torch.set_default_device` is the user's."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

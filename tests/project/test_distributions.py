@@ -1,7 +1,5 @@
 """The sdist and the wheel: the same bytes from the same commit, with what should be in them."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """Links and file names in the documents lead somewhere; no path of one machine is in the tree."""
 
-from __future__ import annotations
-
 import ast
 import re
 import textwrap

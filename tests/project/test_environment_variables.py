@@ -1,7 +1,5 @@
 """docs/reference/environment.md lists the environment variables of the sources, and only those."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

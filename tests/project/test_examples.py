@@ -1,7 +1,5 @@
 """The examples in docstrings and in the README are run."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """The table of `make bench-exchange`: consistency, comparison of turns, sides that count."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 
@@ -145,10 +143,7 @@ def test_auto_counts_by_its_plan(load) -> None:
     exclusion = counted.exclusions_from(
         {"every step int8": "", "double buffering int8": "cifar: -2"}
     )
-    plans = {
-        "every_step": "",
-        "double_buffering": "not counted: no accuracy (cifar: -2)",
-    }
+    plans = {"every_step": "", "double_buffering": "not counted: no accuracy (cifar: -2)"}
     for schedule, reason in plans.items():
         run = {**run_of({}), "plans": {"auto lossy": {"schedule": schedule, "codec": "int8"}}}
         assert exclusion("auto lossy", run) == reason

@@ -1,7 +1,5 @@
 """What torchmn imports and what its metadata names: few dependencies, and extras that are used."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

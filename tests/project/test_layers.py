@@ -3,8 +3,6 @@
 A unit is a folder or a file in ``src/torchmn``. Rows that are strictly ordered leave no circle.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

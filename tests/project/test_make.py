@@ -4,8 +4,6 @@ The real installation takes minutes and a network, so that most tests use a Pyth
 few lines instead; one uses the real ones with an index that does not exist.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The public surface is each package's __all__, and every name is documented."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

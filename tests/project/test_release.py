@@ -1,7 +1,5 @@
 """One version, CHANGELOG.md in its form, and nothing deprecated stays longer than announced."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

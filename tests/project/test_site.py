@@ -1,7 +1,5 @@
 """The documentation site is built without a warning, and every public name has its place."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -4,8 +4,6 @@ A page is one session: its blocks run in order, in an empty folder, with what it
 tutorials are programs that processes run: tests/all/processes/test_tutorial*.py.
 """
 
-from __future__ import annotations
-
 import linecache
 import signal
 from collections.abc import Callable, Iterator

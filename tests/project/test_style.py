@@ -1,7 +1,5 @@
 """What `make lint` cannot ask for: no output is committed, and skipped tests say why."""
 
-from __future__ import annotations
-
 import ast
 import shutil
 import subprocess

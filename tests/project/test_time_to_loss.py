@@ -1,7 +1,5 @@
 """`make bench-lm`: compared runs choose nothing, and missing or disturbed ones hold no limit."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Buffers that forward changes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.ao import quantization

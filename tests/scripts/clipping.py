@@ -1,7 +1,5 @@
 """Norms and clipping."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss

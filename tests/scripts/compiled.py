@@ -1,7 +1,5 @@
 """Compiled models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 import torch

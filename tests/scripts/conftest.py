@@ -1,7 +1,5 @@
 """What holds for all user scripts: they run in float64, and ``auto`` tries every plan."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies and files of a model while its optimizer is open."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

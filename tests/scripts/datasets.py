@@ -1,7 +1,5 @@
 """Data sets and their samples."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,13 +1,11 @@
 """Exceptions that the script catches."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from .models import mlp_and_sgd
-from .registry import script
+from .registry import Refused, everywhere, script
 from .worker import Worker
 
 
@@ -36,6 +34,31 @@ def out_of_memory_in_backward(worker: Worker) -> nn.Module:
         except torch.OutOfMemoryError:
             optimizer.zero_grad()
             mse_loss(model(x[::2]), y[::2]).backward()
+        optimizer.step()
+    return model
+
+
+@script(
+    "Out of memory in `backward()` on one rank, caught, and the batch tried again",
+    **everywhere(
+        Refused(
+            "raised an exception in its backward pass",
+            "handle the exception on all ranks: all get the same error at once",
+        )
+    ),
+)
+def out_of_memory_on_one_rank(worker: Worker) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker)
+    for step, (x, y) in enumerate(worker.batches(10)):
+        optimizer.zero_grad()
+        try:
+            hidden = model[:2](x)
+            if step == 2 and worker.rank == 1:
+                hidden = _OutOfMemory.apply(hidden)
+            mse_loss(model[2:](hidden), y).backward()
+        except torch.OutOfMemoryError:
+            optimizer.zero_grad()
+            mse_loss(model(x), y).backward()
         optimizer.step()
     return model
 

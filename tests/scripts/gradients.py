@@ -1,7 +1,5 @@
 """Gradients read, kept and edited."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -146,9 +144,7 @@ def step_hook(worker: Worker) -> nn.Module:
     return model
 
 
-@script(
-    "Gradients by `torch.autograd.grad`, assigned to `p.grad`",
-)
+@script("Gradients by `torch.autograd.grad`, assigned to `p.grad`")
 def gradients_by_hand(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
     parameters = list(model.parameters())

@@ -1,7 +1,5 @@
 """Models whose parameters are replaced, added and unfrozen while their optimizer is open."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

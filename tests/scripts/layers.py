@@ -1,7 +1,5 @@
 """Layers."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss

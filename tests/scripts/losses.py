@@ -1,7 +1,5 @@
 """Losses that are not a mean over samples alone."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize

@@ -1,7 +1,5 @@
 """Parameters that get other memory."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Ranks are threads that share one random generator, so models are built in turn.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar

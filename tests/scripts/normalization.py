@@ -1,7 +1,5 @@
 """Batch normalization over ranks, after `convert_batch_norm`."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Optimizers."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools
@@ -254,9 +252,7 @@ def state_in_a_plain_optimizer(worker: Worker) -> nn.Module:
 
 @script(
     "`copy.deepcopy(optimizer)`",
-    **everywhere(
-        Refused("cannot be copied", cure="copy its `state_dict()`", on_one_rank=True),
-    ),
+    **everywhere(Refused("cannot be copied", cure="copy its `state_dict()`", on_one_rank=True)),
 )
 def optimizer_copied(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)

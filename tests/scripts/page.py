@@ -1,7 +1,5 @@
 """Writes docs/reference/works-with.md: `python -m tests.scripts.page`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from .registry import SCHEDULES, WORLD_SIZES, Refused, Script

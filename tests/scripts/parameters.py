@@ -1,7 +1,5 @@
 """Parameters read, averaged, shared and frozen."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

@@ -1,7 +1,5 @@
 """Several passes per step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

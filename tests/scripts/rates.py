@@ -1,7 +1,5 @@
 """Learning rate schedulers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -77,9 +75,7 @@ def rates_in_cycles(worker: Worker) -> list[nn.Module]:
 @script("`ReduceLROnPlateau` on the mean loss of all ranks")
 def rate_on_plateau(worker: Worker) -> nn.Module:
     return _train(
-        worker,
-        lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
-        by_loss=True,
+        worker, lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5), by_loss=True
     )
 
 

@@ -11,8 +11,6 @@ It must give what one process gives that trains on the whole batch, for every sc
 What a script returns and what it logs is compared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs a script in one process and on ranks, and compares what it returns and logs."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +38,7 @@ def on_ranks(script: Script, world_size: int, schedule: str) -> list[Outcomes | 
     """What each rank gets, each on a host of its own, or the error that ended it."""
 
     def rank_main(comm: Communicator) -> Outcomes | TorchmnError:
-        comm.bucket_bytes = SMALL_BYTES
+        comm.route.bucket_bytes = SMALL_BYTES
         try:
             return _outcomes(script.program, Rank(comm, SCHEDULES_MADE[schedule]))
         except TorchmnError as error:

@@ -1,7 +1,5 @@
 """All user scripts, in the order of the page."""
 
-from __future__ import annotations
-
 from . import (
     buffers,
     clipping,

@@ -1,7 +1,5 @@
 """Whole tasks: images, speech, language, series, graphs and molecules."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

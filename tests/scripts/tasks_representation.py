@@ -1,7 +1,5 @@
 """Whole tasks: representations, generation and reinforcement."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole tasks: how one trains, searches and selects."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

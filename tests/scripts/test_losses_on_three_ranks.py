@@ -1,7 +1,5 @@
 """Losses in which the number of ranks and the sizes of their parts count."""
 
-from __future__ import annotations
-
 import pytest
 
 from . import losses

@@ -1,7 +1,5 @@
 """Defects of earlier versions, put back: the user scripts detect each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

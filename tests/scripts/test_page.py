@@ -1,7 +1,5 @@
 """docs/reference/works-with.md holds what the tests of the scripts show."""
 
-from __future__ import annotations
-
 from .page import PAGE, text
 from .suite import all_scripts
 

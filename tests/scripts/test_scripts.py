@@ -1,7 +1,5 @@
 """Ordinary training scripts give on ranks what they give in one process, or are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

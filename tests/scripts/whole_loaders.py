@@ -1,7 +1,5 @@
 """An existing `DataLoader`, which `scatter_loader` divides among the ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from itertools import cycle, islice

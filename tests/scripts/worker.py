@@ -1,7 +1,5 @@
 """What a user script sees of the number of ranks: the lines that differ from one process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

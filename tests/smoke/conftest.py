@@ -1,7 +1,5 @@
 """The fixtures of all tests of processes: `tests/all/processes`."""
 
-from __future__ import annotations
-
 from tests.all.processes.conftest import (
     _own_temporary_folder,
     _quick_start,

@@ -1,7 +1,5 @@
 """Processes that are killed in the middle of a save."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

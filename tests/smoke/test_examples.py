@@ -1,7 +1,5 @@
 """One example of each kind, and what `make train` does after its installation."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A job that ends, raises or gets SIGTERM under every launcher; the table of all that happens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

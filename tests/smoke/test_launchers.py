@@ -1,7 +1,5 @@
 """One unchanged script under every launcher that is here: Open MPI, torchrun, torchmn run, none."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Ranks that a cell of a notebook starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.all.processes.test_notebook import TRAIN, Notebook, notebook

@@ -1,7 +1,5 @@
 """Processes that a script starts itself: ranks of its own group, or children that are no ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.all.processes.runner import Runner, free_port

@@ -1,7 +1,5 @@
 """An ordinary script and its seven changed lines: counted, and compared on three ranks."""
 
-from __future__ import annotations
-
 import ast
 import difflib
 import re

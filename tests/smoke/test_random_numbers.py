@@ -1,7 +1,5 @@
 """`seed_ranks`: what scripts draw before training is one process's, and then ranks differ."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The output of `torchmn run`, and that nothing is left of a job that fails."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.all.processes.runner import Runner

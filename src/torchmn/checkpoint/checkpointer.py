@@ -1,7 +1,5 @@
 """The checkpointer that users hold: save, resume, finish."""
 
-from __future__ import annotations
-
 import atexit
 import math
 import sys
@@ -106,7 +104,7 @@ class MultiNodeCheckpointer:
         """One for each `save`."""
         self.resumed_from: str | None = None
         """The checkpoint that `resume` has loaded; None if there was none."""
-        comm.on_finalize(self.close)
+        self._forget_close = comm.on_finalize(self.close)
         # Before the interpreter ends its threads and connections.
         atexit.register(self._close_at_exit)
 
@@ -196,7 +194,7 @@ class MultiNodeCheckpointer:
             return
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
-        self._comm.cancel_on_finalize(self.close)
+        self._forget_close()
         grace_s = min(self._comm.timeout_s, _GRACE_S if has_failed else math.inf)
         thread = self._thread
         while thread is not None and thread.is_alive():

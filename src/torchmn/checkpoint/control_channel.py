@@ -4,8 +4,6 @@ Disks differ, so a round may wait longer than a collective: the communicator's t
 second for every 10 MB written or read before it.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from typing import Any
@@ -77,7 +75,7 @@ class ControlChannel:
         """Close the connections that ``comm`` made for it; no round may be in progress. Local."""
         transport, self._transport = self._transport, None
         if transport is not None:
-            comm.close_transport(transport)
+            comm.groups.close_transport(transport)
 
     def abort(self) -> None:
         """Make a waiting round fail. Called from another thread; the channel is unusable after."""

@@ -1,7 +1,5 @@
 """`create_multi_node_checkpointer`: from arguments to a checkpointer on every rank."""
 
-from __future__ import annotations
-
 import grp
 import secrets
 import time
@@ -116,12 +114,9 @@ def create_multi_node_checkpointer(
         if _is_writable(comm, access):
             owner = _own(comm, access)
     storage = FolderStorage(where, gid=gid, confirm=None if owner is None else owner.confirm)
-    transport = comm.new_transport("checkpoint") if comm.size > 1 else None
+    transport = comm.groups.new_transport("checkpoint") if comm.size > 1 else None
     channel = ControlChannel(
-        transport,
-        comm.rank_label,
-        comm.timeout_s,
-        recorder=comm.flight_recorder.for_other_thread(),
+        transport, comm.rank_label, comm.timeout_s, recorder=comm.flight_recorder.for_other_thread()
     )
     writer = Writer(
         rank=comm.rank,

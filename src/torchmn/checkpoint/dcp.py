@@ -1,7 +1,5 @@
 """To `torch.distributed.checkpoint`, for tools that read nothing else. torch itself loads it."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Generator

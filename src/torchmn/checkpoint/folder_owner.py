@@ -42,8 +42,8 @@ STALE_S = 30.0
 _PAUSE_S = 0.5
 _RACE_S = 0.2
 _MAX_NBYTES = 10_000
+# How many checkpointers of a process, by its number, use each folder that it owns.
 _num_uses: Counter[tuple[int, str]] = Counter()
-"""How many checkpointers of a process, by its number, use each folder that it owns."""
 
 
 class Owner(Record, frozen=True, kw_only=True):

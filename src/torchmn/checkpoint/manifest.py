@@ -4,8 +4,6 @@ The file is one line of JSON, ``{"checksum":"<sha256 of the rest>","manifest":{.
 checksum covers the bytes of the object that follows, so that no byte can change undetected.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -128,12 +126,7 @@ def order_of(name: str) -> tuple[int, int]:
 
 
 def checkpoints_to_delete(
-    good: Mapping[str, Manifest],
-    bad: Sequence[str],
-    newest: str,
-    *,
-    keep: int,
-    best: Best | None,
+    good: Mapping[str, Manifest], bad: Sequence[str], newest: str, *, keep: int, best: Best | None
 ) -> list[str]:
     """The checkpoints to delete once ``newest`` is complete.
 

@@ -5,8 +5,6 @@ loads is put together from the parts of as many old ranks as it takes to cover i
 after another: the old mesh may have been another one, or none, and the new one may be none.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,8 +25,8 @@ from torchmn.errors import DataError
 from torchmn.exchange.replicas import parameters_of
 
 Path = tuple[Any, ...]
+# The tensor that a value at this place, whose whole has this shape, will be loaded into.
 Targets = Callable[[Path, Sequence[int]], "Tensor | None"]
-"""The tensor that a value at this place, whose whole has this shape, will be loaded into."""
 
 
 def targets_of(obj: Any) -> Targets:

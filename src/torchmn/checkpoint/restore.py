@@ -1,7 +1,5 @@
 """What a rank loads: its own state, or its part of the states of another number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +15,7 @@ from torchmn.comm.grid import num_model_parts
 from torchmn.comm.local_tensors import is_divided
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.batch_settings import batch_settings_by_name
+from torchmn.data.scatter import warnings_of_shards
 from torchmn.errors import UsageError
 from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.resharding import (
@@ -34,8 +33,8 @@ class RestoreOperation:
         self._comm = comm
         self._manifest = manifest
         self._num_parts = 1 if grid is None else num_model_parts(grid.sizes)
+        # The ranks that hold the same part of the model as this one.
         self._replicas = comm if grid is None else grid.replicas
-        """The ranks that hold the same part of the model as this one."""
         self._is_same_size = True
         self._states: dict[str, Any] = {}
         self._old_states: dict[str, list[Any]] = {}
@@ -112,8 +111,9 @@ class RestoreOperation:
                 f"the checkpoint also has {', '.join(self._unread)}, which was not requested."
             )
         if not self._is_same_size:
-            for obj in (*state.values(), self._comm):
+            for obj in state.values():
                 notes += warnings_of(obj)
+            notes += warnings_of_shards(self._comm)
         for label, own in batch_settings_by_name(state).items():
             saved = self._manifest.batches.get(label)
             note = None if saved is None else own.warning_after(saved, self._manifest.step)

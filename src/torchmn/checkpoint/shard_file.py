@@ -9,8 +9,6 @@ makes another copy of every tensor, does not sync, and does not verify checksums
 format lacks is written as bytes; the description of the state has the dtype.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Tensors are copied into one block that lives as long as the checkpointer: page f
 would cost more than the copy itself. Tensors of a GPU are copied into pinned memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -21,8 +19,7 @@ from torchmn.data.batch_settings import BatchSettings, batch_settings_by_name
 from torchmn.errors import UsageError
 
 _ALIGNMENT = 64
-RANDOM = "random state"
-"""The name under which the generators are saved beside the user's objects."""
+RANDOM = "random state"  # the name under which the generators are saved beside the user's objects
 
 
 class Stateful(Protocol):
@@ -49,8 +46,7 @@ class SavedObject:
 
     body: Any
     parts: list[str]
-    optimizer: str = ""
-    """The class, of an optimizer."""
+    optimizer: str = ""  # the class, of an optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +55,8 @@ class SavedRank:
 
     objects: dict[str, SavedObject]
     where: dict[str, int]
+    # The sizes of the grid's axes; empty without one.
     grid: dict[str, int] = field(default_factory=dict)
-    """The sizes of the grid's axes; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

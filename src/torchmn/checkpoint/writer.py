@@ -7,8 +7,6 @@
 A rank that fails at any point reports it in the next round, and all ranks abort the checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import secrets
 import time
@@ -83,8 +81,8 @@ class Writer:
     keep: int
     best: Best | None
     rejects_difference: bool
+    # The sizes of the grid's axes: only ranks of the first axis hold the same.
     grid: Mapping[str, int] = field(default_factory=dict)
-    """The sizes of the grid's axes: only ranks of the first axis hold the same."""
     bad: set[str] = field(default_factory=set)
 
     def write(self, request: Request) -> Outcome:

@@ -59,10 +59,9 @@ def init(
     checkpoints, and saving before the job's time limit. Asks nothing, and replaces nothing without
     --force.
     """
-    from torchmn.submit.choose import raise_if_unknown
     from torchmn.submit.script import write_script
     from torchmn.submit.settings import settings_from_options
-    from torchmn.submit.site import find_site, read_site
+    from torchmn.submit.site import find_site, raise_if_unknown, read_site
 
     if kind not in KINDS:
         raise UnknownNameError("kind", kind, KINDS)
@@ -105,7 +104,7 @@ def _script(kind: str) -> str:
 
 def _installed(path: str | None) -> str:
     """The scheduler of this cluster; none where there are several, for one must be chosen."""
-    from torchmn.submit.choose import installed_schedulers
+    from torchmn.submit.site import installed_schedulers
 
     names = installed_schedulers(path)
     return names[0] if len(names) == 1 else NO_SCHEDULER
@@ -115,9 +114,9 @@ def _job_file(
     scheduler: str, settings: Settings, num_nodes: int, ranks_per_node: int
 ) -> tuple[str, str]:
     """Name and text of what `torchmn submit` would submit in the folder of the script."""
-    from torchmn.submit.choose import SCHEDULERS
     from torchmn.submit.request import JobRequest, find_environment
     from torchmn.submit.script import job_script
+    from torchmn.submit.site import SCHEDULERS
 
     if settings.activate and Path(settings.activate).expanduser().is_dir():
         # the job is submitted in another folder
@@ -148,7 +147,7 @@ def _make(folder: Path) -> None:
 
 
 def _next_steps(folder: Path, scheduler: str, job_file: str, num_ranks: int) -> list[str]:
-    from torchmn.submit.choose import SCHEDULERS
+    from torchmn.submit.site import SCHEDULERS
 
     change = [] if folder == Path() else [f"  cd {shlex.quote(str(folder))}"]
     lines = ["", "Try it here, on two workers:", *change, f"  torchmn run -n 2 {SCRIPT}"]

@@ -85,7 +85,7 @@ def _instead_of(error: Exception) -> str:
             "--json prints the numbers for a picture."
         )
     if option in ("--image", "--namespace", "--memory", "--volume"):
-        from torchmn.submit.choose import NO_KUBERNETES
+        from torchmn.submit.site import NO_KUBERNETES
 
         return NO_KUBERNETES
     return ""

@@ -60,8 +60,8 @@ def _report(folders: list[Path], output: Path | None, *, is_text: bool, is_json:
     from torchmn.observe.read.run_reader import MAX_NBYTES, read_run
     from torchmn.observe.report.findings import find
     from torchmn.observe.report.page import page, plotly_script
-    from torchmn.observe.report.scaling import scaling_of
     from torchmn.observe.report.summary import summarize
+    from torchmn.observe.report.tables import scaling_of
     from torchmn.observe.report.text import as_json, show, show_findings
 
     script = "" if is_text or is_json else plotly_script()

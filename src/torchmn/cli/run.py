@@ -22,9 +22,6 @@ def run(
     args: Annotated[
         list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")
     ] = None,
-    launcher_args: Annotated[
-        str, typer.Option(help="Extra arguments, passed verbatim to the launcher.")
-    ] = "",
     is_dry: Annotated[
         bool, typer.Option("--dry-run", help="Print the commands without running them.")
     ] = False,
@@ -40,10 +37,14 @@ def run(
     in "[0] ...", and written to a log file per rank. When a rank fails, all others are terminated,
     and this command exits with the exit code of that rank.
     """
+    launcher, *launcher_args = launch.split_words(options.pop("launcher"), source="--launcher") or (
+        "",
+    )
     request = launch.RunOptions(
         argv=tuple(launch.python_command(target, args or [], is_module=is_module)),
         script="" if is_module else target,
-        launcher_args=launch.split_words(launcher_args, source="--launcher-args"),
+        launcher=launcher,
+        launcher_args=tuple(launcher_args),
         **given(options),
     )
     env = request.environment(os.environ)

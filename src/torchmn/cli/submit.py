@@ -14,7 +14,7 @@ from torchmn.errors import UsageError
 from torchmn.submit.settings import Settings
 
 SCHEDULER_NAMES = ("pbs", "slurm", "grid_engine")
-"""As in `torchmn.submit.choose.NAMES`, which takes longer to import than a completion may."""
+"""As in `torchmn.submit.site.NAMES`, which takes longer to import than a completion may."""
 CONTEXT = {"allow_interspersed_args": False}
 """What follows the script are arguments of the script, options too."""
 
@@ -67,13 +67,18 @@ def submit(
     """
     from torchmn.cluster.environment_variables import parse_variable
     from torchmn.run import python_command
-    from torchmn.submit.choose import choose_scheduler, installed_schedulers, raise_if_no_command
     from torchmn.submit.following import Follower
     from torchmn.submit.request import JobRequest, default_name, find_environment
     from torchmn.submit.script import job_script, make_log_dir, raise_if_folder, write_script
     from torchmn.submit.script import submit as submit_job
     from torchmn.submit.settings import settings_from_options
-    from torchmn.submit.site import find_site, read_site
+    from torchmn.submit.site import (
+        choose_scheduler,
+        find_site,
+        installed_schedulers,
+        raise_if_no_command,
+        read_site,
+    )
 
     if max_requeues is not None and not requeues:
         raise UsageError(f"--max-requeues {max_requeues} has no effect without --requeue: add it.")

@@ -79,7 +79,7 @@ def _kernels() -> str:
 
 
 def _schedulers(env: Mapping[str, str]) -> list[str]:
-    from torchmn.submit.choose import SCHEDULERS, installed_schedulers
+    from torchmn.submit.site import SCHEDULERS, installed_schedulers
 
     path = env.get("PATH")
     found = [SCHEDULERS[name] for name in installed_schedulers(path)]

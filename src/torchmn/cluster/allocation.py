@@ -4,8 +4,6 @@ PBS and Grid Engine write a file (``PBS_NODEFILE``: a line per rank; ``PE_HOSTFI
 queue, processors), Slurm a compressed list (``SLURM_JOB_NODELIST`` with ``SLURM_TASKS_PER_NODE``).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

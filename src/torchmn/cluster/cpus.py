@@ -1,17 +1,17 @@
-"""Which cores this process may use, and the cores of each rank of a node.
+"""Which cores and how much memory this process may use, and the cores of each rank of a node.
 
 There are two binding rules: equal shares of all cores (`assign_cpus`), and shares of the cores next
 to each rank's GPU (`cores_near_gpu`). Nothing is bound here: see `os.sched_setaffinity`.
 """
 
-from __future__ import annotations
-
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchmn.cluster.gpus import GpuLocality, text_of
+from torchmn.cluster.units import GiB, KiB
 from torchmn.errors import UsageError
 
 
@@ -110,11 +110,7 @@ def assign_cpus(processors: Processors, *, intra_rank: int, intra_size: int) -> 
 
 
 def cores_near_gpu(
-    processors: Processors,
-    localities: Sequence[GpuLocality],
-    *,
-    intra_rank: int,
-    intra_size: int,
+    processors: Processors, localities: Sequence[GpuLocality], *, intra_rank: int, intra_size: int
 ) -> tuple[CpuAssignment, GpuLocality | None]:
     """A rank's share of the cores next to its GPU, the ``intra_rank``-th one.
 
@@ -193,3 +189,68 @@ def _physical_core(number: int, root: Path) -> tuple[int, int]:
     if not all(text.isdigit() for text in texts):
         return (0, number)
     return (int(texts[0]), int(texts[1]))
+
+
+_NO_LIMIT = 1 << 60  # version 1 writes a number near this where there is no limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """In bytes. ``limit`` is the least one of this process's control groups, or ``None``."""
+
+    total: int
+    available: int
+    limit: int | None = None
+
+
+def memory_of_host(root: Path = Path("/")) -> Memory:
+    """What ``/proc/meminfo`` and the control groups report; 0 where they do not. Local."""
+    values = {}
+    for line in text_of(root / "proc/meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        number = rest.split()[:1]
+        values[name] = int(number[0]) * KiB if number and number[0].isdecimal() else 0
+    return Memory(
+        total=values.get("MemTotal", 0),
+        available=values.get("MemAvailable", 0),
+        limit=memory_limit(root),
+    )
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """The least memory limit of this process's control groups in bytes, or ``None``. Local."""
+    limits = []
+    for folder in control_groups("memory", root):
+        for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
+            text = text_of(folder / name)
+            if text.isdecimal() and int(text) < _NO_LIMIT:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def count_memory_kills(root: Path = Path("/")) -> int | None:
+    """How many processes of this one's control group were killed for lack of memory.
+
+    ``None`` if it is unknown. The signal is that of ``kill -9``. Version 2 counts such kills in
+    ``memory.events``, version 1 in ``memory.oom_control``. Linux only.
+    """
+    for folder in control_groups("memory", root):
+        for name in ("memory.events", "memory.oom_control"):
+            if count := re.search(r"^oom_kill (\d+)", text_of(folder / name), re.MULTILINE):
+                return int(count[1])
+    return None
+
+
+def describe_sigkill(before: int | None, root: Path = Path("/")) -> str:
+    """How a process ended by SIGKILL, with the count from before; empty if that is not known."""
+    after = count_memory_kills(root)
+    if before is None or after is None:
+        return ""
+    if after > before:
+        limit = memory_limit(root)
+        size = "" if limit is None else f", {limit / GiB:.3g} GiB,"
+        return f"was ended by SIGKILL: the memory limit of its control group{size} was exceeded"
+    return (
+        "was ended by SIGKILL, sent by another process: its control group counts no kill for lack "
+        "of memory"
+    )

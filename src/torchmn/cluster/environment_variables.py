@@ -4,8 +4,6 @@
 process of torchmn for another. Here is also how those of ``-x NAME=VALUE`` are read.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping
@@ -49,7 +47,7 @@ def split_words(text: str, *, source: str) -> tuple[str, ...]:
     """The words of a command, quoted as for a shell. Raises UsageError: a quote is not closed.
 
     Example:
-        >>> split_words("--mca pml 'a b'", source="--launcher-args")
+        >>> split_words("--mca pml 'a b'", source="--launcher")
         ('--mca', 'pml', 'a b')
     """
     try:

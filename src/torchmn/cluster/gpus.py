@@ -1,7 +1,5 @@
 """How many NVIDIA GPUs this process may use, found without a library. Reading changes nothing."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

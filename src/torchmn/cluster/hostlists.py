@@ -3,8 +3,6 @@
 Pure functions over text. The slots of a host that is listed several times are added up.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

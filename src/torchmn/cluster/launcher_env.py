@@ -6,8 +6,6 @@ Slurm, never the other way round. Two rows that describe the same world must agr
 are accepted only where the outer one provably started the agents of the inner one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -92,8 +90,8 @@ LAUNCHERS = (
     ),
 )
 
+# From here on a step is a batch script, a salloc shell or a container: its tasks are no ranks.
 _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
-"""From here on a step is a batch script, a salloc shell or a container: its tasks are no ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)

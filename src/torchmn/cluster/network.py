@@ -3,8 +3,6 @@
 Addresses are text. A name that has an IPv4 and an IPv6 address stands for its IPv4 address.
 """
 
-from __future__ import annotations
-
 import fcntl
 import ipaddress
 import os
@@ -87,10 +85,7 @@ def local_address_for(host: str) -> str | None:
         '127.0.0.1'
     """
     for address in addresses_of_host(host):
-        with (
-            suppress(OSError),
-            socket.socket(family_of(address), socket.SOCK_DGRAM) as probe,
-        ):
+        with suppress(OSError), socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
             probe.connect((address, _ANY_PORT))  # of a datagram socket: only looks up the route
             return str(probe.getsockname()[0])
     return None

@@ -1,7 +1,5 @@
 """Units that appear in names and arguments, and numbers with their nouns in messages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 KiB = 1024

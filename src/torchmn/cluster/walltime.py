@@ -5,8 +5,6 @@
 in one place only, and changes of it count.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

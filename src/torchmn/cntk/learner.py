@@ -3,8 +3,6 @@
 `torchmn.cntk.learners` has the update rules, and the formulas of all of this.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -15,22 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.cntk.schedules import (
-    Schedule,
-    Values,
-    learning_parameter_schedule,
-    momentum_schedule,
-)
+from torchmn.cntk.schedules import Schedule, Values, learning_parameter_schedule, momentum_schedule
 from torchmn.errors import UnsupportedError, UsageError
 
 __all__ = ["Learner", "LearnerOptions"]
 
+# As `torch.optim` takes them; or the method ``model.parameters``, as CNTK's property.
 Parameters = (
     Iterable[nn.Parameter] | Iterable[dict[str, Any]] | Callable[[], Iterable[nn.Parameter]]
 )
-"""As `torch.optim` takes them; or the method ``model.parameters``, as CNTK's property."""
+# What a group keeps beside its options: it comes from the checkpoint, the options do not.
 _PROGRESS = ("num_samples_seen", "num_sweeps", "num_minibatches")
-"""What a group keeps beside its options: it comes from the checkpoint, the options do not."""
 
 
 class LearnerOptions(TypedDict, total=False):

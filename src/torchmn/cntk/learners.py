@@ -65,8 +65,7 @@ __all__ = [
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_DEFAULT_VARIANCE_MOMENTUM = 0.9999986111120757
-"""Per sample: exp(-1 / 720000), of CNTK."""
+_DEFAULT_VARIANCE_MOMENTUM = 0.9999986111120757  # per sample: exp(-1 / 720000), of CNTK
 
 
 class SGD(Learner):

@@ -25,12 +25,11 @@ __all__ = [
 ]
 
 
-Pair = tuple[int, int]
-"""A counter at the last line and now, from the last summary on."""
+Pair = tuple[int, int]  # a counter at the last line and now, from the last summary on
 Sums = tuple[float, float]
 """A sum over samples at the last line and now, from the last summary on."""
+# Samples, updates, and the sums of losses and of metrics.
 Totals = tuple[int, int, float, float | None]
-"""Samples, updates, and the sums of losses and of metrics."""
 _NOTHING: Totals = (0, 0, 0.0, None)
 
 

@@ -1,7 +1,5 @@
 """CNTK's losses and metrics: one value for each sample, which `Trainer` averages over all ranks."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -10,8 +10,6 @@ given by its ``minibatch_size`` M, CNTK's *reference minibatch size*:
 so that M = 1 is CNTK's `UnitType.sample` and IGNORE its `UnitType.minibatch`.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence
@@ -39,8 +37,8 @@ __all__ = [
 IGNORE = 0
 """A value is for a whole minibatch, whatever its size."""
 
+# One value; one for each epoch; or pairs (epochs, value). The last one stays.
 Values = float | Sequence[float] | Sequence[tuple[int, float]]
-"""One value; one for each epoch; or pairs (epochs, value). The last one stays."""
 
 
 class UnitType(Enum):

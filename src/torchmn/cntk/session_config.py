@@ -1,7 +1,5 @@
 """What a training session is asked for: when it saves, evaluates and tests, and on what data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -11,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from torchmn.cntk.readers import MinibatchSource, UserMinibatchSource, as_minibatch_source
-from torchmn.cntk.readers.streams import wanted_streams
+from torchmn.cntk.readers.deserializer import wanted_streams
 from torchmn.cntk.schedules import Schedule, minibatch_size_schedule
 from torchmn.errors import UsageError
 
+# Gets the index of a cross validation, the mean error, its samples and minibatches.
 Callback = Callable[[int, float, int, int], bool | None]
-"""Gets the index of a cross validation, the mean error, its samples and minibatches."""
 Source = MinibatchSource | UserMinibatchSource
 
 
@@ -33,8 +31,8 @@ class DataUnit(Enum):
     sweep = "sweep"
 
 
+# A number of samples, ``(n, DataUnit.minibatch)``, or None for the end of the training only.
 Frequency = int | tuple[int, DataUnit] | None
-"""A number of samples, ``(n, DataUnit.minibatch)``, or None for the end of the training only."""
 Size = int | Schedule
 
 

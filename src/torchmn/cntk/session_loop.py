@@ -39,8 +39,7 @@ class SessionUpdater:
         self.has_trained = False
         self._device = device
         self._is_stopped = False
-        self.before = self.position()
-        """The position before the last iteration."""
+        self.before = self.position()  # the position before the last iteration
 
     @property
     def iteration(self) -> int:

@@ -34,7 +34,6 @@ class ReduceBlock:
     bucket_layout: Layout | None = None
     num_exact: int = 0
     start: int = 0
-    ready: object = None  # until exchange/ emits events itself
 
     @cached_property
     def layout(self) -> Layout:

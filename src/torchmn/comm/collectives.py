@@ -6,7 +6,6 @@ a handle. The jobs are in `torchmn.comm.engine_jobs`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,8 +27,6 @@ class Collectives:
     engine: Engine
     _jobs: CollectiveJobs
     _messages: PointToPoint
-    _gradients: PointToPoint
-    _num_answered: Counter[int]
 
     # ---- point to point ----
 
@@ -105,37 +102,6 @@ class Collectives:
         if status is not None:
             status.source, status.tag = seen.source, seen.tag
         return obj
-
-    # ---- for `torchmn.nn.functions` ----
-
-    def allgather_for(self, name: str, obj: object) -> list[Any]:
-        """`allgather_obj` of what precedes another collective, which errors name."""
-        return self.engine.call(self._jobs.allgather_obj(obj, name))
-
-    def bcast_for(self, name: str, obj: object) -> Any:
-        """`bcast_obj` of rank 0 as a part of something else, which errors name."""
-        return self.engine.call(self._jobs.bcast_obj(obj, 0, name))
-
-    def new_message_number(self, dest: int) -> int:
-        """The number, from 1, of a message to ``dest`` that `send_back` will answer. Local."""
-        self._num_answered[dest] += 1
-        return self._num_answered[dest]
-
-    def unread_messages(self) -> list[tuple[int, int, Any]]:
-        """Source, tag and object of messages that have arrived and were not requested. Local."""
-        return self._messages.unread()
-
-    def send_back(self, obj: object, dest: int, number: int) -> None:
-        """Answer a numbered message of ``dest``. Called by its receiver; see `send_obj`."""
-        self.engine.call(lambda: self._gradients.send(obj, dest, number))
-
-    def unread_answers(self) -> list[tuple[int, int, Any]]:
-        """Source, number and object of answers that have arrived and were not requested. Local."""
-        return self._gradients.unread()
-
-    def recv_back(self, source: int, number: int) -> Any:
-        """The answer to a numbered message to ``source``. Called by its sender; see `recv_obj`."""
-        return self.engine.call(lambda: self._gradients.receive(source, number)[0])
 
     # ---- tensors ----
 
@@ -360,3 +326,21 @@ class Collectives:
                 f"{role}={peer} must be a rank from 0 to {self.size - 1} other than this one "
                 f"({self.rank})."
             )
+
+
+# ---- for other parts of torchmn ----
+
+
+def allgather_for(comm: Collectives, name: str, obj: object) -> list[Any]:
+    """`Communicator.allgather_obj` of what precedes another collective, which errors name."""
+    return comm.engine.call(comm._jobs.allgather_obj(obj, name))
+
+
+def bcast_for(comm: Collectives, name: str, obj: object) -> Any:
+    """`Communicator.bcast_obj` of rank 0 as a part of something else, which errors name."""
+    return comm.engine.call(comm._jobs.bcast_obj(obj, 0, name))
+
+
+def unread_messages(comm: Collectives) -> list[tuple[int, int, Any]]:
+    """Source, tag and object of messages that have arrived and were not requested. Local."""
+    return comm._messages.unread()

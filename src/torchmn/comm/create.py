@@ -34,11 +34,12 @@ from torchmn.comm.base import Communicator
 from torchmn.comm.codecs import Codec, create_codec
 from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.comm.object_codec import Trust
-from torchmn.comm.routes.flat import FlatCommunicator, NaiveCommunicator
-from torchmn.comm.routes.hierarchical import HierarchicalCommunicator, NonCudaAwareCommunicator
-from torchmn.comm.routes.pure_nccl import PureNcclCommunicator
-from torchmn.comm.routes.single_node import SingleNodeCommunicator
-from torchmn.comm.routes.two_dimensional import TwoDimensionalCommunicator
+from torchmn.comm.routes.base import Route
+from torchmn.comm.routes.flat import FlatRoute, NaiveRoute
+from torchmn.comm.routes.hierarchical import HierarchicalRoute, NonCudaAwareRoute
+from torchmn.comm.routes.pure_nccl import PureNcclRoute
+from torchmn.comm.routes.single_node import SingleNodeRoute
+from torchmn.comm.routes.two_dimensional import TwoDimensionalRoute
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.join import choose_transport, join_world
@@ -55,14 +56,14 @@ from torchmn.errors import (
 )
 from torchmn.record import recording
 
-ROUTES: dict[str, type[Communicator]] = {
-    "naive": NaiveCommunicator,
-    "flat": FlatCommunicator,
-    "hierarchical": HierarchicalCommunicator,
-    "two_dimensional": TwoDimensionalCommunicator,
-    "single_node": SingleNodeCommunicator,
-    "non_cuda_aware": NonCudaAwareCommunicator,
-    "pure_nccl": PureNcclCommunicator,
+ROUTES: dict[str, type[Route]] = {
+    "naive": NaiveRoute,
+    "flat": FlatRoute,
+    "hierarchical": HierarchicalRoute,
+    "two_dimensional": TwoDimensionalRoute,
+    "single_node": SingleNodeRoute,
+    "non_cuda_aware": NonCudaAwareRoute,
+    "pure_nccl": PureNcclRoute,
 }
 _GREETING_BYTES = 512
 _UUID_DIGITS = 12
@@ -169,7 +170,8 @@ def create_communicator(
             if is_own and over is world
             else _own_part(over, topology, device, first_s, has_rdma=has_rdma)
         )
-        return ROUTES[route](
+        return Communicator(
+            ROUTES[route],
             own,
             topology,
             device=device,
@@ -205,7 +207,7 @@ def create_communicator(
 def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bool) -> Communicator:
     """The communicator, after what all ranks have to know of it. *Collective.*"""
     if comm.size > 1 and timeout.busy_s > timeout.unreachable_s:
-        peers = PeerStatus(comm.addresses, timeout.busy_s)
+        peers = PeerStatus(comm.groups.addresses, timeout.busy_s)
         comm.on_finalize(peers.close)
         found = dict(enumerate(comm.allgather_obj(list(peers.address))))
         del found[comm.rank]
@@ -240,7 +242,7 @@ def _warn_about_fallback(comm: Communicator) -> None:
     """
     if comm.inter_size == 1 or comm.device.type != "cpu":
         return
-    link = None if comm.inter_node_group is None else comm.inter_node_group.transport
+    link = None if comm.route.inter_node_group is None else comm.route.inter_node_group.transport
     own = ""
     if isinstance(link, TcpTransport) and not isinstance(link.inner, MpiTransport):
         own = link.fallback_reason
@@ -523,13 +525,13 @@ def fastest(candidates: Mapping[str, Callable[[], Communicator]]) -> tuple[str, 
 
 def _sum_s(comm: Communicator) -> float:
     """Seconds of one sum, the minimum of some, on the slowest rank: the same on all ranks."""
-    buffer = comm.new_buffer(_TRIAL_BYTES // 4, torch.float32, torch.device("cpu"))
-    comm.sum_(buffer)
+    buffer = comm.route.new_buffer(_TRIAL_BYTES // 4, torch.float32, torch.device("cpu"))
+    comm.route.sum_(buffer)
     times = []
     for _ in range(_NUM_TRIALS):
         comm.barrier()
         started = time.perf_counter()
-        comm.sum_(buffer)
+        comm.route.sum_(buffer)
         times.append(time.perf_counter() - started)
     return float(
         comm.allreduce(torch.tensor([min(times)], dtype=torch.float64, device="cpu"), "max")

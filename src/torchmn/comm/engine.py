@@ -3,20 +3,32 @@
 All exchanges of a rank, blocking or not, pass through its engine in the order in which they were
 called. This keeps the order the same on every rank, lets routes of several stages and codecs be
 written as plain blocking code, and gives MPI what it needs: one thread at a time.
+
+On a GPU a job has ended when its work is queued; the host waits for none of it (see `Streams`), and
+a `Watcher` looks at what is queued. An error that it finds is raised by the next call of the
+engine, by `Work.wait` or by `Deferred.get`, whichever comes first.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, TypeVar, cast
 
 import torch
 
 from torchmn import events
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
+from torchmn.comm.streams import Deferred, Event, Streams, streams_of
+from torchmn.comm.watcher import Held, Watcher
+from torchmn.errors import (
+    CommunicationError,
+    PeerLostError,
+    TimeLimitError,
+    TorchmnError,
+    UnsupportedError,
+)
 
 Result = TypeVar("Result")
 _REJECTION = "_is_rejection_on_all_ranks"
@@ -33,14 +45,16 @@ class Work(Generic[Result]):
         ([1.0, 1.0], True)
     """
 
-    def __init__(self, job: Callable[[], Result], engine: Engine) -> None:
+    def __init__(
+        self, job: Callable[[], Result], engine: Engine, after: Sequence[Event | None] = ()
+    ) -> None:
         self._job: Callable[[], Result] | None = job
         self._engine = engine
         self._done = threading.Event()
         self._result: Result | None = None
         self._error: BaseException | None = None
-        self._ready = _record_event(engine.device)
-        self._finished: torch.cuda.Event | None = None
+        self._ready = (engine.streams.record(), *after)
+        self._finished: Event | None = None
         self._is_inference = torch.is_inference_mode_enabled()
 
     @property
@@ -59,30 +73,30 @@ class Work(Generic[Result]):
         if self._error is not None:
             raise self._error
         if self._finished is not None:
-            stream = torch.cuda.current_stream(self._engine.device)
-            stream.wait_event(self._finished)
+            self._engine.raise_failure()
+            streams = self._engine.streams
+            streams.wait(self._finished)
             for tensor in _tensors_in(self._result):
-                if tensor.is_cuda:
-                    tensor.record_stream(stream)  # it was allocated on the engine's stream
+                streams.keep(tensor)  # it was allocated on the engine's stream
         return cast(Result, self._result)
 
     def run(self) -> None:
         """Run the job on this thread, once. Called by the engine only.
 
-        The job and the event before it are let go of: both would form cycles with what holds this
+        The job and the events before it are let go of: both would form cycles with what holds this
         work, such as a bucket, and the memory of a training would stay until these are collected.
         """
         job, self._job = cast("Callable[[], Result]", self._job), None
-        ready, self._ready = self._ready, None
+        ready, self._ready = self._ready, ()
+        engine = self._engine
         try:
-            with self._mode_of_the_call():
-                if ready is not None:
-                    with torch.cuda.stream(self._engine.stream):
-                        self._engine.stream.wait_event(ready)
-                        self._result = job()
-                        self._finished = _record_event(self._engine.device)
-                else:
-                    self._result = job()
+            with self._mode_of_the_call(), engine.streams.exchanging():
+                for event in ready:
+                    engine.streams.wait(event)
+                self._result = job()
+                self._finished = engine.streams.record()
+                if self._finished is not None:
+                    engine.watcher.watch(Held(self._finished, job))
         except BaseException as error:  # raised again by `wait`
             self._error = error
         finally:
@@ -117,9 +131,15 @@ class Engine:
     """
 
     def __init__(
-        self, device: torch.device, *, is_threaded: bool = True, has_peers: bool = False
+        self,
+        device: torch.device,
+        *,
+        is_threaded: bool = True,
+        has_peers: bool = False,
+        streams: Streams | None = None,
     ) -> None:
         self.device = device
+        self.streams = streams_of(device) if streams is None else streams
         self.is_threaded = is_threaded
         self._condition = threading.Condition()
         self._queue: deque[Work[object]] = deque()
@@ -131,14 +151,9 @@ class Engine:
         self._has_peers = has_peers
         self._broken: BaseException | None = None
         self._num_refused = 0
-        self._stream: torch.cuda.Stream | None = None
-
-    @property
-    def stream(self) -> torch.cuda.Stream:
-        """The stream of all jobs (CUDA only)."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.device)
-        return self._stream
+        self._failure: BaseException | None = None
+        self._runner_id = -1
+        self.watcher = Watcher(self.streams, self._fail)
 
     @property
     def is_idle(self) -> bool:
@@ -149,19 +164,51 @@ class Engine:
         """Whether the running exchange may spin: no thread of this rank computes meanwhile."""
         return self._num_waiting > 0 or threading.get_ident() != self._background_id
 
-    def call(self, job: Callable[[], Result]) -> Result:
-        """Run a job and return its result; on this thread if nothing is in flight."""
+    @property
+    def may_queue(self) -> bool:
+        """Whether the caller is a job that may leave its work queued on the device."""
+        return not self.streams.is_host and threading.get_ident() == self._runner_id
+
+    def fetch(self, values: torch.Tensor) -> Deferred:
+        """Start to copy numbers to the host, behind the work of the current stream.
+
+        `Deferred.get` raises the error of an exchange that fails meanwhile.
+        """
+        return self.streams.fetch(values, self.raise_failure)
+
+    def raise_failure(self) -> None:
+        """Raise what the watcher has found, as it is, once: then the engine is unusable."""
+        error, self._failure = self._failure, None
+        if error is not None:
+            raise error
+
+    def raise_if_capturing(self) -> None:
+        """Raise UnsupportedError if the caller records a CUDA graph. Before anything is started."""
+        if self.streams.is_capturing():
+            raise UnsupportedError(
+                "A CUDA graph is being captured, and this exchange between ranks cannot be part of "
+                "it: time limits and the comparison of ranks need the host in each step, which a "
+                "replayed graph leaves out. Capture forward and backward of the model only, by "
+                "torch.compile(model, mode='reduce-overhead') or "
+                "torch.cuda.make_graphed_callables, and call backward() and step() outside."
+            )
+
+    def call(self, job: Callable[[], Result], after: Sequence[Event | None] = ()) -> Result:
+        """Run a job and return its result; on this thread if nothing is in flight.
+
+        ``after``: see `submit`.
+        """
         self._raise_if_unusable()
         with self._condition:
             is_idle = not self._queue and not self._is_running
             if is_idle:
                 self._is_running = True
         if not is_idle:
-            return self.submit(job).wait()
+            return self.submit(job, after).wait()
         for observer in events.observers:
             observer.phase("exchange", begins=True)
         try:
-            return self._run_here(job)
+            return self._run_here(job, after)
         except BaseException as error:
             self._note(error)
             raise
@@ -173,17 +220,28 @@ class Engine:
                 if self._queue:
                     self._condition.notify_all()
 
-    def _run_here(self, job: Callable[[], Result]) -> Result:
-        if self.device.type != "cuda":
+    def _run_here(self, job: Callable[[], Result], after: Sequence[Event | None]) -> Result:
+        if self.streams.is_host:
             return job()
-        work = Work(job, self)
-        work.run()
+        work = Work(job, self, after)
+        self._run_work(work)
         return work.wait()
 
-    def submit(self, job: Callable[[], Result]) -> Work[Result]:
-        """Queue a job and return at once."""
+    def _run_work(self, work: Work[Result]) -> None:
+        self._runner_id = threading.get_ident()
+        try:
+            work.run()
+        finally:
+            self._runner_id = -1
+
+    def submit(self, job: Callable[[], Result], after: Sequence[Event | None] = ()) -> Work[Result]:
+        """Queue a job and return at once.
+
+        It waits for what is queued on the current stream of the caller, and for the events
+        ``after``: those of other streams that write what it reads.
+        """
         self._raise_if_unusable()
-        work = Work(job, self)
+        work = Work(job, self, after)
         with self._condition:
             self._queue.append(cast("Work[object]", work))
             if self.is_threaded and self._thread is None:
@@ -218,14 +276,26 @@ class Engine:
             self._num_waiting -= 1
 
     def close(self) -> None:
-        """Complete what is queued, then end the thread; later calls raise CommunicationError."""
+        """Complete what is queued, then end the threads; later calls raise CommunicationError.
+
+        Raises the error of queued work that no call has raised yet.
+        """
         with self._condition:
             self._is_closed = True
             self._condition.notify_all()
         if self._thread is not None:
             self._thread.join()
+        self.watcher.close()
+        self.raise_failure()
+
+    def _fail(self, error: BaseException) -> None:
+        """Queued work has failed: the next call raises it. Called on the watcher's thread."""
+        if self._broken is None:
+            self._broken = self._failure = error
 
     def _raise_if_unusable(self) -> None:
+        self.raise_failure()
+        self.raise_if_capturing()
         if self._broken is not None:
             self._num_refused += 1
             if self._num_refused == _MAX_REFUSED:
@@ -242,8 +312,7 @@ class Engine:
         # torch passes its number of threads to its BLAS when a thread first asks for it. Without
         # this the first matrix product, of PowerSGD, would use all cores and have other bits.
         torch.get_num_threads()
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.streams.enter_thread()
         has_run = False
         while True:
             with self._condition:
@@ -258,10 +327,10 @@ class Engine:
 
     def _run(self, work: Work[object]) -> None:
         if self._broken is not None:
-            work._job, work._ready, work._error = None, None, self._broken
+            work._job, work._ready, work._error = None, (), self._broken
             work._done.set()
             return
-        work.run()
+        self._run_work(work)
         if work._error is not None:
             self._note(work._error)
 
@@ -292,11 +361,3 @@ def _tensors_in(result: object) -> Iterator[torch.Tensor]:
     elif isinstance(result, dict):
         for each in result.values():
             yield from _tensors_in(each)
-
-
-def _record_event(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event

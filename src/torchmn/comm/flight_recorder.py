@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torchmn import events
 from torchmn.control.messages import CollectiveStatus
@@ -77,14 +77,24 @@ class FlightRecorder:
     _making = threading.Lock()
 
     def __init__(
-        self, capacity: int = 512, *, job_ranks: Sequence[int] = (), has_whole_job: bool = False
+        self,
+        capacity: int = 512,
+        *,
+        job_ranks: Sequence[int] = (),
+        has_whole_job: bool = False,
+        hosts: Sequence[str] = (),
     ) -> None:
+        self._hosts = tuple(hosts)
         self.job_ranks = tuple(job_ranks)
         """The ranks of the job that the communicator's ranks are."""
         self._has_whole_job = has_whole_job
         self._members: dict[str, tuple[int, ...]] = {}
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._last_of: dict[str, CollectiveRecord] = {}
+        self._unfinished: deque[CollectiveRecord] = deque()
+        """Several, where collectives are queued on a device."""
+        self._late: dict[str, CollectiveRecord] = {}
+        """Those that were late, by group, until the next one of the group begins."""
         self._number = 0
         self._in_group: Counter[str] = Counter()
         self._bucket: int | None = None
@@ -108,7 +118,9 @@ class FlightRecorder:
 
     def for_other_thread(self) -> FlightRecorder:
         """An empty one of the same ranks, for exchanges beside these."""
-        other = FlightRecorder(job_ranks=self.job_ranks, has_whole_job=self._has_whole_job)
+        other = FlightRecorder(
+            job_ranks=self.job_ranks, has_whole_job=self._has_whole_job, hosts=self._hosts
+        )
         other._owner = None
         return other
 
@@ -139,12 +151,17 @@ class FlightRecorder:
         )
         self._entries.append(entry)
         self._last_of[group] = entry
+        self._unfinished.append(entry)
+        self._late.pop(group, None)
         return entry
 
     def end(self, entry: CollectiveRecord, state: State) -> None:
         """Record how it ended."""
         entry.ended_s = time.monotonic()
         entry.state, entry.wait = state, None
+        if state == "late":
+            self._late[entry.group] = entry
+        self._unfinished.remove(entry)
         if state == "late":
             # Before the error is raised: a script that catches it may exit at once, and the result
             # of the job would depend on a race.
@@ -162,6 +179,31 @@ class FlightRecorder:
         """The recorded collectives, oldest first; a snapshot, safe from any thread."""
         return list(self._entries.copy())
 
+    def recent_collectives(self) -> list[dict[str, Any]]:
+        """The last collectives that have ended, for a profile: what they moved, and when. Local."""
+        to_own_clock_s = time.perf_counter() - time.monotonic()
+        return [
+            {
+                "number": entry.number,
+                "name": entry.name,
+                "group": entry.group,
+                "bucket": entry.bucket,
+                "step": entry.step,
+                "shape": list(entry.shape),
+                "dtype": entry.dtype,
+                "hosts": sorted(
+                    {
+                        self._hosts[rank]
+                        for rank in self.members(entry.group) or range(len(self._hosts))
+                    }
+                ),
+                "started_s": entry.started_s + to_own_clock_s,
+                "ended_s": entry.ended_s + to_own_clock_s,
+            }
+            for entry in self.entries()
+            if entry.ended_s is not None
+        ]
+
     def register_group(self, group: str, ranks: Sequence[int]) -> None:
         """Register which ranks of the communicator a group has; otherwise it has all."""
         self._members[group] = tuple(ranks)
@@ -172,22 +214,30 @@ class FlightRecorder:
 
     def running(self) -> list[CollectiveRecord]:
         """What has not ended yet. From any thread."""
-        return [each for each in self._last_of.copy().values() if each.state == "running"]
+        return [each for each in self._current().values() if each.state == "running"]
+
+    def _current(self) -> dict[str, CollectiveRecord]:
+        """The collective of each group that is under way, or its newest. From any thread."""
+        oldest = {each.group: each for each in reversed(self._unfinished.copy())}
+        return {**self._last_of.copy(), **oldest, **self._late.copy()}
 
     def overdue(self) -> CollectiveRecord | None:
         """A collective that has not completed within its limit. From any thread."""
         now = time.monotonic()
-        for entry in self._last_of.copy().values():
+        for entry in self._current().values():
             is_running_late = entry.state == "running" and now - entry.started_s >= entry.limit_s
             if entry.state == "late" or is_running_late:
                 return entry
         return None
 
     def describe(self) -> list[CollectiveStatus]:
-        """The newest collective of each group, for a report. From any thread."""
+        """The collective of each group that is under way, or its newest, for a report.
+
+        From any thread.
+        """
         now = time.monotonic()
         newest = []
-        for entry in self._last_of.copy().values():
+        for entry in self._current().values():
             members = self._members.get(entry.group, range(len(self.job_ranks)))
             if self._has_whole_job and entry.group not in self._members:
                 members = ()  # all: every rank reports this, and a list of all would be long

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor
 
 from torchmn.cluster import Topology
+from torchmn.cluster.network import own_addresses
+from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.engine import Engine
-from torchmn.comm.flight_recorder import FlightRecorder
-from torchmn.comm.transports.base import Message, ReduceOp, TimeLimit, Transport
+from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
+from torchmn.comm.transports.base import Message, QueuedWork, ReduceOp, TimeLimit, Transport
 from torchmn.comm.transports.shared_memory import SharedMemoryTransport
 from torchmn.comm.transports.staging import await_stream
 from torchmn.comm.waiting import Wait
@@ -137,10 +140,14 @@ class Group:
         """Return when a GPU has done what is queued on the current stream. Local."""
         self._run("await_gpu", None, await_stream, device)
 
-    def all_true(self, flag: bool) -> bool:
-        """Whether the flag is True on all ranks."""
+    def all_true(self, flag: IsValid) -> IsValid:
+        """Whether the flag is True on all ranks; a tensor for a tensor."""
         if self.size == 1:
             return flag
+        if isinstance(flag, Tensor):
+            is_false = (~flag).to(torch.int32).view(1)
+            self.all_reduce_(is_false, "max")
+            return is_false.view(()) == 0
         is_false = torch.tensor([0 if flag else 1], dtype=torch.int32, device="cpu")
         self.all_reduce_(is_false, "max")
         return not int(is_false)
@@ -159,9 +166,23 @@ class Group:
         if tensor is not None:
             shape, dtype = tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, "?")
         wait = self.wait()
+        queued: list[QueuedWork] = []
+        if self.engine.may_queue:
+            wait.limit.on_queued = queued.append
         entry = self.flight_recorder.begin(self.name, name, shape, dtype, wait.limit.seconds, wait)
-        try:
+        with self._reported(entry, wait):
             result = method(*arguments, limit=wait.limit, **options)
+        if queued:
+            self.engine.watcher.watch(_QueuedCollective(self, entry, wait, queued))
+        else:
+            self.flight_recorder.end(entry, "done")
+        return result
+
+    @contextmanager
+    def _reported(self, entry: CollectiveRecord, wait: Wait) -> Iterator[None]:
+        """An error inside is recorded, and raised with the collective, rank and host."""
+        try:
+            yield
         except (TimeLimitError, PeerLostError) as error:
             is_late = isinstance(error, TimeLimitError)
             self.flight_recorder.end(entry, "late" if is_late else "failed")
@@ -170,8 +191,33 @@ class Group:
         except Exception as error:
             self.flight_recorder.end(entry, "failed")
             raise CommunicationError(f"{self.rank_label}: {entry} failed: {error}") from error
-        self.flight_recorder.end(entry, "done")
-        return result
+
+
+class _QueuedCollective:
+    """A collective whose work is queued on a device: a `Queued` of the engine's `Watcher`."""
+
+    def __init__(
+        self, group: Group, entry: CollectiveRecord, wait: Wait, works: list[QueuedWork]
+    ) -> None:
+        self._group, self._entry, self._wait, self._works = group, entry, wait, works
+
+    def begin(self) -> None:
+        """The collectives before it are over: it may begin now, and its limit counts from now."""
+        self._wait.restart()
+        self._entry.started_s = self._wait.began_s
+
+    def is_over(self) -> bool:
+        limit = self._wait.limit
+        with self._group._reported(self._entry, self._wait):
+            if not all(work.is_done() for work in self._works):
+                if limit.left_s > 0:
+                    return False
+                raise self._works[0].abort(limit.seconds)
+        self._group.flight_recorder.end(self._entry, "done")
+        return True
+
+    def drop(self) -> None:
+        self._group.flight_recorder.end(self._entry, "failed")
 
 
 class Groups:
@@ -184,7 +230,7 @@ class Groups:
     """
 
     def __init__(self, world: Group, topology: Topology, device: torch.device) -> None:
-        self._world = world
+        self.world = world
         self._topology = topology
         self._device = device
         self._num_splits = 0
@@ -201,10 +247,10 @@ class Groups:
     def part(self, name: str, ranks: Sequence[int]) -> Group | None:
         """A group of some ranks; None on the other ranks. *Collective*."""
         self.count_split()
-        if self._world.rank not in ranks:
+        if self.world.rank not in ranks:
             return None
-        group = self._world.split(name, ranks, f"{name}{self._num_splits}-{ranks[0]}")
-        self._world.flight_recorder.register_group(name, ranks)
+        group = self.world.split(name, ranks, f"{name}{self._num_splits}-{ranks[0]}")
+        self.world.flight_recorder.register_group(name, ranks)
         self._subgroups.append(group)
         return group
 
@@ -241,44 +287,48 @@ class Groups:
     def for_small_messages(self) -> Group:
         """All ranks, over what is fastest for some KiB: shared memory on one node. *Collective.*"""
         shared = self._shared_memory
-        if shared is not None and shared.size == self._world.size:
-            return self._world.with_transport(shared)
-        if len(self._topology.nodes) > 1 or self._world.transport.has_fast_small_sums:
-            return self._world
-        return self.with_shared_memory(self._world)
+        if shared is not None and shared.size == self.world.size:
+            return self.world.with_transport(shared)
+        if len(self._topology.nodes) > 1 or self.world.transport.has_fast_small_sums:
+            return self.world
+        return self.with_shared_memory(self.world)
 
     def split_off(self, kind: str, ranks: Sequence[int]) -> Group:
         """A group of these ranks, which hold this one, for a communicator that will close it."""
         self.count_split()
         name = f"{kind}{self._num_splits}"
-        return self._world.engine.call(lambda: self._world.split(name, ranks, f"{name}-{ranks[0]}"))
+        return self.world.engine.call(lambda: self.world.split(name, ranks, f"{name}-{ranks[0]}"))
 
     def count_split(self) -> None:
         """Number a group, also on the ranks that are not in it: names are the same on all."""
         self._num_splits += 1
 
     def new_transport(self, name: str) -> Transport:
-        """See `Communicator.new_transport`. *Collective.*"""
+        """A transport of all ranks for use in other threads, closed by `close`. *Collective.*
+
+        The caller gives it time limits, and each message between two ranks has its own tag and
+        thread.
+        """
         self.count_split()
-        world = self._world.with_transport(self._world.transport.thread_safe_transport)
+        world = self.world.with_transport(self.world.transport.thread_safe_transport)
         key = f"{name}{self._num_splits}"
         group = world.engine.call(lambda: world.split(name, range(world.size), key))
         self._subgroups.append(group)
         return group.transport
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See `Communicator.new_buffer`. *Collective.*"""
+        """See `Route.new_buffer`. *Collective.*"""
         shared = self._shared_memory
         if shared is None or device.type != "cpu":
             return torch.zeros(numel, dtype=dtype, device=device)
-        limit = TimeLimit(self._world.limit_s)
+        limit = TimeLimit(self.world.limit_s)
         try:
-            return self._world.engine.call(lambda: shared.allocate(numel, dtype, limit))
+            return self.world.engine.call(lambda: shared.allocate(numel, dtype, limit))
         except UnsupportedError as error:
             self._shared_memory = None
             if shared.rank == 0:
                 warnings.warn(
-                    f"{self._world.rank_label}: {error} Gradients are copied into shared memory in "
+                    f"{self.world.rank_label}: {error} Gradients are copied into shared memory in "
                     "chunks instead, which is slower.",
                     RuntimeWarning,
                     stacklevel=3,
@@ -288,9 +338,16 @@ class Groups:
     # ---- counted ----
 
     @property
+    def addresses(self) -> list[str]:
+        """Those at which the other ranks reach this one, best first. Local."""
+        if len(self._topology.nodes) == 1:
+            return ["127.0.0.1"]
+        return own_addresses(self.world.transport.own_address)
+
+    @property
     def transport_names(self) -> list[str]:
         """Of the groups of several ranks, each name once."""
-        groups = (self._world, *self._subgroups)
+        groups = (self.world, *self._subgroups)
         return list(dict.fromkeys(group.transport.name for group in groups if group.size > 1))
 
     def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
@@ -310,12 +367,12 @@ class Groups:
 
     def _counted_transports(self) -> list[tuple[Transport, list[str]]]:
         """Each transport once, with the host of each of its ranks."""
-        groups = (self._world, *self._subgroups)
+        groups = (self.world, *self._subgroups)
         if self._num_counted_groups != len(groups):
             found: dict[int, tuple[Transport, list[str]]] = {}
             for group in groups:
-                ranks = self._world.flight_recorder.members(group.name)
-                hosts = [self._topology.hosts[rank] for rank in ranks or range(self._world.size)]
+                ranks = self.world.flight_recorder.members(group.name)
+                hosts = [self._topology.hosts[rank] for rank in ranks or range(self.world.size)]
                 for transport in group.transport.transports():
                     found.setdefault(id(transport), (transport, hosts))
             self._counted, self._num_counted_groups = list(found.values()), len(groups)
@@ -324,13 +381,16 @@ class Groups:
     # ---- closed ----
 
     def close_transport(self, transport: Transport) -> None:
-        """See `Communicator.close_transport`. Local."""
+        """Close a transport of `new_transport` before `close` does. Local.
+
+        Where closing is collective, as over MPI, `close` does it nevertheless.
+        """
         if not transport.is_close_collective:
             self._subgroups = [g for g in self._subgroups if g.transport is not transport]
             transport.close()
 
     def close(self) -> None:
         """Close the connections of all groups, those that were made last first."""
-        for group in (*reversed(self._subgroups), self._world):
+        for group in (*reversed(self._subgroups), self.world):
             group.transport.close()
         self._subgroups.clear()

@@ -94,6 +94,7 @@ def _timed(
         list(zip(sources, incoming, strict=True)),
         name="measure_links",
     )
+    group.await_stream(device)
     took = torch.tensor([time.perf_counter() - started], dtype=torch.float64, device="cpu")
     group.all_reduce_(took, "max")
     return float(took)

@@ -9,6 +9,7 @@ receiver can request a message of any tag and of any source.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -163,6 +164,35 @@ class PointToPoint:
                 f"{message.body}"
             )
         return object_codec.unpack(message.body, message.tensors, self._trust)
+
+
+class Replies:
+    """Answers to numbered messages, which their senders receive: gradients of `send`.
+
+    A channel of its own: what arrives here is mixed with no message of the script.
+    """
+
+    def __init__(self, group: Group, trust: object_codec.Trust, device: torch.device) -> None:
+        self._engine = group.engine
+        self._messages = PointToPoint(group, trust, device, is_synchronous=True)
+        self._num_numbered: Counter[int] = Counter()
+
+    def new_number(self, dest: int) -> int:
+        """The number, from 1, of a message to ``dest`` that `send` will answer. Local."""
+        self._num_numbered[dest] += 1
+        return self._num_numbered[dest]
+
+    def send(self, obj: object, dest: int, number: int) -> None:
+        """Answer a numbered message of ``dest``. Called by its receiver."""
+        self._engine.call(lambda: self._messages.send(obj, dest, number))
+
+    def recv(self, source: int, number: int) -> Any:
+        """The answer to a numbered message to ``source``. Called by its sender."""
+        return self._engine.call(lambda: self._messages.receive(source, number)[0])
+
+    def unread(self) -> list[tuple[int, int, Any]]:
+        """Source, number and object of answers that have arrived and were not requested. Local."""
+        return self._messages.unread()
 
 
 def checked_tag(tag: int, *, may_be_any: bool = False) -> int:

@@ -5,8 +5,25 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torchmn.control.script import failure_notes
+
+
+class Loop(NamedTuple):
+    """A loop under way that trains with the batches of a loader, on this rank."""
+
+    loader: int
+    """The number of the loader, the same on all ranks."""
+    number: int
+    """The number of the pass over the data, on this rank."""
+    num_received: int
+    """Batches of this pass that the loop has received."""
+    thread: int | None
+    """The thread that requests the batches; None if it is not known."""
+
+    def __str__(self) -> str:
+        return f"batch {self.num_received} of loader {self.loader} of scatter_loader"
 
 
 class PassParts:
@@ -18,6 +35,10 @@ class PassParts:
     """
 
     def __init__(self, num_received: Callable[[], int], has_ended: Callable[[], bool]) -> None:
+        self.loader = 0
+        """The number of the loader."""
+        self.thread: Callable[[], int | None] = lambda: None
+        """The thread of the loop."""
         self.num_received = num_received
         self.has_ended = has_ended
         self._own, self._all = array("q"), array("q")
@@ -83,3 +104,11 @@ class DividedBatches:
         """Passes by number, as they began, without evaluations and those that gave no part yet."""
         found = {number: reference() for number, reference in list(self._passes.items())}
         return {number: parts for number, parts in found.items() if parts}
+
+    def loops(self) -> list[Loop]:
+        """The loops over these loaders that train and have not ended. Local."""
+        return [
+            Loop(parts.loader, number, parts.num_received(), parts.thread())
+            for number, parts in self.under_way().items()
+            if not parts.has_ended()
+        ]

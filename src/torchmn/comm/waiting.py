@@ -97,6 +97,12 @@ class Wait:
     def __post_init__(self) -> None:
         self.ask_at_s = self.began_s + min(self.ask_s, _FIRST_S)
 
+    def restart(self) -> None:
+        """Wait from now on."""
+        self.limit.restart()
+        self.began_s = time.monotonic()
+        self.__post_init__()
+
 
 class Address(NamedTuple):
     """Where a rank answers, its process, and the token that lets the other ranks ask."""

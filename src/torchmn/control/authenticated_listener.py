@@ -20,8 +20,6 @@ This authenticates; it does not encrypt. Whoever can read or change packets betw
 read and change what is sent afterwards, see docs/security.md.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import hmac
@@ -42,20 +40,18 @@ from torchmn.errors import LaunchError, UsageError
 
 HANDSHAKE_S = 5.0
 MAX_PENDING = 64
-MAX_IDENTITY_BYTES = 4096
-"""Of what a client sends before it is authenticated."""
+MAX_IDENTITY_BYTES = 4096  # of what a client sends before it is authenticated
 
 _GREETING = b"torchmn listener 1 "
 _NONCE_CHARS = 32
 _PROOF_CHARS = hashlib.sha256().digest_size * 2
 _RESPONSE = re.compile(rb"([0-9a-f]{%d}) ([0-9a-f]{%d}) ([^\n]+\n)" % (_NONCE_CHARS, _PROOF_CHARS))
-_MAX_AT_ONCE = 64
-"""Connections accepted in one call: the process has other things to do."""
+_MAX_AT_ONCE = 64  # connections accepted in one call: the process has other things to do
 _OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _RESOURCES_PAUSE_S = 0.2
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
+# For SO_LINGER: drop the connection at once, so that the kernel keeps nothing of it either.
 _ABORT = struct.pack("ii", 1, 0)
-"""For SO_LINGER: drop the connection at once, so that the kernel keeps nothing of it either."""
 
 
 @dataclass(eq=False)
@@ -317,12 +313,7 @@ def _new_nonce() -> str:
 
 
 def _proof(
-    secret: str,
-    side: bytes,
-    role: str,
-    listener_nonce: bytes,
-    client_nonce: bytes,
-    identity: bytes,
+    secret: str, side: bytes, role: str, listener_nonce: bytes, client_nonce: bytes, identity: bytes
 ) -> bytes:
     """Proves that ``side`` knows the secret. Only the identity, at the end, may hold any byte."""
     signed = b"\n".join((_GREETING, side, role.encode(), listener_nonce, client_nonce, identity))

@@ -13,8 +13,6 @@ streams describe tensors between ranks in fixed binary headers, on the path of e
 ranks' collective checks compare rows of one fixed size.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from typing import Any, TypeVar
@@ -22,8 +20,8 @@ from typing import Any, TypeVar
 import msgspec
 
 Value = TypeVar("Value")
+# msgspec crashes where several threads are the first to need what it knows of a type.
 _in_turn = threading.Lock()
-"""msgspec crashes where several threads are the first to need what it knows of a type."""
 
 
 class Record(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -5,8 +5,6 @@ The end of a connection tells either side that the other one is dead, on any hos
 authenticated (`torchmn.control.authenticated_listener`) before there is a `Channel`.
 """
 
-from __future__ import annotations
-
 import errno
 import select
 import socket
@@ -17,17 +15,15 @@ from torchmn.cluster.network import addresses_of_host, family_of
 from torchmn.control.messages import Message, decode, encode
 from torchmn.errors import LaunchError
 
-SUPERVISOR = "supervisor"
-"""The role of the listener, see `torchmn.control.authenticated_listener`."""
-HOST_TIMEOUT_S = 8.0
-"""A host whose kernel does not answer for this long is taken for lost."""
+SUPERVISOR = "supervisor"  # the role of the listener, see `torchmn.control.authenticated_listener`
+HOST_TIMEOUT_S = 8.0  # a host whose kernel does not answer for this long is taken for lost
+# Describes a host whose `Channel` is silent.
 UNREACHABLE = f"has not answered for {HOST_TIMEOUT_S:g} s (network or host failure)"
-"""Describes a host whose `Channel` is silent."""
 _KEEPALIVE_S = 2
 _UNREACHABLE_ERRORS = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
 _CHUNK_BYTES = 1 << 16
+# So that a peer that sends without pause cannot keep the process from everything else.
 _MAX_CHUNKS_AT_ONCE = 16
-"""So that a peer that sends without pause cannot keep the process from everything else."""
 
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
@@ -44,8 +40,8 @@ class Channel:
         self._outbox = bytearray()
         self._received: list[Message] = []
         self.is_open = True
+        # Whether it has ended because the peer's host does not answer, not by the peer.
         self.is_silent = False
-        """Whether it has ended because the peer's host does not answer, not by the peer."""
 
     def fileno(self) -> int:
         """For selectors."""

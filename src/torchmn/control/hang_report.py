@@ -14,8 +14,7 @@ from msgspec import structs
 from torchmn.cluster.units import spans
 from torchmn.control.messages import CollectiveStatus, Joining, Overdue, ProcessState, StatusReply
 
-DONE = "done"
-"""The state of a collective that has completed."""
+DONE = "done"  # the state of a collective that has completed
 _NUM_STACK_LINES = 60
 _NUM_NAMED = 8
 _NUM_SEPARATE = 16
@@ -55,9 +54,7 @@ class RankStatus:
             return cls(text=text, is_halted=True, has_ended=True)
         if reply.process is None:
             return cls(
-                collectives=reply.collectives,
-                stacks=reply.stacks,
-                script_stack=reply.script_stack,
+                collectives=reply.collectives, stacks=reply.stacks, script_stack=reply.script_stack
             )
         where = f" (in {reply.kernel_function})" if reply.kernel_function else ""
         return cls(
@@ -66,10 +63,9 @@ class RankStatus:
         )
 
 
-Statuses = Mapping[int, RankStatus]
-"""The status of every rank that is known, by rank."""
+Statuses = Mapping[int, RankStatus]  # the status of every rank that is known, by rank
+# The causes of a script that has ended while other ranks still need it.
 EARLY_END = "did it stop early by a value of its own? Or had it fewer batches? See optimizer.join()"
-"""The causes of a script that has ended while other ranks still need it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,11 +144,7 @@ def _missing_text(
 
 
 def _hang_report(
-    head: str,
-    cause: str,
-    missing: tuple[int, ...],
-    statuses: Statuses,
-    hosts: Mapping[int, str],
+    head: str, cause: str, missing: tuple[int, ...], statuses: Statuses, hosts: Mapping[int, str]
 ) -> HangReport:
     def text(*, is_short: bool) -> str:
         lines = [f"Hang: {head}.", f"{cause[0].upper()}{cause[1:]}.", ""]

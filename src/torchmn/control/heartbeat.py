@@ -5,8 +5,6 @@ up. A process that is stopped is neither: it has to be asked. At most one questi
 nothing piles up at a process that does not read.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ They are sent between the supervisor and the agents of its ranks, from scripts a
 process that monitors all, and between launcher, rendezvous and hosts of an elastic job.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import Literal, NamedTuple
 

@@ -7,8 +7,6 @@ returned, and after the limit reports what it sees and kills the script. Its `Or
 standard input, whose end means that it is no longer needed.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -7,8 +7,6 @@ cache folder, which clusters share between hosts. The file has the address of a 
 and the listener's secret; a file that an earlier job left leads nowhere.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets
@@ -34,12 +32,12 @@ _LOOKUP_S = 2.0
 _PAUSE_S = 0.05
 _PORT = struct.Struct("!H")
 _ROLE = "port discovery"
+# The same for all ranks of one job step.
 JOB_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PALS_APID"),
     *("PBS_JOBID", "JOB_ID"),
 )
-"""The same for all ranks of one job step."""
 _OF_ALL_STEPS = frozenset({"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "JOB_ID"})
 
 

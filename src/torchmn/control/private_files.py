@@ -1,7 +1,5 @@
 """Files and folders that only their user can read: logs hold paths, data and what scripts print."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

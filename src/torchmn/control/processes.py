@@ -5,8 +5,6 @@ that adopts orphans (a *subreaper*) stays the ancestor of everything that was st
 whatever sessions and groups those processes make, and so can end all of them.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource
@@ -305,10 +303,9 @@ class StoppedProcesses(Generic[P]):
 
 # ---- how many files a process may have open (``ulimit -n``) -------------------------------------
 
-_OTHER_FILES = 64
-"""Standard streams, logs, listeners, pipes to processes that are being started."""
+_OTHER_FILES = 64  # standard streams, logs, listeners, pipes to processes that are being started
+# The soft and the hard limit before the soft one was raised: at most one pair.
 _given: list[tuple[int, int]] = []
-"""The soft and the hard limit before the soft one was raised: at most one pair."""
 
 
 def allow_connections(num_connections: int, what: str) -> None:

@@ -6,8 +6,6 @@ with the same variables finds it by looking at the processes that started it, an
 have started. The claim ends with the process that made it. Linux only: elsewhere nothing is found.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Mapping
@@ -19,6 +17,7 @@ from torchmn.control.port_discovery import JOB_VARIABLES
 from torchmn.control.processes import ancestors, descendants, environment_of
 from torchmn.errors import UsageError
 
+# The variables that tell a rank of a job from all others.
 _NAMES = frozenset(
     {
         *(name for row in LAUNCHERS for name in (*row.rank, *row.size)),
@@ -26,9 +25,7 @@ _NAMES = frozenset(
         *(SECRET_VARIABLE, ROUND_VARIABLE, *JOB_VARIABLES),
     }
 )
-"""The variables that tell a rank of a job from all others."""
-_claims: dict[str, int] = {}
-"""The open file of each claim of this process, by name."""
+_claims: dict[str, int] = {}  # the open file of each claim of this process, by name
 
 
 def claim_rank(place: LauncherInfo, env: Mapping[str, str]) -> None:

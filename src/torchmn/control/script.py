@@ -5,8 +5,6 @@ An error that only reports the loss of another rank is marked in every line (`FO
 cause is elsewhere.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading
@@ -27,9 +25,9 @@ _PEER_ERRORS = ("connection closed", "connection reset", "broken pipe", "timed o
 _on_error: list[Callable[[BaseException], None]] = []
 
 
+# While they exist, their ``failure_note()`` is added to an exception that ends the script, if it is
+# not empty: what may explain it.
 failure_notes: weakref.WeakSet[Any] = weakref.WeakSet()
-"""While they exist, their ``failure_note()`` is added to an exception that ends the script, if it
-is not empty: what may explain it."""
 
 
 def on_error(callback: Callable[[BaseException], None]) -> None:
@@ -42,7 +40,7 @@ def record_progress(line: str) -> None:
 
     ``checkpoint ...`` names one that is complete, ``limit ...`` is when the scheduler ends the job,
     in seconds since 1970, and ``exit ...`` says why all ranks save and exit.
-    Without the latter exit status 85 is the script's own; see `torchmn.submit.requeue`.
+    Without the latter exit status 85 is the script's own; see `torchmn.submit.scheduler`.
     """
     path = os.environ.get(PROGRESS_VARIABLE)
     if path:

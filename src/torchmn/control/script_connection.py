@@ -4,8 +4,6 @@ The other end is the script's `torchmn.run.monitor.script_monitor.ScriptMonitor`
 does not answer, the state of its process is reported instead.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -43,8 +41,8 @@ class ScriptLink:
         self._channel = Channel(connection)
         self._forward = forward
         self._pid = 0
+        # The deadline of the script's reply while a status request is pending.
         self.reply_by: float | None = None
-        """The deadline of the script's reply while a status request is pending."""
 
     @property
     def is_open(self) -> bool:

@@ -8,6 +8,7 @@ the end of the indices show that the loop has ended: the pass sees the iterator'
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.utils.data import BatchSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchmn.comm.training_start import training_steps
 from torchmn.data import rank_seeds
 from torchmn.errors import UsageError
 
@@ -44,8 +46,10 @@ class SamplerPass:
 
     def __init__(self, comm: Communicator, source: IteratingLoader | None) -> None:
         self._comm = comm
-        self._num_steps_before = comm.num_steps
+        self._num_steps_before = training_steps(comm).count
         self._num_drawn = 0
+        self.thread: int | None = None
+        """The thread that has requested the last batch, where that is seen."""
         self.is_exhausted = False
         """Whether indices were requested after the last ones, by the loop or by prefetching."""
         self._has_ended: bool | None = None
@@ -115,9 +119,9 @@ class SamplerPass:
     @property
     def was_peek(self) -> bool:
         """Whether no step was taken on its batches, given that it was left early."""
-        if self._comm.num_steps is None:
+        if training_steps(self._comm).count is None:
             return self.num_handed_out <= 1
-        return self._comm.num_steps == (self._num_steps_before or 0)
+        return training_steps(self._comm).count == (self._num_steps_before or 0)
 
     def _watch_end(self, iterator: _BaseDataLoaderIter) -> None:
         """Take note when the iterator of a DataLoader ends the loop."""
@@ -128,6 +132,7 @@ class SamplerPass:
         self._fetches = iterator._num_workers == 0
 
         def next_data() -> Any:
+            self.thread = threading.get_ident()
             try:
                 return original(owner())
             except StopIteration:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakSet
 
 from torchmn.cluster.units import MiB
 from torchmn.comm.transports.shared_segment import SHARED_DIRECTORY
@@ -19,12 +20,19 @@ if TYPE_CHECKING:
 from torch.utils.data import Dataset
 
 Sample = TypeVar("Sample")
+_scattered: WeakSet[Communicator] = WeakSet()
+"""The communicators whose ranks have shards of data sets."""
 SHARDS_DIFFER = (
     "The shards of another number of ranks have other samples: a loop that trains on one sees some "
     "samples of the current epoch twice and some not at all. With GlobalSampler none are lost or "
     "repeated."
 )
 """Where a training with fixed shards resumes on another number of ranks."""
+
+
+def warnings_of_shards(comm: Communicator) -> list[str]:
+    """What does not hold for the shards of a communicator on another number of ranks. Local."""
+    return [SHARDS_DIFFER] if comm in _scattered else []
 
 
 def shard_bounds(
@@ -172,7 +180,7 @@ def scatter_dataset(
     begin, end = shard_bounds(
         lengths[root], comm.size, comm.rank, force_equal_length=chosen["force_equal_length"]
     )
-    comm.add_resume_warning(SHARDS_DIFFER)
+    _scattered.add(comm)
     shard = SubDataset(samples, begin, end, order)
     shard.is_of_one_rank = comm.size > 1
     return shard

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 
 from torchmn.cluster.units import counted
+from torchmn.comm.collectives import bcast_for
 from torchmn.comm.scattered_loaders import PassParts
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
@@ -262,6 +263,8 @@ class ScatteredBatches(Sampler[list[Any]]):
         own = self._pass = _Pass(SamplerPass(self._comm, source), self._resumed, self._before)
         if self._comm.rank == 0 and own.resumed is None:
             own.begin(self.batches)
+        own.parts.loader, counted = self._number, own.counted
+        own.parts.thread = lambda: counted.thread
         self._comm.divided_batches.add_pass(own.parts)
         return own.counted.batches(self._parts(own))
 
@@ -353,7 +356,7 @@ class ScatteredBatches(Sampler[list[Any]]):
         purpose = "train" if torch.is_grad_enabled() else "evaluate"
         batch_size = getattr(self.batches, "batch_size", None)
         name = f"a pass over loader {self._number} of scatter_loader to {purpose}, {batch_size=}"
-        message = self._comm.bcast_for(name, message)
+        message = bcast_for(self._comm, name, message)
         if self._comm.rank > 0:
             rank_seeds.follow(message["random"])
         if own.before is not None and is_first:

@@ -4,8 +4,6 @@ A link whose measurement leads to a finding is measured again, up to twice, and 
 fault stays, a disturbance does not.
 """
 
-from __future__ import annotations
-
 import resource
 import secrets
 import shlex

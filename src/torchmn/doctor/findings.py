@@ -1,7 +1,5 @@
 """A finding: what was seen where, the rule that it breaks, and the cure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
@@ -120,8 +118,7 @@ class LinkMeasured(Record, frozen=True, kw_only=True):
 
     bytes_per_s: float = 0.0
     latency_s: float = 0.0
-    retransmitted: float = 0.0
-    """The share of segments that were sent again."""
+    retransmitted: float = 0.0  # the share of segments that were sent again
     error: str = ""
 
 

@@ -1,7 +1,5 @@
 """GPUs, as ``nvidia-smi`` reports them: present, without memory errors, at their clocks."""
 
-from __future__ import annotations
-
 import csv
 import io
 import shutil
@@ -13,6 +11,7 @@ from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
 
 _ANSWER_S = 30.0
+# Our names of what `nvidia-smi --query-gpu` is asked for; it answers "[N/A]" where it cannot.
 _FIELDS = {
     "index": "index",
     "name": "name",
@@ -26,7 +25,6 @@ _FIELDS = {
     "width": "pcie.link.width.current",
     "max_width": "pcie.link.width.max",
 }
-"""Our names of what `nvidia-smi --query-gpu` is asked for; it answers "[N/A]" where it cannot."""
 _MAX_USED = 0.1
 
 

@@ -5,23 +5,22 @@ shell is needed. What else writes to standard output is redirected to standard e
 standard input.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
 from typing import Any
 
 from torchmn.control.codec import Record, decode, decode_union, encode
-from torchmn.doctor.disks import DiskCheck
 from torchmn.doctor.findings import AskTime, Begin, Examine, Failed, Order, Ready, TimeIs
 from torchmn.doctor.gpus import GpuCheck
-from torchmn.doctor.limits import LimitCheck
+from torchmn.doctor.limits import DiskCheck, LimitCheck
 from torchmn.doctor.link_probe import measure_link, serve_probes
 from torchmn.doctor.network import NetworkCheck
 from torchmn.doctor.processors import ProcessorCheck, machine_of_host
 from torchmn.doctor.versions import VersionCheck
 
+# The checks that each host takes part in. A new one is a file, and a line here: ``examine`` reads
+# on each host, and ``findings`` follow from the facts of all hosts that answered.
 CHECKS: dict[str, Any] = {
     check.name: check
     for check in (
@@ -33,8 +32,6 @@ CHECKS: dict[str, Any] = {
         DiskCheck(),
     )
 }
-"""The checks that each host takes part in. A new one is a file, and a line here: ``examine`` reads
-on each host, and ``findings`` follow from the facts of all hosts that answered."""
 
 
 def main() -> None:

@@ -1,7 +1,5 @@
 """The launcher's side of the program on one host."""
 
-from __future__ import annotations
-
 import os
 import select
 import subprocess

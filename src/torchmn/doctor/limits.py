@@ -1,9 +1,8 @@
-"""Limits of processes, and shared memory."""
-
-from __future__ import annotations
+"""Limits of processes, shared memory, and the room in folders of data and checkpoints."""
 
 import os
 import resource
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -95,3 +94,83 @@ def _shared_memory(host: str, facts: LimitFacts, slots: int) -> Iterator[Finding
             value=max(0, facts.shm_free_bytes) / MiB,
             unit="MiB",
         )
+
+
+_FULL_SHARE = 0.02
+
+
+class Folder(Record, frozen=True, kw_only=True):
+    """A folder; ``error`` says why nothing could be written there."""
+
+    path: str
+    error: str = ""
+    free_bytes: int = 0
+    total_bytes: int = 0
+    free_files: int = -1
+
+
+class DiskFacts(Record, frozen=True, kw_only=True):
+    """The folders of the request."""
+
+    folders: list[Folder]
+
+
+class DiskCheck:
+    """See this module."""
+
+    name = "disks"
+    facts = DiskFacts
+
+    def examine(self, request: Request, host: str) -> DiskFacts:
+        """Write a small file into each folder, and remove it."""
+        return DiskFacts(
+            folders=[_folder(path) for path in dict.fromkeys(request.paths or [request.cwd])]
+        )
+
+    def findings(self, found: Mapping[str, DiskFacts], request: Request) -> Iterator[Finding]:
+        """What cannot be written, and where there is little room."""
+        for host, facts in found.items():
+            for folder in facts.folders:
+                yield from _room(host, folder)
+
+
+def _room(host: str, folder: Folder) -> Iterator[Finding]:
+    if folder.error:
+        yield Finding(
+            severity="error",
+            hosts=[host],
+            seen=f"{host} cannot write to {folder.path}: {folder.error}",
+            rule="Every host can write to the folders of checkpoints and logs.",
+            cure="Create the folder, mount its file system, correct its permissions, or name "
+            "another one with --path.",
+        )
+        return
+    least = min(10 * GiB, max(GiB, int(folder.total_bytes * _FULL_SHARE)))
+    if folder.free_bytes < least or 0 <= folder.free_files < 1000:
+        files = f", {folder.free_files} files" if folder.free_files >= 0 else ""
+        yield Finding(
+            severity="error" if folder.free_bytes < 100 * MiB else "warning",
+            hosts=[host],
+            seen=f"{folder.path} on {host} has room for {folder.free_bytes / GiB:.3g} GiB{files}",
+            rule=f"There is room for checkpoints: {least / GiB:.3g} GiB and 1000 files.",
+            cure="Remove old checkpoints and logs, or name another folder.",
+            value=folder.free_bytes / GiB,
+            unit="GiB",
+        )
+
+
+def _folder(path: str) -> Folder:
+    try:
+        found = os.statvfs(path)
+        with tempfile.TemporaryFile(dir=path, prefix=".torchmn-doctor-") as file:
+            file.write(b"torchmn")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return Folder(path=path, error=error.strerror or str(error))
+    return Folder(
+        path=path,
+        free_bytes=found.f_bavail * found.f_frsize,
+        total_bytes=found.f_blocks * found.f_frsize,
+        free_files=found.f_favail if found.f_files else -1,
+    )

@@ -4,8 +4,6 @@ Every host listens on a port that the system chose, for clients that know the ex
 The rate is that at which bytes arrive; its first part is left out, in which TCP finds the rate.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 import statistics

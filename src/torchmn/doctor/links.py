@@ -1,7 +1,5 @@
 """Links between hosts: every pair in both directions, by every network that both have."""
 
-from __future__ import annotations
-
 import statistics
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence

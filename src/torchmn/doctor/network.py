@@ -1,7 +1,5 @@
 """Names, interfaces and clocks of hosts: who resolves to what, and which interface is taken."""
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

@@ -1,13 +1,11 @@
 """What a host gives its ranks: cores, quotas and memory limits of control groups."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torchmn.cluster import available_processors
-from torchmn.cluster.memory import memory_of_host
+from torchmn.cluster.cpus import memory_of_host
 from torchmn.cluster.units import GiB, counted
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request
@@ -66,7 +64,7 @@ def _too_few_cores(host: str, facts: ProcessorFacts, slots: int) -> Iterator[Fin
             hosts=[host],
             seen=f"a control group gives {host} {facts.quota:.3g} of {facts.num_cores} cores",
             rule="Threads on more cores than the quota has are paused, and all ranks wait.",
-            cure="Raise cpu.max (or --cpus of the container), or set --threads to the quota.",
+            cure="Raise cpu.max (or --cpus of the container), or -x OMP_NUM_THREADS=the quota.",
             value=facts.quota,
             unit="cores",
         )

@@ -1,7 +1,5 @@
 """What `torchmn doctor` prints: findings, the worst first, and what was measured."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import textwrap
@@ -13,9 +11,9 @@ from torchmn.cluster.units import GiB, counted
 from torchmn.doctor.examination import Examination
 from torchmn.doctor.findings import Finding, worst
 
+# The exit status by the worst finding. As for all commands 1 and 2 are errors: it could not begin,
+# or was asked for something invalid.
 STATUS = {"note": 0, "warning": 3, "error": 4}
-"""The exit status by the worst finding. As for all commands 1 and 2 are errors: it could not begin,
-or was asked for something invalid."""
 _MAX_HOSTS = 16
 _WIDTH = 100
 

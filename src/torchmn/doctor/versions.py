@@ -1,7 +1,5 @@
 """Versions that all hosts must have in common."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

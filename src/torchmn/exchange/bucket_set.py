@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.comm.allreduce import AllReduceAlgorithm
 from torchmn.errors import UnsupportedError, UsageError
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.agreements.footer import Footer
+from torchmn.exchange.agreements.measured_norms import MeasuredNorms
+from torchmn.exchange.agreements.presence import Presence
+from torchmn.exchange.agreements.weights import WeightAgreement, weight_scale
 from torchmn.exchange.buckets import Bucket, Slot
-from torchmn.exchange.finiteness import Finiteness, NonfiniteGradients
-from torchmn.exchange.footer import (
-    ACTIVE,
-    CHECKSUM,
-    GIVEN,
-    GIVEN_UP,
-    JOINT,
-    LATE,
-    MEAN_NOISE,
-    NONFINITE,
-    NUM_FOOTER,
-    OTHER_LAYOUT,
-    OWN_NOISE,
-    OWN_SQUARE,
-    RATE,
-    SAMPLES,
-    WEIGHT,
-    footer_row,
-    raise_if_flags_differ,
-)
-from torchmn.exchange.gradient_norms import GradientNorms, own_terms, squared_norms, total_of
-from torchmn.exchange.weights import PassContext, WeightAgreement, weight_scale
-from torchmn.record import recording
+from torchmn.exchange.finiteness import NonfiniteGradients, sum_of
+from torchmn.exchange.gradient_memory import in_use
+from torchmn.exchange.gradient_norms import GradientNorms, squared_norms, total_of
 
 Reduction = Literal["mean", "sum"]
 """How the ranks' gradients are combined."""
@@ -60,6 +46,7 @@ class BucketSet:
         algorithm: AllReduceAlgorithm,
         buckets: list[Bucket],
         *,
+        footer: Footer | None = None,
         what: str = "gradients",
         reduction: Reduction = "mean",
     ) -> None:
@@ -71,6 +58,8 @@ class BucketSet:
         }
         """In the order of the memory."""
         self.slots = list(self.slot_of.values())
+        self.slot_at: list[Slot | None] = []
+        """By the numbers of the parameters, see `number`."""
         self.what = what
         self.next_scale: float | None = 1.0
         """The `weight_scale` that suits the weights of this exchange."""
@@ -79,15 +68,22 @@ class BucketSet:
         self.context = _NO_DATA
         """What this rank contributes."""
         self._reduction = reduction
-        self._overlaps_backward = comm.overlaps_backward
-        self._footer = buckets[-1].exact if buckets else torch.zeros(NUM_FOOTER, device="cpu")
-        self._row: list[float] = [0.0] * self._footer.numel()
-        """The footer, as it was when it was last awaited or written."""
+        self._route = comm.route
+        self._overlaps_backward = self._route.overlaps_backward
+        self._is_on_gpu = any(bucket.buffer.device.type != "cpu" for bucket in buckets)
+        self.footer = footer or Footer(comm)
+        """What ranks must have in common."""
+        if buckets:
+            self.footer.values = buckets[-1].exact
+        self._weights, self.finiteness = self.footer.weights, self.footer.finite.finiteness
+        self._norms = self.footer.find(MeasuredNorms)
+        self._presence = self.footer.find(Presence)
+        if self._presence is not None:
+            self._presence.slots = self.slots
         self._scale = 1.0
         self._factor = 1.0
         self._holds_means = True
         self._agreement: WeightAgreement | None = None
-        self.finiteness = Finiteness()
         self._own_squares: list[Tensor] | None = None
         """Squared norms of what is packed; None if this exchange is not measured."""
         self.restart()
@@ -98,6 +94,10 @@ class BucketSet:
         return self.algorithm.codec is not None or any(
             bucket.buffer.dtype == torch.float16 for bucket in self.buckets
         )
+
+    def number(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Fill `slot_at`: by the position of a parameter among these. Local."""
+        self.slot_at = [self.slot_of.get(parameter) for parameter in parameters]
 
     def warm_up(self) -> None:
         """Compile what the codec needs now, so that no step has to."""
@@ -121,6 +121,8 @@ class BucketSet:
             slot.is_packed = slot.has_gradient = False
         for bucket in self.buckets:
             bucket.num_packed = 0
+            bucket.waiting.clear()
+            bucket.totals.clear()
 
     def begin(
         self, context: PassContext, scale: float | None, *, is_measured: bool = False
@@ -132,6 +134,7 @@ class BucketSet:
         ``is_measured``: `norms` will be asked for.
         """
         self.context, self.is_begun = context, True
+        self.footer.begin(context)
         self._own_squares = [] if is_measured else None
         self._leave_lent()
         codec = self.algorithm.codec
@@ -148,7 +151,8 @@ class BucketSet:
 
     def _leave_lent(self) -> None:
         """Leave memory that a script still uses to it and continue in new memory. Local."""
-        for slot in self._move_to_new_memory([slot for slot in self.slots if slot.is_in_use]):
+        used = in_use(self.slots)
+        for slot in self._move_to_new_memory(used) if used else ():
             grad = slot.parameter.grad
             if grad is not None:
                 slot.tensor.copy_(grad)
@@ -163,10 +167,12 @@ class BucketSet:
         for bucket in dict.fromkeys(slot.bucket for slot in slots):
             lent += [slot for slot in bucket.slots if slot.parameter.grad is slot.tensor]
             new = torch.zeros_like(bucket.buffer).untyped_storage()
-            for tensor in (bucket.buffer, *([self._footer] if bucket is self.buckets[-1] else [])):
+            for tensor in (
+                bucket.buffer,
+                *([self.footer.values] if bucket is self.buckets[-1] else []),
+            ):
                 tensor.set_(new, tensor.storage_offset(), tensor.shape, tensor.stride())
-            for slot in bucket.slots:
-                slot.follow()
+            bucket.follow()
         return lent
 
     def await_scale(self, scale: float | None) -> float:
@@ -187,33 +193,78 @@ class BucketSet:
             self.algorithm.codec.begin(1 / factor if factor else 0.0)
 
     def pack(self, slot: Slot) -> None:
-        """Write this rank's part of a gradient, zeros if there is none; send what is full."""
-        grad, tensor, factor = slot.parameter.grad, slot.tensor, self._own_factor
+        """Write this rank's part of a gradient, zeros if there is none; send what is full.
+
+        A small one is written when all of its bucket are there: in one go, and until then it must
+        not be changed.
+        """
+        grad, tensor, bucket = slot.parameter.grad, slot.tensor, slot.weak_bucket()
+        assert bucket is not None  # noqa: S101 - this set keeps it
         if tensor.data_ptr() != slot.address:
             tensor = slot.current_tensor()
         if grad is not None:
             if grad.requires_grad or grad.layout is not torch.strided:
                 self._refuse(slot.name, grad)
             slot.has_gradient = True
-        if grad is None or factor == 0.0:  # zero weight: even NaN, the mean of nothing, has none
-            tensor.zero_()
-        elif grad.data_ptr() != tensor.data_ptr():
-            torch.mul(grad, factor, out=tensor)
-        else:
-            if factor != 1.0:
-                tensor.mul_(factor)
             if grad is tensor:
                 self.is_accumulating = True
+        if grad is None or self._own_factor == 0.0:  # even NaN, times the weight 0, is nothing
+            tensor.zero_()
+        elif slot.is_small:
+            if grad.data_ptr() != tensor.data_ptr():
+                bucket.waiting.append((tensor, grad))
+        else:
+            if grad.data_ptr() != tensor.data_ptr():
+                torch.mul(grad, self._own_factor, out=tensor)
+            elif self._own_factor != 1.0:
+                tensor.mul_(self._own_factor)
+            if not self._is_on_gpu:
+                bucket.totals.append(sum_of(tensor))
         slot.is_packed = True
-        self.finiteness.note(slot)
-        if self._own_squares is not None and slot.has_gradient and slot.end > slot.start:
-            self._own_squares.append(squared_norms(slot.values))
-        bucket = slot.bucket
         bucket.num_packed += 1
         if bucket.num_packed == len(bucket.slots):
-            bucket.ready = recording.mark()
-            if self._overlaps_backward:
-                self.start_full()
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are there: write the small ones, and send what is full."""
+        if bucket.waiting:
+            slots, grads = zip(*bucket.waiting, strict=True)
+            torch._foreach_copy_(slots, grads)
+            bucket.waiting.clear()
+        if self._own_factor not in (0.0, 1.0) and bucket.runs:
+            torch._foreach_mul_(bucket.runs, self._own_factor)
+        if not self._is_on_gpu:
+            for run in bucket.runs:
+                bucket.totals.append(sum_of(run))
+        self.finiteness.check(bucket)
+        if self._own_squares is not None:
+            for slot in bucket.slots:
+                if slot.has_gradient and slot.end > slot.start:
+                    self._own_squares.append(squared_norms(slot.values))
+        for observer in events.observers:
+            observer.exchange(self.comm, bucket, bucket.index, "ready")
+        if self._overlaps_backward:
+            self.start_full()
+
+    def fill(
+        self, context: PassContext, scale: float, write: Callable[[Slot, float], None]
+    ) -> None:
+        """Begin an exchange and write all of it. *Collective*, but does not wait.
+
+        ``write`` writes what belongs into a slot, times the factor that it is given.
+        """
+        self.restart()
+        self.begin(context, scale)
+        for slot in self.slots:
+            if self._own_factor == 0.0:  # nothing, even where the values are NaN
+                slot.tensor.zero_()
+            else:
+                write(slot, self._own_factor)
+            if not self._is_on_gpu:
+                slot.bucket.totals.append(sum_of(slot.tensor))
+        for bucket in self.buckets:
+            self.finiteness.check(bucket)
+        self.write_footer()
 
     def _refuse(self, name: str, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
@@ -229,35 +280,14 @@ class BucketSet:
             "derivatives use torch.autograd.grad(loss, parameters, create_graph=True)."
         )
 
-    def write_footer(
-        self,
-        *,
-        presence: Sequence[bool] = (),
-        flag: int | None = None,
-        context: PassContext | None = None,
-    ) -> None:
-        """Write what this rank reports; ``flag``: `GIVEN_UP` or `OTHER_LAYOUT`, or None."""
-        if context is not None:
-            self.context = context
-        if self.buckets:
-            row = footer_row(self.context, self.comm.rank, presence, flag)
-            self._row = row + [0.0] * (self._footer.numel() - len(row))
-            self._footer.copy_(torch.tensor(self._row, dtype=torch.float64, device="cpu"))
-            replica = self.context.replica
-            if self.context.is_active and replica is not None and replica.checksum is not None:
-                self._footer[CHECKSUM] = replica.checksum
-            num_nonfinite = self.finiteness.count(self._footer.device)
-            if num_nonfinite is not None:
-                self._footer[NONFINITE] = num_nonfinite
-            if self._own_squares is not None:
-                self._footer[OWN_SQUARE], self._footer[OWN_NOISE], self._footer[MEAN_NOISE] = (
-                    own_terms(
-                        total_of(self._own_squares, self._footer.device),
-                        self._own_factor,
-                        self.context,
-                        is_own=not self.is_accumulating,
-                    )
-                )
+    def write_footer(self) -> None:
+        """Write what this rank contributes to the agreements."""
+        if not self.buckets:
+            return
+        if self._norms is not None and self._own_squares is not None:
+            is_own = not self.is_accumulating
+            self._norms.measure(self._own_squares, self._own_factor, is_own=is_own)
+        self.footer.write(self.context)
 
     # ---- sending ----
 
@@ -276,7 +306,7 @@ class BucketSet:
     def reduce_remaining(self) -> None:
         """Do all other sums, on the calling thread if nothing else is under way."""
         for bucket in self.buckets[self._num_started :]:
-            self.comm.sum_(
+            self._route.sum_(
                 bucket,
                 self.algorithm,
                 bucket=bucket.index,
@@ -284,8 +314,8 @@ class BucketSet:
                 on_complete=self._next_callback(),
             )
 
-    def send_nothing(self, flag: int) -> None:
-        """Do all other sums with zeros and a footer that says why there will be no means."""
+    def send_nothing(self) -> None:
+        """Do all other sums with zeros: an agreement of the footer says why."""
         held = [slot for slot in self.slots if slot.parameter.grad is slot.tensor]
         self._move_to_new_memory([slot for slot in held if slot.may_lend])
         for slot in held:
@@ -293,12 +323,12 @@ class BucketSet:
                 slot.parameter.grad = slot.tensor.clone()
         for bucket in self.buckets[self._num_started :]:
             bucket.buffer.zero_()
-        nothing = replace(self.context, weight=0.0, num_samples=0.0, rate=0.0, is_active=False)
-        self.write_footer(flag=flag, context=nothing)
+        self.context = replace(self.context, weight=0.0, num_samples=0.0, is_active=False)
+        self.write_footer()
         self.reduce_remaining()
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.work = self.comm.start_sum_(
+        bucket.work = self._route.start_sum_(
             bucket,
             self.algorithm,
             bucket=bucket.index,
@@ -320,12 +350,10 @@ class BucketSet:
         finiteness = self.finiteness
         finiteness.in_decoding = codec.nonfinite.names("decoding")
         finiteness.in_encoding = codec.nonfinite.names("encoding")
-        is_decoded = self.comm.all_valid(not finiteness.in_decoding)
+        is_decoded = bool(self._route.all_valid(not finiteness.in_decoding))
         # A sum that is thrown away has lost nothing, and what was added to it is still lost.
-        row = self._footer.tolist()
-        finiteness.is_valid = is_decoded and row[NONFINITE] == 0
-        is_used = row[WEIGHT] > 0 and not row[GIVEN_UP] and not row[OTHER_LAYOUT]
-        codec.finish(is_valid=finiteness.is_valid and is_used)
+        finiteness.is_valid = is_decoded and self.footer.is_finite()
+        codec.finish(is_valid=finiteness.is_valid and self.footer.is_used())
 
     # ---- what has arrived ----
 
@@ -336,7 +364,7 @@ class BucketSet:
             if bucket.work is not None:
                 bucket.work.wait()
                 bucket.work = None
-        self._row = self._footer.tolist()
+        self.footer.read()
 
     def await_bucket(self, bucket: Bucket) -> None:
         """Wait for the sum of one bucket, which `wait` has not made means yet."""
@@ -360,23 +388,15 @@ class BucketSet:
         return self._factor != 1.0
 
     def _check_footer(self) -> None:
-        self.raise_if_flags_differ()
         total = self.total_weight
         self.next_scale = weight_scale(total, self.num_active) if total else self._scale
         self._factor = self._factor_of(total, self._scale)
-        is_meant = self._reduction == "sum" or self._row[GIVEN] > 0
-        if total == 0.0 and self.num_active and not is_meant:
-            raise UsageError(
-                f"{self.comm.rank_label}: the weights of all ranks are zero. With weight='samples' "
-                "(the default with scatter_loader) the model's forward must see a tensor with a "
-                "batch dimension, in train() mode; else call "
-                "optimizer.set_weight(number_of_samples) before backward()."
-            )
+        self.raise_if_ranks_disagree()
 
-    def raise_if_flags_differ(self) -> None:
-        """Raise RankMismatchError if only some ranks did what all must do. Local."""
+    def raise_if_ranks_disagree(self) -> None:
+        """Raise or warn if the ranks do not agree, after the sums were awaited. Local."""
         if self.buckets:
-            raise_if_flags_differ(self.comm, self._row, self.context)
+            self.footer.check(self.context)
 
     def _factor_of(self, total: float, scale: float) -> float:
         """The factor that turns a sum into the mean, or into what else was asked for."""
@@ -393,56 +413,42 @@ class BucketSet:
     @property
     def is_finite(self) -> bool:
         """Whether what was summed is finite on all ranks, after the sum was awaited."""
-        return self.finiteness.is_valid and self._row[NONFINITE] == 0
+        return self.footer.finite.are_all_finite
 
     @property
     def total_weight(self) -> float:
         """The weights of all ranks in the sum that was awaited."""
-        return self._row[WEIGHT]
+        return self._weights.total
 
     @property
     def num_samples(self) -> float:
         """The samples of all ranks in the sum that was awaited, where they are counted."""
-        return self._row[SAMPLES]
-
-    @property
-    def sum_of_rates(self) -> float:
-        """The learning rates of all ranks in the sum that was awaited, added up."""
-        return self._row[RATE]
+        return self._weights.num_samples
 
     @property
     def num_active(self) -> int:
         """The number of ranks that contributed data of their own to the sum that was awaited."""
-        return round(self._row[ACTIVE])
-
-    @property
-    def is_late_on_some(self) -> bool:
-        """Whether some active ranks, and not all, made this exchange in `step`."""
-        return 0 < round(self._row[LATE]) < self.num_active
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether a rank made it in a backward pass that other optimizers share."""
-        return self._row[JOINT] > 0
+        return self._weights.num_active
 
     @property
     def presence(self) -> list[bool]:
         """Whether any rank had a gradient, for every one of `slots` (zero_fill off)."""
-        return [flag != 0.0 for flag in self._row[NUM_FOOTER:]]
+        return [] if self._presence is None else self._presence.are_present
 
     def norms(self) -> GradientNorms | None:
         """Of the gradients and of the means that `wait` has made; None if not measured. Local."""
         total = self.total_weight
-        if self._own_squares is None or not total:
+        if self._own_squares is None or self._norms is None or not total:
             return None
+        own_square, own_noise, mean_noise = self._norms.sums
         squares = [squared_norms(slot.values) for slot in self.slots if slot.end > slot.start]
         return GradientNorms(
             step=self.context.step,
             num_samples=self.num_samples,
-            own_square=self._row[OWN_SQUARE] / total,
-            mean_square=total_of(squares, self._footer.device).item(),
-            own_noise=self._row[OWN_NOISE] / total,
-            mean_noise=self._row[MEAN_NOISE] / total**2,
+            own_square=own_square / total,
+            mean_square=total_of(squares, self.footer.values.device).item(),
+            own_noise=own_noise / total,
+            mean_noise=mean_noise / total**2,
         )
 
     def nonfinite(self) -> NonfiniteGradients | None:
@@ -489,8 +495,12 @@ class BucketSet:
         record: dict[str, Any] | None = None,
         *,
         total_weight: float | None = None,
+        sums: Mapping[Agreement, Sequence[float]] | None = None,
     ) -> None:
-        """Hold saved means, and their `record`. Raises UsageError: they are of other parameters."""
+        """Hold saved means, their `record`, and sums of agreements.
+
+        Raises UsageError: they are of other parameters.
+        """
         names = [slot.name for slot in self.slots]
         if set(names) != means.keys():
             odd = sorted(set(names) ^ means.keys())
@@ -504,14 +514,12 @@ class BucketSet:
             slot.tensor.zero_() if mean is None else slot.tensor.copy_(mean)
         record = record or {}
         self.finiteness.load(record)
-        self.write_footer(
-            presence=[means[name] is not None for name in names][: len(self._row) - NUM_FOOTER],
-            context=PassContext(
-                step=record.get("step", self.context.step),
-                weight=float(self.comm.size) if total_weight is None else total_weight,
-                num_samples=0.0,
-                is_active=True,
-            ),
-        )
+        step = record.get("step", self.context.step)
+        weight = float(self.comm.size) if total_weight is None else total_weight
+        self.context = PassContext(step=step, weight=weight, num_samples=0.0, is_active=True)
+        held: dict[Agreement, Sequence[float]] = {self._weights: (weight, 1.0, 0.0, 0.0)}
+        if self._presence is not None:
+            held[self._presence] = [float(means[name] is not None) for name in names]
+        self.footer.hold(held | dict(sums or {}))
         self.next_scale = record.get("next_scale")
         self._holds_means = True

@@ -26,7 +26,7 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
         chosen = create_codec(codec)
     if chosen is None:
         return None
-    if chosen.needs_whole_parameters and comm.shards_parameters:
+    if chosen.needs_whole_parameters and comm.route.shards_parameters:
         raise UnsupportedError(
             f"{chosen.name} needs whole parameters, and the route {comm.name!r} cuts them between "
             "the ranks of a node. Use 'hierarchical' or another codec."
@@ -36,7 +36,7 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
 
 def warn_if_it_encodes_nothing(codec: Codec | None, comm: Communicator) -> None:
     """Warn on rank 0 of a requested codec that the route does not use. Local."""
-    if codec is None or comm.size == 1 or comm.rank != 0 or comm.codec_scope:
+    if codec is None or comm.size == 1 or comm.rank != 0 or comm.route.codec_scope:
         return
     warnings.warn(
         f"{comm.rank_label}: the codec {codec.name} encodes nothing here: the route {comm.name!r} "

@@ -11,14 +11,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from torchmn.control import script_monitor
+from torchmn import events
 from torchmn.errors import NonFiniteGradientError
-from torchmn.exchange.buckets import Slot
+from torchmn.exchange.buckets import Bucket, Slot
 
 if TYPE_CHECKING:
     from torchmn.exchange.reducer import GradientReducer
 
 _NARROW = (torch.float16, torch.bfloat16)
+
+
+def sum_of(written: Tensor) -> Tensor:
+    """A sum that is finite only if all elements are, of what is on a CPU. Local.
+
+    Best computed straight after they were written: while they are in the cache it costs a fifth of
+    the writing.
+    """
+    return written.sum(dtype=torch.float32) if written.dtype in _NARROW else written.sum()
 
 
 class Finiteness:
@@ -30,56 +39,54 @@ class Finiteness:
         self.in_encoding: list[str] = []
         """Parameters of which a codec encoded or decoded what is not finite."""
         self.in_decoding: list[str] = []
-        self._sums: list[tuple[Slot, Tensor]] = []
         self._here: list[str] = []
+        self._on_device: list[tuple[list[Slot], Tensor]] = []
+        """The largest magnitude in each of some slots, where a GPU would have to be waited for."""
 
-    def note(self, slot: Slot) -> None:
-        """Remember whether what was written into a slot is finite.
+    def check(self, bucket: Bucket) -> None:
+        """Take note of what was written into a bucket, all of it; before it is sent."""
+        totals = bucket.totals
+        if bucket.buffer.device.type != "cpu":
+            slots = [slot for slot in bucket.slots if slot.end > slot.start]
+            if slots:
+                tensors = [slot.tensor for slot in slots]
+                # In their own dtype: a finite float64 may be infinite in float32.
+                norms = torch._foreach_norm(tensors, float("inf"))
+                self._on_device.append((slots, torch.stack(norms)))
+        elif totals:
+            total = 0.0
+            for each in totals:
+                total += each.item()
+            if not math.isfinite(abs(total)):  # or large values that overflow in their sum
+                self._here += [
+                    slot.name for slot in bucket.slots if not torch.isfinite(slot.tensor).all()
+                ]
+        totals.clear()
 
-        Best called straight after the copy: as long as the slot is in the cache, a sum costs a
-        fifth of the copy.
-        """
-        tensor = slot.tensor
-        if tensor.device.type != "cpu" and tensor.numel():  # a sum that overflows is final there
-            total = torch.linalg.vector_norm(tensor, float("inf"))
-        elif tensor.dtype in _NARROW:
-            total = tensor.sum(dtype=torch.float32)
-        else:
-            total = tensor.sum()
-        self._sums.append((slot, total))
-
-    def count(self, device: torch.device) -> Tensor | float | None:
+    def count(self, device: torch.device) -> Tensor | float:
         """How many gradients of this rank are not finite; a GPU is not waited for.
 
-        None: none was noted. ``device`` is that of the count.
+        ``device`` is that of the count.
         """
-        if not self._sums:
-            return None
-        if device.type != "cpu":
-            # Each on the device of its gradient and in its own dtype: a finite float64 may be
-            # infinite in float32.
-            flags = [torch.isfinite(total).to(device) for _, total in self._sums]
-            return (~torch.stack(flags)).sum()
-        self._here = [
-            slot.name
-            for slot, total in self._sums
-            if not math.isfinite(abs(total.item()))
-            and not torch.isfinite(slot.tensor).all()  # or large values that overflow in their sum
-        ]
-        self._sums.clear()
-        return float(len(self._here))
+        count: Tensor | float = float(len(self._here))
+        for _, norms in self._on_device:
+            count = count + (~torch.isfinite(norms)).sum().to(device)
+        return count
 
     def clear(self) -> None:
         """Forget all of it."""
         self.is_valid = True
         self.in_encoding, self.in_decoding, self._here = [], [], []
-        self._sums.clear()
+        self._on_device = []
 
     @property
     def here(self) -> list[str]:
         """The names of this rank's gradients that are not finite; waits for a GPU."""
-        on_device = [slot.name for slot, total in self._sums if not torch.isfinite(total)]
-        return list(dict.fromkeys([*self._here, *on_device]))
+        names = list(self._here)
+        for slots, norms in self._on_device:
+            flags = torch.isfinite(norms).tolist()
+            names += [slot.name for slot, flag in zip(slots, flags, strict=True) if not flag]
+        return list(dict.fromkeys(names))
 
     def record(self) -> dict[str, list[str]]:
         """What is known, to be saved."""
@@ -91,7 +98,7 @@ class Finiteness:
 
     def load(self, record: Mapping[str, Any]) -> None:
         """Continue from a `record`, with ``is_finite`` beside it."""
-        self._sums.clear()
+        self._on_device = []
         self.is_valid = record.get("is_finite", self.is_valid)
         self._here = list(record.get("here", ()))
         self.in_encoding = list(record.get("encoded", ()))
@@ -168,17 +175,17 @@ def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor])
     if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):  # a GPU is waited for once
         names = [  # none, if only the norm was too large
             name
-            for name, parameter in reducer.parameters.trained()
+            for name, parameter in reducer.exchange.trained()
             if parameter.grad is not None and not bool(parameter.grad.to_dense().isfinite().all())
         ]
-    reducer.means.record_problem(
+    reducer.exchange.record_problem(
         NonfiniteGradients(reducer.step, {0: names}) if names else None, reducer.step
     )
 
 
 def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
     """Raise NonFiniteGradientError or warn, once, if the current means are not finite. Local."""
-    problem = reducer.means.nonfinite.take()
+    problem = reducer.exchange.nonfinite.take()
     if problem is None or policy == "ignore":
         return
     text = (
@@ -188,7 +195,8 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
     )
     if policy == "raise":
         error = NonFiniteGradientError(text)
-        if reducer.means.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
-            script_monitor.exchange_failed(error)
+        if reducer.exchange.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
+            for observer in events.observers:
+                observer.failed(error)
         raise error
     warnings.warn(text, RuntimeWarning, stacklevel=5)

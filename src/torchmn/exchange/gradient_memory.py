@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -108,6 +108,12 @@ class _HasTensor(Protocol):
     tensor: Tensor
 
 
+class _Lent(_HasTensor, Protocol):
+    parameter: nn.Parameter
+    address: int
+    unused: tuple[int, int, int] | None
+
+
 def num_references(holder: _HasTensor) -> tuple[int, int, int]:
     """How often ``holder.tensor`` and its storage are referred to. Compare, do not interpret.
 
@@ -117,3 +123,24 @@ def num_references(holder: _HasTensor) -> tuple[int, int, int]:
     tensor = holder.tensor
     storage = tensor.untyped_storage()._cdata
     return sys.getrefcount(tensor), _TENSOR_USE_COUNT(tensor), _STORAGE_USE_COUNT(storage)
+
+
+Slots = TypeVar("Slots", bound=_Lent)
+
+
+def in_use(slots: Sequence[Slots]) -> list[Slots]:
+    """The slots of which a script keeps the tensor, a view of it or an array in its memory. Local.
+
+    A ``p.grad`` that was not cleared does not count: a backward pass changes it in place.
+    """
+    found = []
+    for slot in slots:
+        unused = slot.unused
+        if unused is None or slot.parameter.grad is slot.tensor:
+            continue
+        tensor = slot.tensor  # as many variables refer to it here as in num_references
+        storage = tensor.untyped_storage()._cdata
+        counts = (sys.getrefcount(tensor), _TENSOR_USE_COUNT(tensor), _STORAGE_USE_COUNT(storage))
+        if counts != unused or tensor.data_ptr() != slot.address:
+            found.append(slot)
+    return found

@@ -18,8 +18,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchmn.exchange.weights import PassContext
-
 _BLOCK = 1 << 14
 """Elements whose squares are added in their own precision: 30 million would lose 0.3 %."""
 _NARROW = (torch.float16, torch.bfloat16)
@@ -66,14 +64,13 @@ def total_of(squares: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def own_terms(
-    packed: Tensor, factor: float, context: PassContext, *, is_own: bool
+    packed: Tensor, factor: float, weight: float, samples: float, *, is_own: bool
 ) -> tuple[Tensor | float, float, float]:
     """What one rank adds to the footer.
 
     ``packed`` is the square of ``factor`` times its gradient; ``is_own``: of one backward pass, and
     not added to a mean.
     """
-    weight, samples = context.weight, context.num_samples
     if weight == 0 or factor == 0:
         return 0.0, 0.0, 0.0
     if not is_own:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -22,33 +22,45 @@ from torchmn.exchange.sharded_parameters import whole_of
 class GradientHook:
     """What is registered on a parameter. Copies and pickles of parameters carry no such hooks."""
 
-    def __init__(self, method: Callable[[Tensor], None]) -> None:
-        self._method = weakref.WeakMethod(method)
+    def __init__(self, method: Callable[[Any], None], argument: object = None) -> None:
+        # Not a WeakMethod, which takes five times as long to call.
+        self._owner = weakref.ref(method.__self__)  # type: ignore[attr-defined]
+        self._function = method.__func__  # type: ignore[attr-defined]
+        self._argument = argument
 
     @property
     def owner(self) -> object | None:
         """The object whose method it calls; None after that was freed."""
-        return getattr(self._method(), "__self__", None)
+        return self._owner()
 
     @not_compiled
     def __call__(self, parameter: Tensor) -> None:
         """What torch calls."""
-        method = self._method()
-        if method is not None:
-            method(parameter)
+        owner = self._owner()
+        if owner is not None:
+            self._function(owner, parameter if self._argument is None else self._argument)
+
+    def calls(self, method: Callable[[Any], None]) -> bool:
+        """Whether this is the hook that calls a bound method."""
+        return self._owner() is method.__self__ and self._function is method.__func__  # type: ignore[attr-defined]
 
 
-def watch_gradient(parameter: nn.Parameter, method: Callable[[Tensor], None]) -> RemovableHandle:
+def watch_gradient(
+    parameter: nn.Parameter, method: Callable[[Any], None], argument: object = None
+) -> RemovableHandle:
     """Call the bound ``method`` whenever the gradient of ``parameter`` is final. Local.
 
     For a parameter that is frozen this begins once it is not. Something must keep the method's
-    owner alive, as a model does that has a hook of it, see `ModelHooks`. The method gets the
-    parameter of the model, also for a `LocalShard`.
+    owner alive, as a model does that has a hook of it, see `ModelHooks`. The method gets
+    ``argument``, or if that is None the parameter of the model, also for a `LocalShard`. The
+    argument is kept as long as the parameter is, so it must not refer to tensors.
     """
     parameter = cast(nn.Parameter, whole_of(parameter))
     is_trainable = parameter.requires_grad
     parameter.requires_grad_(True)
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(GradientHook(method))
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
+        GradientHook(method, argument)
+    )
     parameter.requires_grad_(is_trainable)
     return handle
 
@@ -63,14 +75,14 @@ def owners_of(parameters: Iterable[nn.Parameter]) -> list[object]:
     return list(owners.values())
 
 
-def has_later_hook(parameter: Tensor, method: Callable[[Tensor], None]) -> bool:
+def has_later_hook(parameter: Tensor, method: Callable[[Any], None]) -> bool:
     """Whether the script's own hook is called after ``method``, and may change the gradient."""
     if len(parameter._post_accumulate_grad_hooks or ()) < 2:
         return False
     for hook in reversed(_hooks(parameter)):
         if not isinstance(hook, GradientHook):
             return True
-        if hook._method() == method:
+        if hook.calls(method):
             return False
     return False
 

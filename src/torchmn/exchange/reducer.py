@@ -12,31 +12,40 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import asdict
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.exchange.assign_means import MeanAssignment
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.agreements.given_up import GivenUp
+from torchmn.exchange.agreements.joint_pass import JointPass
+from torchmn.exchange.agreements.late_ranks import LateRanks
+from torchmn.exchange.agreements.loaded_state import LoadedState
+from torchmn.exchange.agreements.measured_norms import MeasuredNorms
+from torchmn.exchange.agreements.num_exchanges import NumExchanges
+from torchmn.exchange.agreements.num_steps import NumSteps
+from torchmn.exchange.agreements.other_layout import OtherLayout
+from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
+from torchmn.exchange.agreements.sample_shares import SampleShares
+from torchmn.exchange.agreements.together import Together
 from torchmn.exchange.backward_pass import AtEnd, BackwardPass
 from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, Slot
 from torchmn.exchange.codec_state import codec_state, load_codec_state
-from torchmn.exchange.exchange_buffers import ExchangeBuffers
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.exchange.finiteness import NonfiniteGradients
-from torchmn.exchange.footer import GIVEN_UP, OTHER_LAYOUT
+from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.gradient_memory import GradientState, gradient_state
 from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
-from torchmn.exchange.sparse_gradients import mean_sparse_gradients
-from torchmn.exchange.weights import Contribution, PassContext
-from torchmn.record import recording
+from torchmn.exchange.weights import Contribution
 
 
 class GradientReducer:
@@ -61,7 +70,7 @@ class GradientReducer:
         on_backward_end: called when the gradients of a backward pass are packed and all buckets but
             the last were handed over: a schedule's `backward_ended`.
         on_nonfinite: raises or warns about what is not finite, as the user has asked. *Collective.*
-        rate: returns the learning rates in one number, which must be the same on all ranks.
+        agreements: called for each set of buckets: what its owner wants to be the same on ranks.
         owner: the optimizer, for those that find the reducer by a parameter's hook.
 
     Only its own methods change a reducer. What this rank puts into an exchange is a frozen
@@ -90,14 +99,20 @@ class GradientReducer:
         find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
         find_buffers: Callable[[], Sequence[Watched]] = tuple,
         on_nonfinite: Callable[[], None] = lambda: None,
-        rate: Callable[[], float] = lambda: 0.0,
+        agreements: Callable[[], Sequence[Agreement]] = tuple,
         owner: object = None,
     ) -> None:
         self.comm = comm
         self.codec = codec
         self.parameters = ExchangedParameters(parameters, in_groups, find_sparse, find_untrained)
-        self.buffers = ExchangeBuffers(max(1, num_sets), zero_fill=zero_fill, reduction=reduction)
-        self.means = MeanAssignment(self.parameters, self.buffers, as_view=gradient_as_bucket_view)
+        self.exchange = GradientExchange(
+            self.parameters,
+            max(1, num_sets),
+            zero_fill=zero_fill,
+            reduction=reduction,
+            as_view=gradient_as_bucket_view,
+        )
+        """What schedules do with the gradients that were packed."""
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.contribution = contribution or Contribution()
         """This rank's weight in the next exchange or step, and its samples."""
@@ -113,17 +128,18 @@ class GradientReducer:
         """Exchanges with data of this rank since `restart_counts`."""
         self.passes_weight = 0.0
         """The sum of this rank's weights in them."""
-        self._own_gradients: dict[Tensor, Tensor] | None = None
-        """What this rank's last backward pass has computed, if a schedule wants it."""
         self._find_buffers = find_buffers
-        self._rate = rate
+        self._further_agreements = agreements
         self._is_syncing = True
-        self._has_loaded = False
+        self._given_up, self._other_layout = GivenUp(), OtherLayout()
+        self._loaded, self._num_exchanges = LoadedState(), NumExchanges()
         self._unexchanged: dict[Tensor, GradientState | None] = {}
         """Parameters whose gradient holds passes under no_sync() that no exchange has taken, and
         that gradient after the last of them; None: a hook of the script may change it later."""
         self._is_joint = False
         """Whether other optimizers exchange in the backward pass that ends."""
+        self._are_compared = False
+        """Whether that pass has found the parameters as they were laid out."""
         self.were_own_changed = False
         """Whether the script had changed such gradients before they were exchanged in `step`."""
         self.replicas = ReplicaWatch()
@@ -147,9 +163,9 @@ class GradientReducer:
         """The count of steps and what belongs to it, the same on all ranks. Local."""
         return {
             "step": self.step,
-            "scale": self.buffers.scale,
+            "scale": self.exchange.scale,
             "has_untrained": bool(self.parameters.untrained),
-            "problems": [asdict(problem) for problem in self.means.nonfinite.problems],
+            "problems": [asdict(problem) for problem in self.exchange.nonfinite.problems],
         }
 
     def find_untrained(self) -> None:
@@ -167,19 +183,21 @@ class GradientReducer:
         steps.
         """
         load_codec_state(self.codec, self.comm, codec)
-        self._has_loaded = True
+        self._loaded.note()
         self.replicas.forget()
         self.load_progress(progress)
 
     def load_progress(self, progress: dict[str, Any]) -> None:
         """The part of `load_state_dict` that is the same on all ranks."""
-        self.buffers.forget_scale()
+        self.exchange.forget_scale()
         if not progress:
             return
         self.step = progress["step"]
-        self.means.nonfinite.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
+        self.exchange.nonfinite.problems[:] = [
+            NonfiniteGradients(**p) for p in progress["problems"]
+        ]
         if self.filling.is_narrow:
-            self.buffers.scale = progress["scale"]
+            self.exchange.scale = progress["scale"]
 
     def end_step(self, *, are_replicas: bool = False) -> None:
         """The optimizer has stepped. Local.
@@ -212,14 +230,16 @@ class GradientReducer:
         if self.is_suspended:
             trainable, sparse = [], []
         self.replicas.watch([*trainable, *sparse], self._find_buffers())
-        self._num_exchanges = 0
-        self.means.memory.clear()
-        self.buffers.lay_out(self.comm, self.codec, trainable, sparse)
+        self._num_exchanges.num = 0
+        self._watched = self.parameters.differentiable
+        self.exchange.lay_out(
+            self.comm, self.codec, trainable, sparse, self._watched, self._agreements
+        )
         if self.is_needed:
             self._hooks = [
-                watch_gradient(p, self._on_gradient) for p in self.parameters.differentiable
+                watch_gradient(parameter, self._on_gradient, index)
+                for index, parameter in enumerate(self._watched)
             ]
-        self.buffers.forget_scale()
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""
@@ -240,8 +260,8 @@ class GradientReducer:
         Options that are None stay as they are.
         """
         self.comm, self.codec, self.is_suspended = comm, codec, False
-        self.buffers.num_sets = self.buffers.num_sets if num_sets is None else num_sets
-        self.buffers.bucket_bytes = bucket_bytes or self.buffers.bucket_bytes
+        self.exchange.num_sets = self.exchange.num_sets if num_sets is None else num_sets
+        self.exchange.bucket_bytes = bucket_bytes or self.exchange.bucket_bytes
         self._on_backward_end = on_backward_end or self._on_backward_end
         self.rebuild()
 
@@ -269,38 +289,19 @@ class GradientReducer:
         """
         return not self.is_suspended and (
             self.comm.size > 1
-            or self.buffers.num_sets > 1
+            or self.exchange.num_sets > 1
             or self.parameters.mesh.has_parallel_layers
         )
 
     @property
     def bucket_bytes(self) -> int:
         """The size of a bucket, at least, but for the last."""
-        return self.buffers.bucket_bytes or self.comm.bucket_bytes
+        return self.exchange.bucket_bytes or self.comm.route.bucket_bytes
 
     @property
     def filling(self) -> BucketSet:
         """The buckets that the current backward pass fills."""
-        return self.buffers.filling
-
-    def keep_own_gradients(self) -> None:
-        """Keep what each backward pass computes on this rank for `take_own_gradients`. Local."""
-        self._own_gradients = {}
-
-    def take_own_gradients(self) -> dict[Tensor, Tensor]:
-        """This rank's dense gradients of the pass that has ended; empty if none are kept. Local."""
-        if self._own_gradients is None:
-            return {}
-        own, self._own_gradients = self._own_gradients, {}
-        return own
-
-    def _pack(self, slot: Slot, *, is_mean: bool) -> None:
-        """Write this rank's gradient into the bucket; ``is_mean``: it was added to a mean."""
-        grad = slot.parameter.grad
-        if self._own_gradients is not None and grad is not None:
-            is_reused = is_mean or self.gradient_as_bucket_view
-            self._own_gradients[slot.parameter] = grad.clone() if is_reused else grad
-        self.filling.pack(slot)
+        return self.exchange.filling
 
     # ---- during backward ----
 
@@ -323,57 +324,67 @@ class GradientReducer:
             self.is_active = True
             self.replicas.forget()
 
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self, index: int) -> None:
         """A gradient is final: pack it, which sends the buckets that are full in order."""
-        recorder = recording.current()
-        if recorder is None or not recorder.clock.is_host:  # a GPU does it in order with backward
-            self._take_gradient(parameter)
-            return
-        before = recorder.enter("exchange", in_backward=True)
-        try:
-            self._take_gradient(parameter)
-        finally:
-            recorder.leave(before)
-
-    def _take_gradient(self, whole: Tensor) -> None:
-        parameter = self.parameters.of(whole)
         with self._lock:
             if not self._is_syncing:
-                is_final = not has_later_hook(whole, self._on_gradient)
-                self._unexchanged[parameter] = gradient_state(parameter) if is_final else None
+                self._note_unexchanged(index)
                 return
             pass_ = self._pass
             if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
-            filling = self.filling
-            slot: Slot | None = filling.slot_of.get(parameter)  # type: ignore[call-overload]
+            exchange = self.exchange
+            slot = exchange.filling.slot_at[index]
+            if slot is None or not pass_.packs_early:
+                return  # not in the layout, or the end of backward sees to it
+            parameter = slot.parameter
+            hooks = parameter._post_accumulate_grad_hooks
             if (
-                slot is None
-                or not pass_.packs_early
-                or (
-                    len(parameter._post_accumulate_grad_hooks or ()) > 1
-                    and has_later_hook(parameter, self._on_gradient)
-                )
+                hooks is not None
+                and len(hooks) > 1
+                and has_later_hook(parameter, self._on_gradient)
             ):
-                # Not in the layout, the scale of weights is not known yet, or the script has a hook
-                # that comes later and may change it: the end of backward sees to it.
-                return
+                return  # the script may change it: the end of backward sees to it
             if slot.is_packed:
-                raise UnsupportedError(
-                    f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' "
-                    "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. "
-                    "Use use_reentrant=False."
-                )
-            is_mean = self.means.is_mean(slot.parameter)
-            self._pack(slot, is_mean=is_mean)
-            # What was copied is freed at once: the next layer's gradient then takes its memory,
-            # where all of them together would cost 10,000 page faults a step for 60 MB.
+                self._refuse_second(slot)
+            for observer in events.observers:
+                observer.phase("pack", begins=True)
+            try:
+                if exchange.is_plain:
+                    is_mean = parameter.grad is slot.tensor
+                    exchange.filling.pack(slot)
+                else:
+                    is_mean = self._pack(slot)
+            finally:
+                for observer in events.observers:
+                    observer.phase("pack", begins=False)
+            # What was copied is freed: the next layer's gradient then takes its memory.
             if self.gradient_as_bucket_view:
                 parameter.grad = slot.tensor
-            elif is_mean:
-                filling.is_accumulating = True
-            else:
+            elif not is_mean:
                 parameter.grad = None
+
+    def _pack(self, slot: Slot) -> bool:
+        """Write a gradient into its bucket. Returns whether it was added to an earlier mean."""
+        exchange = self.exchange
+        is_mean = exchange.is_mean(slot.parameter)
+        exchange.note_own(slot.parameter, is_mean=is_mean)
+        filling = exchange.filling
+        filling.is_accumulating |= is_mean
+        filling.pack(slot)
+        return is_mean
+
+    def _refuse_second(self, slot: Slot) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' twice in one "
+            "pass, as torch.utils.checkpoint with use_reentrant=True does. Use use_reentrant=False."
+        )
+
+    def _note_unexchanged(self, index: int) -> None:
+        """A gradient of a pass under no_sync() is final."""
+        parameter = self._watched[index]
+        is_final = not has_later_hook(parameter, self._on_gradient)
+        self._unexchanged[parameter] = gradient_state(parameter) if is_final else None
 
     def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
@@ -386,11 +397,11 @@ class GradientReducer:
                 return self._pass
             self._give_up_pass()
         self.is_late = False
-        self.means.nonfinite.take()
+        self.exchange.nonfinite.take()
         parameters = self.parameters
         callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
         packs_early = (
-            self.buffers.scale is not None
+            self.exchange.scale is not None
             and parameters.can_be_compared_in_backward
             and not parameters.have_changed()
         )
@@ -402,11 +413,10 @@ class GradientReducer:
     def _begin_exchange(self) -> None:
         """Fix what this rank contributes; once for each exchange."""
         if not self.filling.is_begun:
-            if self._own_gradients is not None:
-                self._own_gradients = {}  # of a pass that raised
-            listener = self.means.norm_listener
+            self.exchange.take_own_gradients()  # of a pass that raised
+            listener = self.exchange.norm_listener
             is_measured = listener is not None and listener.wants(self.step)
-            self.filling.begin(self._context(), self.buffers.scale, is_measured=is_measured)
+            self.filling.begin(self._context(), self.exchange.scale, is_measured=is_measured)
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
@@ -415,29 +425,37 @@ class GradientReducer:
             weight, num_samples = self.parameters.mesh.mean_weights(
                 own.weight, own.num_samples, self.comm.rank_label
             )
-        shares = None
-        if is_active and not self.parameters.mesh.has_parallel_layers:
-            shares = own.compare(num_samples)
         return PassContext(
             step=self.step,
             weight=weight,
             num_samples=num_samples,
             is_active=is_active,
             is_weight_given=is_active and own.is_set,
-            has_loaded=self._has_loaded,
-            index=self._num_exchanges,
-            rate=self._rate() if is_active else 0.0,
-            is_late=self.is_late,
-            is_miscounted=is_active and own.is_miscounted(shares),
-            shares=shares,
-            replica=self.replicas.now,
         )
+
+    def _agreements(self) -> list[Agreement]:
+        """What ranks must have in common at the exchanges of one set of buckets."""
+        is_divided = self.parameters.mesh.has_parallel_layers
+        return [
+            self._given_up,
+            self._other_layout,
+            self._loaded,
+            *([] if is_divided else [SampleShares(self.contribution)]),
+            NumSteps(self.replicas),
+            ReplicaChecksum(self.replicas),
+            *self._further_agreements(),
+            self._num_exchanges,
+            LateRanks(),
+            JointPass(),
+            MeasuredNorms(),
+        ]
 
     def _end_backward(self) -> None:
         ended, self._pass = self._pass, None
         self._is_joint = ended is not None and ended.is_joint
-        recorder = recording.current()
-        before = None if recorder is None else recorder.enter("exchange", in_backward=True)
+        self._are_compared = ended is not None and ended.packs_early
+        for observer in events.observers:
+            observer.phase("exchange", begins=True)
         try:
             if (
                 ended is not None
@@ -456,15 +474,15 @@ class GradientReducer:
             raise  # on all ranks, and nothing is under way: they may continue
         except BaseException as error:
             # Ranks that gave up a pass use the same buckets again, others the next ones.
-            if self.buffers.num_sets > 1 or not isinstance(error, RankMismatchError):
+            if self.exchange.num_sets > 1 or not isinstance(error, RankMismatchError):
                 self._pass = ended
                 if ended is not None:
                     ended.failure = error
             raise
         finally:
-            self._is_joint = False
-            if recorder is not None:
-                recorder.leave(before)
+            self._is_joint = self._are_compared = False
+            for observer in events.observers:
+                observer.phase("exchange", begins=False)
 
     def raise_if_unfinished(self) -> None:
         """Raise if a backward pass began that did not end. Local.
@@ -483,20 +501,28 @@ class GradientReducer:
     def _give_up_pass(self) -> None:
         """End the exchange of a pass that raised, and discard it. *Collective.*
 
-        Other ranks that have not given it up raise RankMismatchError at the end of theirs.
+        Raises RankMismatchError on all ranks, also at the end of the pass of those that have not
+        given it up, unless all have.
         """
-        self._pass = None
-        self._end_without_means(GIVEN_UP)
+        given_up, self._pass = self._pass, None
+        self._end_without_means(self._given_up)
         self.filling.restart()
+        try:
+            self.filling.raise_if_ranks_disagree()
+        except RankMismatchError as error:
+            if self.exchange.num_sets > 1 and given_up is not None:  # others use the next buckets
+                self._pass, given_up.failure = given_up, error
+            raise
 
-    def _end_without_means(self, flag: int) -> None:
+    def _end_without_means(self, why: Together) -> None:
         """Send the rest of this exchange with a footer that says why there will be no means."""
+        why.note()
         filling = self.filling
         self._begin_exchange()
-        self.buffers.scale = filling.await_scale(self.buffers.scale)
-        filling.send_nothing(flag)
-        self._num_exchanges += 1
-        self._exchange_sparse(weight=0.0)
+        self.exchange.scale = filling.await_scale(self.exchange.scale)
+        filling.send_nothing()
+        self._num_exchanges.num += 1
+        self.exchange.exchange_sparse(weight=0.0)
         filling.drain()
 
     def on_zero_grad(self) -> None:
@@ -531,7 +557,7 @@ class GradientReducer:
         self.finish_filling()
         filling = self.filling
         context = filling.context
-        is_of_sums = filling.is_accumulating and self.buffers.reduction == "sum"
+        is_of_sums = filling.is_accumulating and self.exchange.reduction == "sum"
         try:
             self._on_backward_end()
         finally:
@@ -550,68 +576,42 @@ class GradientReducer:
 
         Raises RankMismatchError on all ranks: not all have changed them.
         """
-        self._end_without_means(OTHER_LAYOUT)
+        self._end_without_means(self._other_layout)
         self.filling.restart()
-        self.filling.raise_if_flags_differ()
+        self.filling.raise_if_ranks_disagree()
         self.rebuild()
 
     def finish_filling(self) -> None:
         """Pack what is not packed yet and hand over what may be sent early."""
         self.raise_if_unfinished()
-        if self.parameters.have_changed():
+        if not self._are_compared and self.parameters.have_changed():
             self._lay_out_again()
-        filling = self.filling
+        self._are_compared = False
+        filling = self.exchange.filling
         self._begin_exchange()
-        self.buffers.scale = filling.await_scale(self.buffers.scale)
+        self.exchange.scale = filling.await_scale(self.exchange.scale)
         for slot in filling.slots:
             if not slot.is_packed:
-                is_mean = self.means.is_mean(slot.parameter)
-                self._pack(slot, is_mean=is_mean)
-                filling.is_accumulating |= is_mean
-        is_active = filling.context.is_active
-        has_gradients = any(slot.has_gradient for slot in filling.slots) or any(
-            parameter.grad is not None for _, parameter in self.parameters.sparse
+                self._pack(slot)
+        has_gradients = not self.is_late or (
+            any(slot.has_gradient for slot in filling.slots)
+            or any(parameter.grad is not None for _, parameter in self.parameters.sparse)
         )
-        filling.write_footer(
-            context=replace(filling.context, is_joint=self._is_joint, has_gradients=has_gradients),
-            presence=[]
-            if self.buffers.zero_fill
-            else [slot.has_gradient and is_active for slot in filling.slots],
-        )
+        late = filling.footer.get(LateRanks)
+        late.note(is_late=self.is_late, has_gradients=has_gradients)
+        filling.footer.get(JointPass).is_idle = not self._is_joint
+        filling.write_footer()
         self._unexchanged.clear()
-        self._num_exchanges += 1
-        self._has_loaded = False
+        self._num_exchanges.num += 1
         self.replicas.exchanged()
-
-    def start_remaining(self) -> None:
-        """Hand over what is left; return at once, or, with sparse gradients, when all is summed."""
-        self.filling.start_remaining()
-        self._exchange_sparse(self.filling.context.weight)
-
-    def reduce_remaining(self) -> None:
-        """Sum what is left, on the calling thread if it can be."""
-        self.filling.reduce_remaining()
-        self._exchange_sparse(self.filling.context.weight)
-
-    def _exchange_sparse(self, weight: float) -> None:
-        """The sparse gradients of this pass, after all sums on every rank."""
-        if self.parameters.sparse:
-            self.filling.sparse_means = mean_sparse_gradients(
-                self.comm,
-                [parameter for _, parameter in self.parameters.sparse],
-                weight,
-                zero_fill=self.buffers.zero_fill,
-                reduction=self.buffers.reduction,
-            )
 
     def shadow_exchange(self) -> BucketSet:
         """Take part in an exchange of the other ranks without data. *Collective.*"""
         self.is_late = self.were_own_changed = False
         self.finish_filling()
-        self.reduce_remaining()
-        means = self.buffers.swap()
+        means = self.exchange.reduce()
         means.wait()
-        self.means.discard(means)
+        self.exchange.discard(means)
         self.replicas.forget()
         return means
 
@@ -637,7 +637,7 @@ class GradientReducer:
 
     def fill_missing(self) -> None:
         """Treat a missing gradient as exchanges do, for a step without one. Local."""
-        if self.buffers.zero_fill:
+        if self.exchange.zero_fill:
             for _, parameter in self.parameters.trained():
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)

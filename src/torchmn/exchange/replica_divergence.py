@@ -12,6 +12,7 @@ GPU is not waited for.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -28,8 +29,8 @@ UNKNOWN = -float(2**23)
 EVERY = 4
 """Steps from one checksum to the next, which takes longer than all else here."""
 _PART_NUMEL = 65_536
-_LARGEST_SUM = 2**22
-"""Over all ranks, which float32 holds exactly, beside `UNKNOWN`."""
+_LARGEST_SUM = 2**24
+"""Of the squares of checksums over all ranks, which float32 holds exactly."""
 _LARGEST_CHECKSUM = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,25 +44,16 @@ class Watched(NamedTuple):
     is_buffer: bool = False
 
 
-class Replica(NamedTuple):
-    """What a rank knows of its replica in one exchange."""
-
-    num_steps: int | None
-    """Since the exchange before; None: what other ranks have done since is not known."""
-    checksum: Tensor | None
-    """Of one element, on the parameter's device; None: not compared."""
-    part: Watched | None
-    """Of what the checksum is."""
-    watch: ReplicaWatch
-
-
 class ReplicaWatch:
     """The steps of this rank since the last exchange, a checksum after the last one. Local."""
 
     def __init__(self) -> None:
-        self._num_steps: int | None = None
-        self._checksum: Tensor | None = None
-        self._part: Watched | None = None
+        self.num_steps: int | None = None
+        """Since the exchange before; None: what other ranks have done since is not known."""
+        self.checksum: Tensor | None = None
+        """An element on the device of `part`; None: not compared."""
+        self.part: Watched | None = None
+        """What the checksum is of."""
         self._watched: list[Watched] = []
         self._warned_of: set[bool] = set()
         """Values of `Watched.is_buffer`."""
@@ -78,21 +70,16 @@ class ReplicaWatch:
 
     def forget(self) -> None:
         """Compare nothing until the next step: parameters, ranks or counts have changed."""
-        self._num_steps = self._checksum = None
-
-    @property
-    def now(self) -> Replica:
-        """What the next exchange compares."""
-        return Replica(self._num_steps, self._checksum, self._part, self)
+        self.num_steps = self.checksum = None
 
     def exchanged(self) -> None:
         """An exchange has taken the number of steps."""
-        self._num_steps = 0
+        self.num_steps = 0
 
     def step_ended(self) -> None:
         """The optimizer has stepped."""
-        if self._num_steps is not None:
-            self._num_steps += 1
+        if self.num_steps is not None:
+            self.num_steps += 1
 
     def note(self, step: int, num_ranks: int) -> None:
         """Take the checksum that is due after ``step``, which is the same on all ranks."""
@@ -100,17 +87,18 @@ class ReplicaWatch:
         watched = self._watched
         if is_other or not watched:
             return
-        self._part = watched[turn % len(watched)]
-        tensor = self._part.get()
+        self.part = watched[turn % len(watched)]
+        tensor = self.part.get()
         if tensor is None or not tensor.numel():
-            self._checksum = None
+            self.checksum = None
             return
         bits = _bits(tensor)
         num_parts = -(-bits.numel() // _PART_NUMEL)
         start = turn // len(watched) % num_parts * _PART_NUMEL
         total = bits[start : start + _PART_NUMEL].sum(dtype=torch.int64)
         # Odd: round numbers end with zeros, of which powers of two leave nothing.
-        self._checksum = total % (min(_LARGEST_CHECKSUM, _LARGEST_SUM // num_ranks) - 1 | 1)
+        largest = min(_LARGEST_CHECKSUM, math.isqrt(_LARGEST_SUM // num_ranks))
+        self.checksum = total % (largest - 1 | 1)
 
     def warn(self, comm: Communicator, part: Watched | None, step: int) -> None:
         """The checksums of a part differ: warn once of parameters, once of buffers."""

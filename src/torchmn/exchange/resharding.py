@@ -101,7 +101,7 @@ def reshard_codec(states: Sequence[State], comm: Communicator) -> State:
     held = [state["state"] for state in states if state.get("state")]
     if not any("residuals" in state for state in held):
         return {"rank": comm.rank, "size": comm.size, "state": held[0]} if held else {}
-    group = comm.inter_node_group
+    group = comm.route.inter_node_group
     # Old ranks that encoded nothing have an empty memory: take what all share from one that has.
     fullest = max(held, key=lambda state: len(state["residuals"]))
     state = {**reshard(held, 1 if group is None else group.size)}

@@ -1,65 +1,18 @@
-"""Weights of ranks in a mean: what a rank contributes, and the sum that comes before an exchange.
+"""The weight of a rank in a mean, and its samples, counted where they are seen.
 
-The samples are counted where they are seen, by a hook before the model's forward. A forward that
-is run again inside of backward, as activation checkpointing does, is not counted again.
-
-Gradients are packed as weight / (size * scale) times themselves, so that the sum over ranks is
-
-    total_scale = sum_i w_i / (size * scale)
-
-times the mean. A codec with error feedback must know this number before it adds what earlier
-exchanges have lost (`Codec.begin`), and the footer brings the weights too late for that. So two
-numbers are summed first: an ordinary job of the engine, started when the first gradient of a
-backward pass is there and overlapped with the rest of the pass.
+A hook counts them before the model's forward. A forward that is run again inside of backward, as
+activation checkpointing does, is not counted again.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from torchmn.comm import Communicator
 from torchmn.data.batch_size import num_samples
-from torchmn.exchange.replica_divergence import Replica
 from torchmn.exchange.sample_proportions import BatchShares, Shares
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassContext:
-    """What this rank puts into one exchange, fixed when its first gradient is there."""
-
-    step: int
-    weight: float
-    num_samples: float
-    is_active: bool
-    """Whether the rank has data of its own: not if it has left its loop in `join`."""
-    is_weight_given: bool = False
-    """Whether the script has set the weight: zero on all ranks is meant then."""
-    has_gradients: bool = True
-    """Whether the rank has any gradient to exchange."""
-    has_loaded: bool = False
-    """Whether it has loaded a state since the last exchange."""
-    index: int = 0
-    """How many exchanges came before, which must be the same on all ranks."""
-    rate: float = 0.0
-    """Of learning; with several groups, one number for all of them."""
-    may_rate_differ: bool = False
-    """Whether other ranks may have another one."""
-    is_late: bool = False
-    """Whether the exchange is made in `step`: no backward pass of the step made it."""
-    is_joint: bool = False
-    """Whether other optimizers exchange in the same backward pass."""
-    is_miscounted: bool = False
-    """Whether the samples are no multiple of those that a loader gave this rank."""
-    shares: Shares | None = None
-    """What is compared with the parts of batches that loaders gave, if anything is."""
-    replica: Replica | None = None
-    """What is compared with the replicas of other ranks, if anything is."""
 
 
 class Contribution:
@@ -224,60 +177,3 @@ def disproportion(num_samples: float, num_all: float, shares: Shares) -> str:
         f"{shares.totals[0]}: not in proportion on all ranks, so that the mean of gradients would "
         f"have wrong weights. {_COUNT_RULE}"
     )
-
-
-def weight_scale(total: float, num_active: int) -> float:
-    """The power of two at or above the mean weight.
-
-    In this scale a 16-bit sum of weighted gradients stays in range. Powers of two shift exponents
-    only, so the bits of a mean do not depend on the scale.
-    """
-    if total <= 0 or num_active == 0:
-        return 1.0
-    fraction, exponent = math.frexp(total / num_active)
-    return math.ldexp(1.0, exponent - 1 if fraction == 0.5 else exponent)
-
-
-class WeightAgreement:
-    """One sum of weights under way. *Collective*: all ranks start it before the same exchange.
-
-    ``then`` is called with the sum and the scale, before the next job of the engine begins.
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        weight: float,
-        *,
-        is_active: bool,
-        scale: float | None,
-        then: Callable[[float, float], None],
-    ) -> None:
-        self._comm = comm
-        self._then = then
-        self._scale = scale
-        self._row = torch.tensor([weight, float(is_active)], dtype=torch.float64, device="cpu")
-        self._work = comm.engine.submit(self._sum)
-
-    def wait(self) -> None:
-        """Return when it has ended. Raises what its collective raised."""
-        self._work.wait()
-
-    @property
-    def scale(self) -> float:
-        """The scale of the exchange: the one that was given, or one that suits these weights.
-
-        It waits for the sum where none was given.
-        """
-        if self._scale is None:
-            self.wait()
-            total, num_active = self._row.tolist()
-            return weight_scale(total, round(num_active))
-        return self._scale
-
-    def _sum(self) -> None:
-        if self._comm.size > 1:
-            self._comm.world.all_reduce_(self._row)
-        total, num_active = self._row.tolist()
-        scale = weight_scale(total, round(num_active)) if self._scale is None else self._scale
-        self._then(total, scale)

@@ -4,8 +4,6 @@ All ranks know the links of all ranks, so each one computes the same order for a
 pipeline. An order that a simulation has completed cannot deadlock, as sends do not block.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -18,8 +16,8 @@ from torchmn.errors import RankMismatchError, UsageError
 PipelineSchedule = Literal["gpipe", "1f1b"]
 PIPELINE_SCHEDULES = ("gpipe", "1f1b")
 FORWARD, BACKWARD = "forward", "backward"
+# Of a link in the simulation: a backward pass takes about twice the time of a forward pass.
 _SECONDS = {FORWARD: 1, BACKWARD: 2}
-"""Of a link in the simulation: a backward pass takes about twice the time of a forward pass."""
 
 
 @dataclass(frozen=True)

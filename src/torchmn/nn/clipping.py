@@ -4,8 +4,6 @@ Parts are DTensors or the parameters of parallel layers. Each rank would find a 
 its parts, and would clip what all ranks have in common by another factor than the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import cast
 

@@ -29,7 +29,7 @@ class LayerCommunicator:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm.split(0, comm.rank)
         comm.on_finalize(self.comm.finalize)
-        self._group: Group = self.comm.group_for_small_messages()
+        self._group: Group = self.comm.groups.for_small_messages()
         self._rank_label = comm.rank_label
         self._num_layers = 0
         self._seen: WeakSet[nn.Module] = WeakSet()
@@ -80,8 +80,8 @@ class Ranks:
 
     def __init__(self, comm: Communicator | None) -> None:
         self.comm = comm
+        # The weight of this rank's loss in the pass under way, if the script has given one.
         self.given_weight: Callable[[], float | None] = _no_weight
-        """The weight of this rank's loss in the pass under way, if the script has given one."""
 
     def required(self, layer: nn.Module, cure: str) -> Communicator:
         """The communicator. Raises UsageError with the cure: it was left out of a pickle."""

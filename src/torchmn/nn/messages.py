@@ -7,8 +7,6 @@ description of an object (its structure, shapes and dtypes) follows where it is 
 the message before it on this connection.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,8 +40,8 @@ _HEADER = 8
 _TAG = 1
 _YEAR_S = 365 * 86400.0
 _PAUSE_S = 0.0005
+# The longest pause between two polls of a transport that polls.
 _LOOK_S = 0.5  # between two looks at a limit that another thread may end
-"""The longest pause between two polls of a transport that polls."""
 _KINDS = (FORWARD, BACKWARD)
 
 
@@ -115,12 +113,12 @@ class Messages:
         self._calls = count()
         self._is_aborted = False
         self._is_closed = False
-        up = comm.new_transport("chain") if comm.size > 1 else None
+        up = comm.groups.new_transport("chain") if comm.size > 1 else None
         # Over NCCL the messages of two ranks are in one order, whatever their tags are: two
         # directions would wait for each other.
         has_one = comm.size == 1 or comm.device.type != "cuda"
-        self._up, self._down = up, up if has_one else comm.new_transport("chain_down")
-        comm.on_finalize(self.close)
+        self._up, self._down = up, up if has_one else comm.groups.new_transport("chain_down")
+        self._forget_close = comm.on_finalize(self.close)
 
     def new_call(self) -> int:
         """The number of a call of the chain, from 0.
@@ -155,9 +153,6 @@ class Messages:
                 f"dicts of them. ({error})"
             ) from error
         engine = self._engine("send", peer)
-        for buffer in message.buffers:
-            if buffer.is_cuda:
-                buffer.record_stream(engine.stream)
         self._sends.append((place, engine.submit(partial(self._send, place, message, samples))))
         while self._sends and self._sends[0][1].done:  # so that their memory is free
             self._finish_send()
@@ -210,12 +205,12 @@ class Messages:
         if self._is_closed:
             return
         self._is_closed = True
-        self._comm.cancel_on_finalize(self.close)
+        self._forget_close()
         self.abort()
         for engine in self._engines.values():
             engine.close()
         for transport in self._transports():
-            self._comm.close_transport(transport)
+            self._comm.groups.close_transport(transport)
 
     # ---- inside ----
 

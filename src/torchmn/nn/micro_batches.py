@@ -1,7 +1,5 @@
 """Cutting a batch into micro-batches, and finding the tensors of an object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

@@ -1,7 +1,5 @@
 """Recurrent networks whose layers, or encoder and decoder, are on several ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -41,8 +41,8 @@ class ParallelLayer(nn.Module):
     bias: Any
     split: Split
     _ranks: Ranks
+    # In which modes, training or not, the inputs of ranks have been compared.
     _compared: tuple[bool, ...]
-    """In which modes, training or not, the inputs of ranks have been compared."""
 
     @property
     def comm(self) -> Communicator | None:
@@ -339,8 +339,7 @@ def _by_channel(bias: Tensor, y: Tensor, dim: int) -> Tensor:
 # of the script that no shape shows. Values may differ by rounding, as on other hardware.
 
 _NUM_VALUES = 64
-_TOLERANCE = 0.01
-"""Of the largest value: more than rounding in 16 bits, less than another sample."""
+_TOLERANCE = 0.01  # of the largest value: more than rounding in 16 bits, less than another sample
 
 
 @not_compiled

@@ -36,16 +36,15 @@ class Batch:
     is_mean: bool
     count: Callable[[Any], float] | None
     scale: Callable[[Tensor], Tensor]
+    # Called with the number of samples of each micro-batch, before its backward pass.
     seen: Callable[[int], None]
-    """Called with the number of samples of each micro-batch, before its backward pass."""
 
 
 @dataclass
 class _Pass:
     """A micro-batch between its forward and its backward pass through a link."""
 
-    arrivals: dict[int, _Arrival]
-    """By the number of the edge."""
+    arrivals: dict[int, _Arrival]  # by the number of the edge
     output: Any
     samples: Samples
     loss: Tensor | None = None
@@ -69,18 +68,18 @@ class Pipeline:
     messages: Messages
     orders: Sequence[Sequence[Action]]
     num_microbatches: int
+    # Whether micro-batches without samples, or without a loss, run through the links: the layers of
+    # other chains, whose batches are of other sizes, wait for them.
     runs_all: bool
-    """Whether micro-batches without samples, or without a loss, run through the links: the layers
-    of other chains, whose batches are of other sizes, wait for them."""
 
     def __post_init__(self) -> None:
         self.order = self.orders[self.comm.rank]
+        # How many messages of a batch each rank sends to this one.
         self.num_messages = {
             peer: sum(self._num_sent_by(action) for action in order)
             for peer, order in enumerate(self.orders)
             if peer != self.comm.rank
         }
-        """How many messages of a batch each rank sends to this one."""
 
     def step(self, batch: Batch, no_sync: Sequence[NoSync]) -> Tensor | None:
         """Forward and backward; the loss where there is an output. *Collective.*"""

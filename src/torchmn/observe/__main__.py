@@ -1,7 +1,5 @@
 """``python -m torchmn.observe FOLDER``: put together the profiles of a run's ranks."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -58,6 +58,14 @@ _CLOCK_PERIOD_S = 60.0
 _VERSIONED = ("torch", "numpy", "mpi4py")
 
 
+class HasAddresses(Protocol):
+    """The connections of a communicator."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Those at which the other ranks reach this one."""
+
+
 class World(events.Communicator, TracedComm, Protocol):
     """What is used of a communicator."""
 
@@ -68,18 +76,15 @@ class World(events.Communicator, TracedComm, Protocol):
     device: torch.device
 
     @property
-    def addresses(self) -> list[str]:
-        """Those at which the other ranks reach this one."""
+    def groups(self) -> HasAddresses:
+        """Its connections."""
 
     @property
     def settings(self) -> dict[str, str]:
         """Route, transport and the like, as text."""
 
-    def on_finalize(self, callback: Callable[[], None]) -> None:
-        """Call it at the beginning of `finalize`."""
-
-    def cancel_on_finalize(self, callback: Callable[[], None]) -> None:
-        """Do not call it any more."""
+    def on_finalize(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call it at the beginning of `finalize`, unless what is returned is called before."""
 
     def bcast_obj(self, obj: object, root: int = 0) -> Any:
         """Give every rank the root's object. *Collective.*"""
@@ -119,7 +124,7 @@ class Recording:
             register_optimizer_step_post_hook(self._step_ended),
         ]
         events.add(self.recorder)
-        comm.on_finalize(self.close)
+        self._forget_finalize = comm.on_finalize(self.close)
         self._thread = threading.Thread(target=self._run, name="torchmn-record", daemon=True)
         self._thread.start()
 
@@ -138,7 +143,7 @@ class Recording:
         if _current and _current[0] is self:
             _current.clear()
         atexit.unregister(self._close_at_exit)
-        self.comm.cancel_on_finalize(self.close)
+        self._forget_finalize()
         self._stop_observing()
         recorder = self.recorder
         recorder.close()
@@ -265,7 +270,7 @@ def start(comm: World, folder: Path) -> Recording | None:
         if (folder / FOLDER).exists():
             folder = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
         with contextlib.suppress(OSError):  # without sockets clocks are not compared
-            server = ClockServer(comm.addresses)
+            server = ClockServer(comm.groups.addresses)
         offer = str(folder), None if server is None else server.address
     name, address = comm.bcast_obj(offer)
     try:
@@ -343,14 +348,6 @@ def end(status: int) -> None:
         _current[0].close(status)
 
 
-def mark() -> object:
-    """Nothing, until exchange/ emits events itself."""
-    return None
-
-
-timed = events.during
-
-
 def report_value(name: str, value: float, step: int | None = None) -> None:
     """Note a number such as a loss or an accuracy, for the report. Local, from any thread.
 
@@ -382,7 +379,7 @@ def _run_start(comm: World) -> RunStart:
         at_s=time.perf_counter(),
         settings={"script": " ".join(sys.argv), **comm.settings},
         versions=_versions(),
-        link_bytes_per_s=_link_bytes_per_s(comm.addresses),
+        link_bytes_per_s=_link_bytes_per_s(comm.groups.addresses),
     )
 
 

@@ -121,19 +121,6 @@ class StepRecorder(Observer):
         else:
             self._end(name)
 
-    # Until exchange/ emits events itself:
-
-    def enter(self, phase: Phase, *, in_backward: bool = False) -> str:
-        """Begin."""
-        name = "pack" if in_backward else phase
-        self.phase(name, True)
-        return name
-
-    def leave(self, name: str | None) -> None:
-        """End."""
-        if name is not None:
-            self.phase(name, False)
-
     def _is_counted(self) -> bool:
         """Whether what this thread does is a part of the step.
 

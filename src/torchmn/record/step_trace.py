@@ -31,11 +31,19 @@ KEY = "torchmn"
 """Of our part of the file."""
 
 
-class TracedComm(Protocol):
-    """A communicator, whose collectives are drawn."""
+class TracedCollectives(Protocol):
+    """The collectives of a communicator."""
 
     def recent_collectives(self) -> list[dict[str, Any]]:
         """The last ones that have ended, each with its number, name, times and what it moved."""
+
+
+class TracedComm(Protocol):
+    """A communicator, whose collectives are drawn."""
+
+    @property
+    def flight_recorder(self) -> TracedCollectives:
+        """Holds the last of them."""
 
 
 @dataclass(eq=False)
@@ -70,7 +78,7 @@ class StepTrace:
         if not self._recorder.clock.is_host:
             activities.append(ProfilerActivity.CUDA)
         self._last_number = max(
-            (row["number"] for row in self._comm.recent_collectives()), default=0
+            (row["number"] for row in self._comm.flight_recorder.recent_collectives()), default=0
         )
         self._profiler = profile(activities=activities)
         self._profiler.start()
@@ -106,7 +114,7 @@ class StepTrace:
         self._add_collectives()
 
     def _add_collectives(self) -> None:
-        for row in self._comm.recent_collectives():
+        for row in self._comm.flight_recorder.recent_collectives():
             if row["number"] > self._last_number:
                 self._last_number = row["number"]
                 begin_s, end_s = row.pop("started_s"), row.pop("ended_s")

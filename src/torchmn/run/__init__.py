@@ -3,8 +3,6 @@
 The names load on first use: an agent, which runs once per rank, needs few of them.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -7,8 +7,6 @@ The output is also written to a file. No process that the script starts outlives
 script outlives neither its agent nor the supervisor.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -26,8 +24,8 @@ from pathlib import Path
 from typing import Literal
 
 from torchmn.cluster import CpuAssignment
+from torchmn.cluster.cpus import count_memory_kills, describe_sigkill
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
-from torchmn.cluster.memory import count_memory_kills, describe_sigkill
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
 from torchmn.control.messages import (
@@ -60,13 +58,13 @@ from torchmn.errors import LaunchError, shell_code
 from torchmn.run.monitor.bootstrap import with_bootstrap
 from torchmn.run.script_output import ScriptOutput
 
+# How long processes that the script left may take to exit before they get SIGTERM.
 _LEFTOVER_S = 1.0
-"""How long processes that the script left may take to exit before they get SIGTERM."""
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 _SAVING_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 HANDLED_SIGNALS = (*_ENDING_SIGNALS, *_SAVING_SIGNALS, signal.SIGCHLD)
+# A signal that comes from the supervisor and from the system within this time is one signal.
 _SAME_SIGNAL_S = 5.0
-"""A signal that comes from the supervisor and from the system within this time is one signal."""
 _HANDLER_PERIOD_S = 0.2
 
 _Source = Literal["supervisor", "system"]

@@ -5,8 +5,6 @@ supervisor, binds itself to the rank's share of the cores and runs the script. I
 there is one, is the path of the input for rank 0. It does not import torch.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys
@@ -32,12 +30,11 @@ from torchmn.control.messages import AgentHello, StartRefused, StartScript
 from torchmn.control.processes import adopt_orphans, signal_socket
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.agent import HANDLED_SIGNALS, Agent
+from torchmn.run.backend import open_mpi_memory
 from torchmn.run.host_checks import find_problem, versions
-from torchmn.run.open_mpi_folders import open_mpi_memory
 from torchmn.run.rank_environment import bind_cores, script_environment
 
-_ALL_RANKS_S = 3600.0
-"""The supervisor disconnects much earlier if the other ranks do not start."""
+_ALL_RANKS_S = 3600.0  # the supervisor disconnects much earlier if the other ranks do not start
 
 
 def main() -> int:

@@ -3,8 +3,6 @@
 Used by the supervisor of a job, and for every round of an elastic job.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import socket
@@ -40,6 +38,8 @@ from torchmn.run.monitor.rank_session import (
 )
 from torchmn.run.rank_environment import torchrun_variables
 
+BINDING_FILE = "binding.txt"
+"""In the log folder: cores, GPU, memory node and threads of each rank."""
 _MAX_HANG_LINES = 200
 
 
@@ -59,10 +59,9 @@ class AgentSession(RankSession):
         self._output = output
         self._problems: list[str] = []
         self._last_line = ""  # of all ranks
-        self.has_started = False
-        """Whether the agents were ordered to start their scripts."""
+        self.has_started = False  # whether the agents were ordered to start their scripts
+        # Until when ranks may save and exit, of `clock`, once SIGTERM was received.
         self.leave_by: float | None = None
-        """Until when ranks may save and exit, of `clock`, once SIGTERM was received."""
 
     def take_problems(self) -> list[str]:
         """Why scripts could not be started, each problem once."""
@@ -114,8 +113,8 @@ class AgentSession(RankSession):
             self._on_output(record, message)
         elif isinstance(message, ScriptStarted):
             connection.script_pid = message.pid
-            if self._job.shows_binding:
-                self._output.say(_binding(record, message))
+            with (self.log_dir / BINDING_FILE).open("a") as file:
+                file.write(f"{_binding(record, message)}\n")
         elif isinstance(message, StartRefused):
             self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
         elif isinstance(message, Refresh):

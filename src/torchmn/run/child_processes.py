@@ -1,7 +1,5 @@
 """The processes below a launcher, and the signals sent to it. One owner per process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -23,8 +21,7 @@ from torchmn.run.console import RankOutput
 from torchmn.run.job import Command
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_OUTPUT_S = 1.0
-"""How long the reader of the output may take after a signal."""
+_OUTPUT_S = 1.0  # how long the reader of the output may take after a signal
 
 
 class ProcessOwner:

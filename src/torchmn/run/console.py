@@ -4,8 +4,6 @@ They need no reader: a reader that pauses, a full disk and a closed stream cost 
 is also in the log folder, and never the job.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import sys

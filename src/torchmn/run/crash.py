@@ -10,8 +10,6 @@ After ChainerMN's ``global_except_hook.add_hook()``, which handled exceptions of
 only and called ``MPI_Abort``.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -31,8 +29,8 @@ from torchmn.run.monitor import rank_monitor, script_monitor, server
 from torchmn.run.monitor.job_result import LOG_DIR, run_name
 from torchmn.torch_private import PrefixStore
 
+# How long ranks wait for each other without a communicator, as in `create_communicator`.
 _MEET_S = 300.0
-"""How long ranks wait for each other without a communicator, as in `create_communicator`."""
 
 
 def install_crash_handler(comm: Communicator | None = None, *, grace_s: float = 5.0) -> None:

@@ -4,8 +4,6 @@
 `ProbeHost`, is a line on standard input, and it prints its `HostFacts` as a line.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import sys

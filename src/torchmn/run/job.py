@@ -1,7 +1,5 @@
 """A job: the command to run, its hosts, and how to start it."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets
@@ -26,8 +24,8 @@ WORKER_MODULE = "torchmn.run.agent_main"
 THIS_HOST = "localhost"
 
 FAILURE_GRACE_S = 5.0
+# How long ranks may take to exit: when the job fails, and after SIGTERM from outside of it.
 SIGNAL_GRACE_S = 30.0
-"""How long ranks may take to exit: when the job fails, and after SIGTERM from outside of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,6 @@ class Job:
     hosts: tuple[Host, ...] = ()
     exported: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
-    shows_binding: bool = False
     cwd: Path = field(default_factory=Path.cwd)
     secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
     grace_s: float = FAILURE_GRACE_S

@@ -6,8 +6,6 @@ cloudpickle through a private temporary folder: what is defined in a notebook ha
 which a rank could import it.
 """
 
-from __future__ import annotations
-
 import codecs
 import functools
 import io
@@ -60,10 +58,9 @@ class _Call:
 
     function: Callable[..., object]
     arguments: tuple[object, ...]
-    returning: int
-    """The ranks from 0 whose results are wanted."""
+    returning: int  # the ranks from 0 whose results are wanted
+    # Lines of code that is in no file, by the name that tracebacks give it.
     sources: Mapping[str, list[str]]
-    """Lines of code that is in no file, by the name that tracebacks give it."""
 
 
 @dataclass(frozen=True, kw_only=True)

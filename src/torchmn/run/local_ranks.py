@@ -7,8 +7,6 @@ private temporary folder. As with ``spawn``, every rank first imports the main s
 caller is attached.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -59,8 +57,7 @@ class LocalRanks:
         self.process: subprocess.Popen[bytes]
         self._folder = folder
         self._log_dir = log_dir
-        self._earlier = (log_dir / LATEST).resolve()
-        """Of another run, until this one makes its own."""
+        self._earlier = (log_dir / LATEST).resolve()  # of another run, until this one makes its own
         self._is_reported = False
 
     @property
@@ -143,13 +140,7 @@ def start_local_ranks(
 
         with open(folder / "stderr", "wb") as errors:
             ranks.process = subprocess.Popen(
-                [
-                    *python_module(_MODULE),
-                    str(folder),
-                    str(len(arguments)),
-                    backend,
-                    str(log_dir),
-                ],
+                [*python_module(_MODULE), str(folder), str(len(arguments)), backend, str(log_dir)],
                 stdin=subprocess.DEVNULL,
                 stdout=None if attached is None else subprocess.PIPE,
                 stderr=errors if attached is None else subprocess.PIPE,

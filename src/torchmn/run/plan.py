@@ -1,7 +1,5 @@
 """Plan a job from the options of `torchmn run`: hosts, launcher and backend, and why."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -33,6 +31,7 @@ from torchmn.run.job import FAILURE_GRACE_S, SIGNAL_GRACE_S, THIS_HOST, Backend,
 from torchmn.run.monitor.job_result import LOG_DIR
 from torchmn.run.starters.mpirun import problem_between_hosts
 
+_THREADS = "OMP_NUM_THREADS="
 LAUNCHERS = ("auto", "local", "mpirun", "torchrun", "srun", "ssh")
 
 
@@ -69,7 +68,8 @@ class RunOptions:
     num_nodes: int | None = _option("Number of hosts.", "--nodes")
     per_node: int | None = _option("Number of ranks on each host.")
     launcher: str = _option(
-        "Launcher: auto, local, mpirun, torchrun, srun or ssh.",
+        "Launcher: auto, local, mpirun, torchrun, srun or ssh; after it arguments for it, as in "
+        "'mpirun --mca pml ^yalla'.",
         values=LAUNCHERS,
         default="auto",
     )
@@ -82,10 +82,6 @@ class RunOptions:
     backend: str = _option(
         "Communication backend: auto, gloo, nccl or mpi.", values=BACKENDS, default="auto"
     )
-    num_threads: int | None = _option(
-        "Threads of each rank (default: its share of the cores).", "--threads"
-    )
-    shows_binding: bool = _option("Print the cores of each rank.", "--show-binding", default=False)
     log_dir: Path | None = _option(
         "Folder in which this run makes its own for rank0.log, rank0.exit.json, ... "
         "(default: torchmn-logs)."
@@ -101,17 +97,14 @@ class RunOptions:
         metavar="FIRST:LAST|cprofile[,NAME]",
     )
     elastic: str | None = _option(
-        "Elastic: minimum and maximum number of hosts.", metavar="MIN:MAX"
+        "Elastic: minimum and maximum number of hosts, and the seconds to wait for MIN (default: "
+        "120).",
+        metavar="MIN:MAX[:SECONDS]",
     )
     max_restarts: int | None = _option("Elastic: maximum restarts after a failure (default: 3).")
-    join_timeout_s: float | None = _option(
-        "Elastic: seconds to wait for MIN hosts (default: 120).", "--join-timeout"
-    )
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """``env`` with the values of ``-x`` and the number of threads. Raises UsageError."""
-        if self.num_threads is not None and self.num_threads < 1:
-            raise UsageError(f"--threads must be at least 1, got {self.num_threads}.")
+        """``env`` with the values of ``-x``. Raises UsageError."""
         exported = dict(parse_variable(text, env) for text in self._all_exported)
         if self.profile is not None:
             ProfileRequest.parse(self.profile)
@@ -119,8 +112,13 @@ class RunOptions:
                 raise UsageError(
                     f"--profile needs the record of steps, and {RECORD_VARIABLE} switches it off."
                 )
-        threads = {} if self.num_threads is None else {"OMP_NUM_THREADS": str(self.num_threads)}
-        return {**env, **exported, **threads}
+        return {**env, **exported}
+
+    @property
+    def num_threads(self) -> int | None:
+        """The threads of each rank, where ``-x OMP_NUM_THREADS=...`` says so."""
+        given = [text.partition("=")[2] for text in self.exported if text.startswith(_THREADS)]
+        return int(given[-1]) if given and given[-1].isdecimal() else None
 
     @property
     def _all_exported(self) -> tuple[str, ...]:
@@ -146,7 +144,6 @@ class RunOptions:
             launcher_args=self.launcher_args,
             exported=tuple(text.partition("=")[0] for text in self._all_exported),
             backend=backend,
-            shows_binding=self.shows_binding,
             log_dir=self.log_dir or LOG_DIR,
             grace_s=FAILURE_GRACE_S if self.grace_s is None else self.grace_s,
             signal_grace_s=signal_grace_s if self.grace_s is None else self.grace_s,
@@ -207,8 +204,8 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     _check_launcher_backend(launcher, backend, is_remote=is_remote)
     if options.launcher_args and launcher in ("local", "ssh"):
         raise UnsupportedError(
-            f"--launcher-args is for mpirun, torchrun and srun, and --launcher {launcher} was "
-            "chosen: leave it out, or put the options of the remote shell into TORCHMN_RSH."
+            f"--launcher {launcher} takes no arguments ({' '.join(options.launcher_args)}); "
+            "mpirun, torchrun and srun do. Put options of the remote shell into TORCHMN_RSH."
         )
     if not is_remote:
         hosts = (Host(name=THIS_HOST, slots=sum(host.slots for host in hosts)),)
@@ -239,7 +236,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
     >>> elastic.job.num_ranks, elastic.limits.max_restarts
     (2, 3)
     """
-    min_hosts, max_hosts = parse_elastic(options.elastic or "")
+    min_hosts, max_hosts, join_timeout_s = parse_elastic(options.elastic or "")
     if options.backend == "mpi" or options.launcher == "mpirun":
         raise UnsupportedError(
             "--elastic does not work with MPI: MPI_COMM_WORLD is fixed when mpirun starts, can "
@@ -253,7 +250,9 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
             "--launcher out."
         )
     if options.launcher_args:
-        raise UnsupportedError("--launcher-args has no effect with --elastic: leave it out.")
+        raise UnsupportedError(
+            "Arguments of --launcher have no effect with --elastic: leave them out."
+        )
     given = None if options.names_hosts else allocation(env)
     hosts = assign_slots(options, given)
     if max_hosts > len(hosts):
@@ -271,7 +270,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
         max_hosts=max_hosts,
         grace_s=FAILURE_GRACE_S if options.grace_s is None else options.grace_s,
         max_restarts=3 if options.max_restarts is None else options.max_restarts,
-        join_timeout_s=120.0 if options.join_timeout_s is None else options.join_timeout_s,
+        join_timeout_s=join_timeout_s,
     )
     is_remote = not all(is_this_host(host.name) for host in hosts)
     backend, reasons = _backend(options, "ssh", env, hosts, given, is_remote=is_remote)
@@ -317,12 +316,8 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
 
 
 def _check_elastic_options(options: RunOptions) -> None:
-    for name, value in (
-        ("--max-restarts", options.max_restarts),
-        ("--join-timeout", options.join_timeout_s),
-    ):
-        if value is not None:
-            raise UsageError(f"{name} requires --elastic MIN:MAX.")
+    if options.max_restarts is not None:
+        raise UsageError("--max-restarts requires --elastic MIN:MAX.")
 
 
 def _backend(

@@ -6,8 +6,6 @@ of the next synchronization, since a rank does not know how long a step takes on
 handlers only set a flag and save nothing.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -27,9 +25,9 @@ from torchmn.errors import SAVED_STATUS, UsageError
 
 __all__ = ["SAVED_STATUS", "Preemption"]
 
+# What schedulers send before the end: PBS and Slurm the first, ``--signal=USR1`` and Grid Engine's
+# ``-notify`` the others.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What schedulers send before the end: PBS and Slurm the first, ``--signal=USR1`` and Grid Engine's
-``-notify`` the others."""
 _MAX_STEPS = 1000
 
 

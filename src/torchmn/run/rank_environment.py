@@ -1,7 +1,5 @@
 """The cores and environment variables of agents and ranks, under any launcher."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -36,12 +34,9 @@ from torchmn.run.job import Job
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _RENDEZVOUS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
-_KEPT_HEAP = {
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
-    "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
-}
-"""For glibc: what a training step frees is used again by the next one. By default the end of the
-heap goes back to the system, and each step of VGG-16 on a CPU causes some 25,000 page faults."""
+# For glibc: what a training step frees is used again by the next one. By default the end of the
+# heap goes back to the system, and each step of VGG-16 on a CPU causes some 25,000 page faults.
+_KEPT_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
 
 
 def run_as_rank(argv: Sequence[str], env: Mapping[str, str], place: LauncherInfo) -> NoReturn:
@@ -137,16 +132,16 @@ _DROPPED_NAMES = frozenset(
     for names in astuple(row)[2:]  # after the launcher and its kind
     for name in names
 )
+# Variables with these names and prefixes make a process believe that it is itself a rank.
 _DROPPED_PREFIXES = (
     *("OMPI_ARGV", "OMPI_COMM", "OMPI_FILE", "OMPI_NUM", "OMPI_TOOL", "OMPI_UNIVERSE"),
     *("OMPI_VERSION", "OMPI_WORLD", "PMIX_", "PRTE_", "PMI_", "HYDI_", "TORCHELASTIC_"),
 )
-"""Variables with these names and prefixes make a process believe that it is itself a rank."""
+# What a job that a rank starts must not inherit from the rank's.
 _OF_OUTER_JOB = frozenset(
     {HOSTS_VARIABLE, JOB_VARIABLE, PROGRESS_VARIABLE, RECORD_VARIABLE, ROUND_VARIABLE}
     | {"SLURM_STEP_ID", "SLURM_STEPID"}
 )
-"""What a job that a rank starts must not inherit from the rank's."""
 
 
 def worker_environment(job: Job, env: Mapping[str, str], *, supervisor: str = "") -> dict[str, str]:

@@ -23,8 +23,8 @@ from torchmn.control.messages import LogWarning, Output, Refresh, Stream
 from torchmn.control.private_files import make_private_folder, open_private
 
 _MAX_UNSHOWN_BYTES = 1 << 14
+# Of output that waits and is in no file: with more the script has to wait.
 _MAX_MEMORY_BYTES = 1 << 20
-"""Of output that waits and is in no file: with more the script has to wait."""
 _CHUNK_BYTES = 1 << 13
 _REFRESH_PERIOD_S = 0.2
 _URGENT_S = 2.0
@@ -206,9 +206,9 @@ class ScriptOutput:
             self.channel.post(Refresh(text=text))
 
 
+# Escape sequences that move the cursor or erase: with several ranks they would overwrite lines of
+# others. Colours are kept.
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhlsu]|\x1b[78]")
-"""Escape sequences that move the cursor or erase: with several ranks they would overwrite lines
-of others. Colours are kept."""
 
 _MAX_LINE_BYTES = 1 << 16
 _MAX_HISTORY_BYTES = 1 << 12

@@ -1,7 +1,5 @@
 """Run a job: create its log folder and environment, start its launcher, supervise it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -25,14 +23,13 @@ from torchmn.control.processes import allow_connections
 from torchmn.errors import DataError, LaunchError, UsageError
 from torchmn.observe.read.merged_trace import finish_profile
 from torchmn.run.agent import input_path
-from torchmn.run.backend import find_mpirun
+from torchmn.run.backend import find_mpirun, open_mpi_session
 from torchmn.run.console import RankOutput, open_standard_streams
 from torchmn.run.elastic.job import ElasticJob, host_process, rendezvous_process
 from torchmn.run.elastic.launcher import ElasticLauncher
 from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
 from torchmn.run.monitor.job_result import run_name
-from torchmn.run.open_mpi_folders import open_mpi_session
 from torchmn.run.rank_environment import worker_environment
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.supervisor import Supervisor

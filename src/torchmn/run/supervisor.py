@@ -1,7 +1,5 @@
 """Run the commands of a job until all of them have ended, and report the result."""
 
-from __future__ import annotations
-
 import math
 import selectors
 import signal
@@ -14,17 +12,16 @@ from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.processes import StoppedProcesses, is_stopped, send_group, signal_name
 from torchmn.errors import SAVED_STATUS
 from torchmn.run.agent_session import AgentSession
+from torchmn.run.backend import remove_abandoned
 from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Command, Job
 from torchmn.run.monitor.rank_session import STOPPED
-from torchmn.run.open_mpi_folders import remove_abandoned
 
+# How much longer than the ranks' grace period we wait before we kill the agents themselves.
 _MARGIN_S = 3.0
-"""How much longer than the ranks' grace period we wait before we kill the agents themselves."""
 _NUM_QUOTED_LINES = 40
-_START_LIMIT_S = 60.0
-"""A rank whose agent does not connect within this time has not started."""
+_START_LIMIT_S = 60.0  # a rank whose agent does not connect within this time has not started
 
 
 class Supervisor:

@@ -1,7 +1,5 @@
 """What every rank of a MultiprocessParallelUpdater does in an iteration; the workers' loop."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,8 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.cluster import Topology
-from torchmn.comm import ROUTES, Communicator
+from torchmn.comm import Communicator
 from torchmn.comm.object_codec import Trust
+from torchmn.comm.routes.flat import FlatRoute
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.data.batch_size import num_samples
 from torchmn.torch_private import PrefixStore, Store, TCPStore
@@ -21,10 +20,9 @@ from torchmn.train.batch_source import BatchSource
 from torchmn.train.evaluation import Sums, WeightedSums, batch_to, merge_sums, scalars_of
 from torchmn.train.standard_updater import compute_gradients
 
-MAIN = 0
-"""The rank that steps the optimizer."""
+MAIN = 0  # the rank that steps the optimizer
+# Workers wait this long for a command: main may evaluate or write between two updates.
 _NO_LIMIT_S = 30 * 24 * 3600.0
-"""Workers wait this long for a command: main may evaluate or write between two updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +32,11 @@ class Order:
     rank: int
     size: int
     device: torch.device
-    port: int
-    """Of the store at which the ranks join."""
+    port: int  # of the store at which the ranks join
     secret: bytes
     timeout_s: float
-    seed: int
-    """Of the default random generator: dropout differs between ranks."""
-    payload: bytes
-    """Pickled (model, loss function, source of batches)."""
+    seed: int  # of the default random generator: dropout differs between ranks
+    payload: bytes  # pickled (model, loss function, source of batches)
 
 
 class Replica:
@@ -78,7 +73,8 @@ class Replica:
             timeout_s=order.timeout_s,
             cuda_device=order.device if order.device.type == "cuda" else None,
         )
-        return ROUTES["flat"](
+        return Communicator(
+            FlatRoute,
             transport,
             Topology(("localhost",) * order.size),
             device=order.device,

@@ -13,8 +13,7 @@ from typing import TextIO
 
 from torchmn.errors import SAVED_STATUS, LaunchError
 from torchmn.submit.request import JobRequest
-from torchmn.submit.requeue import RESUBMITTED
-from torchmn.submit.scheduler import Ask, JobState, Scheduler, ask
+from torchmn.submit.scheduler import RESUBMITTED, Ask, JobState, Scheduler, ask
 from torchmn.submit.script import ENDED
 
 _MAX_FAILED_QUERIES = 30

@@ -7,18 +7,14 @@ Its soft limit, ``s_rt``, is not used for a signal: at that time sge_execd(8) ki
 parallel job on other hosts.
 """
 
-from __future__ import annotations
-
 import re
 
 from torchmn.errors import UsageError
 from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import Ask, JobState, Scheduler
 
-_REQUEUE_STATUS = 99
-"""A job with this exit status is requeued (sge_shepherd(8))."""
-_RESCHEDULING = 25
-"""The failure of a run that is followed by another one (sge_status(5))."""
+_REQUEUE_STATUS = 99  # a job with this exit status is requeued (sge_shepherd(8))
+_RESCHEDULING = 25  # the failure of a run that is followed by another one (sge_status(5))
 
 
 class GridEngine(Scheduler):

@@ -4,17 +4,22 @@ A job's own standard output is only copied to its place after the job has ended
 (qsub(1B), ``-o`` and ``-k``); a folder as ``-o`` gives files named ``<job>.OU`` and ``<job>.ER``.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 
 from torchmn.submit.request import JobRequest
-from torchmn.submit.requeue import before_the_limit, refused, resubmitted
-from torchmn.submit.scheduler import Answer, Ask, JobState, Scheduler
+from torchmn.submit.scheduler import (
+    Answer,
+    Ask,
+    JobState,
+    Scheduler,
+    before_the_limit,
+    refused,
+    resubmitted,
+)
 
+# The substate of a job that was deleted, and what its exit status is then.
 _DELETED, _DELETED_STATUS = "91", 143
-"""The substate of a job that was deleted, and what its exit status is then."""
 _LIMITS = {
     "-24": "ncpus",
     "-25": "ncpus",

@@ -1,7 +1,5 @@
 """The request for one job: a script, the number of ranks on each node, and the settings."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -6,8 +6,6 @@ job readable after its end. It must receive the scheduler's signals, which a she
 a command has ended, and survive them: the lines after `torchmn run` decide what becomes of the job.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -16,11 +14,10 @@ from pathlib import Path
 from torchmn.cluster.walltime import parse_duration
 from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.request import JobRequest, PythonEnvironment
-from torchmn.submit.requeue import first_lines, last_lines
-from torchmn.submit.scheduler import Ask, Scheduler, ask, filled
+from torchmn.submit.scheduler import Ask, Scheduler, ask, filled, first_lines, last_lines
 
+# Start of the last line of a job's log, from which `Follower` reads the exit status.
 ENDED = "torchmn: job ended with exit status"
-"""Start of the last line of a job's log, from which `Follower` reads the exit status."""
 
 _MODULE_COMMANDS = frozenset(["load", "unload", "switch", "swap", "use", "unuse", "purge"])
 
@@ -99,7 +96,7 @@ def _options(job: JobRequest) -> list[str]:
     The number of all ranks, since it refuses to start where the scheduler gave fewer slots.
     """
     settings = job.settings
-    threads = ["--threads", str(settings.threads)] if settings.threads else []
+    threads = ["-x", f"OMP_NUM_THREADS={settings.threads}"] if settings.threads else []
     grace = ["--grace", str(settings.grace)] if settings.grace else []
     exported = [word for name, _ in settings.exports for word in ("-x", name)]
     return ["-n", str(job.num_ranks), *threads, *grace, *exported]

@@ -1,12 +1,17 @@
 """Slurm: `sbatch` reads ``#SBATCH`` lines, `scontrol show job` reports the state."""
 
-from __future__ import annotations
-
 import re
 
 from torchmn.submit.request import JobRequest
-from torchmn.submit.requeue import before_the_limit, refused, resubmitted
-from torchmn.submit.scheduler import Answer, Ask, JobState, Scheduler
+from torchmn.submit.scheduler import (
+    Answer,
+    Ask,
+    JobState,
+    Scheduler,
+    before_the_limit,
+    refused,
+    resubmitted,
+)
 
 _ENDED = frozenset(
     [

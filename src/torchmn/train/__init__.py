@@ -4,20 +4,18 @@ The names load on first use and need the extra ``trainer``; `torchmn.train.evalu
 `torchmn.train.frameworks` and `torchmn.train.large_batch` do not.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from torchmn.errors import require
 
 if TYPE_CHECKING:
-    from torchmn.train.allreduce_persistent import AllreducePersistent
     from torchmn.train.batch_source import BatchSource, EpochLoader
-    from torchmn.train.early_stopping import MultiNodeEarlyStoppingTrigger
-    from torchmn.train.log_report import LogReport
-    from torchmn.train.observation_aggregator import ObservationAggregator
-    from torchmn.train.reports import extend_with_reports
+    from torchmn.train.observation_aggregator import (
+        MultiNodeEarlyStoppingTrigger,
+        ObservationAggregator,
+    )
+    from torchmn.train.reports import AllreducePersistent, LogReport, extend_with_reports
     from torchmn.train.standard_updater import Classifier, StandardUpdater
     from torchmn.train.trainer import Trainer, Updater
 
@@ -34,25 +32,20 @@ __all__ = [
     "Updater",
     "extend_with_reports",
 ]
-_HOME = {
-    "AllreducePersistent": "allreduce_persistent",
-    "BatchSource": "batch_source",
-    "Classifier": "standard_updater",
-    "EpochLoader": "batch_source",
-    "LogReport": "log_report",
-    "MultiNodeEarlyStoppingTrigger": "early_stopping",
-    "ObservationAggregator": "observation_aggregator",
-    "StandardUpdater": "standard_updater",
-    "Trainer": "trainer",
-    "Updater": "trainer",
-    "extend_with_reports": "reports",
+_NAMES = {
+    "batch_source": ("BatchSource", "EpochLoader"),
+    "observation_aggregator": ("MultiNodeEarlyStoppingTrigger", "ObservationAggregator"),
+    "reports": ("AllreducePersistent", "LogReport", "extend_with_reports"),
+    "standard_updater": ("Classifier", "StandardUpdater"),
+    "trainer": ("Trainer", "Updater"),
 }
 
 
 def __getattr__(name: str) -> object:
     if name in ("evaluation", "frameworks", "large_batch"):
         return import_module(f"torchmn.train.{name}")
-    if name not in _HOME:
-        raise AttributeError(f"module 'torchmn.train' has no attribute {name!r}")
-    require("pytorch_pfn_extras", f"torchmn.train.{name}", "torchmn[trainer]")
-    return getattr(import_module(f"torchmn.train.{_HOME[name]}"), name)
+    for module, names in _NAMES.items():
+        if name in names:
+            require("pytorch_pfn_extras", f"torchmn.train.{name}", "torchmn[trainer]")
+            return getattr(import_module(f"torchmn.train.{module}"), name)
+    raise AttributeError(f"module 'torchmn.train' has no attribute {name!r}")

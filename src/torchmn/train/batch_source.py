@@ -1,7 +1,5 @@
 """The batches of an updater, and the epochs that they make."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Protocol, cast

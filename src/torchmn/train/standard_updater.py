@@ -1,10 +1,8 @@
 """One iteration on one device: batch, loss, gradients, step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from pytorch_pfn_extras import reporting
@@ -13,6 +11,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from torchmn import events
+from torchmn.comm import Communicator
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.data.batch_size import num_samples
 from torchmn.errors import UsageError
@@ -20,9 +19,6 @@ from torchmn.exchange.resharding import reshard_object, warnings_of
 from torchmn.nn.layer_communicator import has_collective_layers
 from torchmn.train.batch_source import batch_source, iterations_per_epoch
 from torchmn.train.evaluation import batch_to, call_with_batch
-
-if TYPE_CHECKING:
-    from torchmn.comm import Communicator
 
 
 class StandardUpdater:

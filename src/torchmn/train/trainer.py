@@ -11,25 +11,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from pytorch_pfn_extras.training.extension import Extension
 from pytorch_pfn_extras.training.manager import ExtensionsManager
-from pytorch_pfn_extras.training.trigger import (  # type: ignore[attr-defined]
-    Trigger,
-    TriggerLike,
-    get_trigger,
-)
+from pytorch_pfn_extras.training.trigger import Trigger, TriggerLike, get_trigger  # type: ignore[attr-defined]
 from pytorch_pfn_extras.training.triggers.interval_trigger import IntervalTrigger
 from pytorch_pfn_extras.training.triggers.manual_schedule_trigger import ManualScheduleTrigger
 from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.comm import Communicator
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.exchange.resharding import reshard_object, warnings_of
 
 if TYPE_CHECKING:
     from pytorch_pfn_extras.training.extension import ExtensionLike
-
-    from torchmn.comm import Communicator
 
 
 class Trainer(ExtensionsManager):

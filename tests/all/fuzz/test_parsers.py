@@ -4,8 +4,6 @@ Every parser gets text that is random, and text made of the tokens that it accep
 further. Memory is limited by what the parsers build: none may make much out of few characters.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import tracemalloc
@@ -33,10 +31,7 @@ from torchmn.cluster.walltime import parse_duration
 from torchmn.comm import object_codec, object_kinds
 from torchmn.comm.object_codec import Trust
 from torchmn.control import connection as channels
-from torchmn.control.authenticated_listener import (
-    MAX_IDENTITY_BYTES,
-    AuthenticatedListener,
-)
+from torchmn.control.authenticated_listener import MAX_IDENTITY_BYTES, AuthenticatedListener
 from torchmn.control.messages import decode, encode
 from torchmn.errors import CommunicationError, DataError, TopologyError, UsageError
 from torchmn.submit.site import read_site

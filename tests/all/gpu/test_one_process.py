@@ -86,7 +86,9 @@ def test_the_engines_thread_uses_its_gpu() -> None:
     device = torch.device("cuda", torch.cuda.device_count() - 1)
     engine = Engine(device)
     assert engine.submit(torch.cuda.current_device).wait() == device.index
-    assert engine.submit(lambda: torch.cuda.current_stream()).wait() == engine.stream
+    of_jobs = engine.submit(lambda: torch.cuda.current_stream()).wait()
+    assert of_jobs not in (torch.cuda.current_stream(), torch.cuda.default_stream())
+    assert engine.submit(lambda: torch.cuda.current_stream()).wait() == of_jobs
     assert engine.call(torch.cuda.current_device) == device.index
     engine.close()
 

@@ -125,7 +125,7 @@ def sums(comm: Communicator) -> None:
                 for rank in range(comm.size)
             ]
             buffer = parts[comm.rank].clone()
-            comm.sum_(buffer)
+            comm.route.sum_(buffer)
             error = float((buffer - torch.stack(parts).sum(0)).abs().max())
             assert error < tolerance * 10 * comm.size, (dtype, numel, error)
             for other in comm.allgather(buffer):
@@ -147,7 +147,7 @@ def order_of_streams(comm: Communicator) -> None:
             for _ in range(4):
                 slow = slow @ factor
             buffers.append(slow.view(-1))
-        works = [comm.start_sum_(buffer) for buffer in buffers]
+        works = [comm.route.start_sum_(buffer) for buffer in buffers]
         token = comm.allreduce(torch.full((50_000,), 1.0, device=device))
         arrived = comm.allgather_obj([torch.full((20_000,), float(turn), device=device)])
         junk = [torch.full((700 * 700,), -1.0, device=device) for _ in range(4)]
@@ -379,7 +379,7 @@ def stuck_stream(comm: Communicator) -> None:
     began = time.monotonic()
     expected = TimeLimitError if comm.rank == 0 else CommunicationError
     with pytest.raises(expected):
-        comm.sum_(x)  # without a comparison of calls before
+        comm.route.sum_(x)  # without a comparison of calls before
     assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
 
 
@@ -392,7 +392,7 @@ def missing_rank(comm: Communicator) -> None:
         return
     began = time.monotonic()
     with pytest.raises(CommunicationError):
-        comm.sum_(x)
+        comm.route.sum_(x)
     assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
     assert float((torch.ones(10, device=comm.device) * 2).sum()) == 20.0
 

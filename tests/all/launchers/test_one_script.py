@@ -3,8 +3,6 @@
 To the bit where the route is the same: the same ranks on the same hosts with the same transport.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -95,11 +93,7 @@ def expected() -> tuple[list[float], list[float]]:
 
 
 def raise_if_different(
-    way: str,
-    num_hosts: int,
-    transport: str,
-    output: str,
-    expected: tuple[list[float], list[float]],
+    way: str, num_hosts: int, transport: str, output: str, expected: tuple[list[float], list[float]]
 ) -> None:
     """Compare what rank 0 printed with one process, and with the other ways of the same route."""
     assert re.findall(r"transport (\S+) on (\d+)", output) == [(transport, str(num_hosts))]

@@ -1,7 +1,5 @@
 """The ways of starting a script on test hosts: programs that are here, and what is missing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

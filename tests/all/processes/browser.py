@@ -1,7 +1,5 @@
 """A headless Chromium, driven over the WebDriver protocol."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 `combinations_script.py FOLDER [one]` writes what each combination has trained as a JSON file.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import json

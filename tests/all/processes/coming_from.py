@@ -5,8 +5,6 @@ which runs torchmn's column and, on DDP's page, that of torch beside it. Argumen
 rendezvous, and the file of the outcomes: "ok" or why not, by page and row.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

@@ -3,8 +3,6 @@
 Arguments: rank, size, port of the store, file of the outcomes. Each check says "ok" or why not.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback

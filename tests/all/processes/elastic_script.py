@@ -4,8 +4,6 @@ SAVE is a period in steps, 0 for never. It ends with the epoch in which a file `
 appears in the folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 `tests/smoke` and `tests/all` have a test of each entry: `cases` divides them.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@
 each change names its place by a part of one line of theirs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -37,11 +35,7 @@ class Change:
         theirs = lines[place]
         spaces = " " * (len(theirs) - len(theirs.lstrip()) - self.dedent)
         new = [spaces + line for line in self.new]
-        around = {
-            "after": [theirs, *new],
-            "before": [*new, theirs],
-            "instead": new,
-        }[self.how]
+        around = {"after": [theirs, *new], "before": [*new, theirs], "instead": new}[self.how]
         return [*lines[:place], *around, *lines[place + 1 :]]
 
 

@@ -1,7 +1,5 @@
 """Loops of many kinds, whose steps are recorded; the arguments name those to run."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Trains a little under torchmn run, saves as it goes, and is killed where an argument says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """`torchmn run` in a folder of its own, whose processes are all found."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """An ordinary script with `scatter_loader` and a checkpointer, which a signal may end in a pass."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

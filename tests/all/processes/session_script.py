@@ -1,7 +1,5 @@
 """A session under torchmn run, which a signal ends where an argument says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -3,8 +3,6 @@
 Each case is written once, for a `Side`: four ranks of a grid, or one process on the whole batch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import threading
@@ -568,19 +566,20 @@ def uneven_inside(side: OnGrid) -> Result:
 def too_early(side: OnGrid) -> Result:
     """Broken on purpose: one exchange, before `fully_shard` has reduced what it reduces last."""
     from torchmn.exchange import reducer
+    from torchmn.exchange.sharded_parameters import whole_of
 
-    right_end, right_take = reducer.AtEnd, reducer.GradientReducer._take_gradient
+    right_end, right_take = reducer.AtEnd, reducer.GradientReducer._on_gradient
     num_exchanged = 0
 
-    def take(self: Any, whole: Tensor) -> None:
+    def take(self: Any, index: int) -> None:
         nonlocal num_exchanged
-        if whole is model.head.bias:  # the first of a pass
+        if whole_of(self._watched[index]) is model.head.bias:  # the first of a pass
             num_exchanged = self.num_passes
         if self.num_passes == num_exchanged:
-            right_take(self, whole)
+            right_take(self, index)
 
     reducer.AtEnd = lambda method, is_last: right_end(method)  # type: ignore[assignment, misc]
-    reducer.GradientReducer._take_gradient = take  # type: ignore[method-assign]
+    reducer.GradientReducer._on_gradient = take  # type: ignore[method-assign]
     try:
         pairs = InPairs(side.grid)
         model = pairs.model(Body, how="body")
@@ -589,7 +588,7 @@ def too_early(side: OnGrid) -> Result:
         optimizer.close()
     finally:
         reducer.AtEnd = right_end  # type: ignore[misc]
-        reducer.GradientReducer._take_gradient = right_take  # type: ignore[method-assign]
+        reducer.GradientReducer._on_gradient = right_take  # type: ignore[method-assign]
     return {"states": states}
 
 

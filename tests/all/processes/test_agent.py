@@ -1,7 +1,5 @@
 """The agent of a rank, with this process as its supervisor."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

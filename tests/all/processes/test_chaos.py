@@ -1,7 +1,5 @@
 """Runs of `make chaos`, with faults of several classes: trainings interrupted and resumed."""
 
-from __future__ import annotations
-
 import importlib
 import random
 from collections.abc import Callable, Iterator

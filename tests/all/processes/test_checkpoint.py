@@ -1,7 +1,5 @@
 """Processes that die, stop or leave in the middle of a save; hosts that do not share a folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The examples of CNTK's way of training, on small data that `make_data.py` makes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

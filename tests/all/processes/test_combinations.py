@@ -1,7 +1,5 @@
 """Ordinary combinations train what one process trains, under both kinds of launcher."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

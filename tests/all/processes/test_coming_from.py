@@ -1,7 +1,5 @@
 """The pages for users of DDP and Horovod: each row is true, on two ranks of `mp.spawn`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """When a rank fails or hangs, all ranks end in seconds, and the cause is reported last."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -197,12 +195,7 @@ def test_a_rank_that_does_not_join_is_reported(runner: Runner, backend: str) -> 
 
 def run_without_torchmn(runner: Runner, *command: str) -> subprocess.CompletedProcess[str]:
     """Under a launcher other than `torchmn run`."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": PYTHON_PATH,
-        MARK: runner.mark,
-        **AS_ROOT,
-    }
+    environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark, **AS_ROOT}
     return subprocess.run(
         command,
         cwd=runner.folder,

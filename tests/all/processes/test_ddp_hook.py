@@ -1,7 +1,5 @@
 """Codecs as a communication hook of DistributedDataParallel, on three real ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

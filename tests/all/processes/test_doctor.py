@@ -1,7 +1,5 @@
 """`torchmn doctor` on this machine and on test hosts, healthy and with a fault."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -36,12 +34,7 @@ def examine(lab: Lab, folder: Path, *options: object, **env: str) -> dict[str, A
     words = ["doctor", "--json", "--path", folder, *map(str, options)]
     done = lab.hosts[0].run(
         [sys.executable, "-m", "torchmn", *words],
-        env={
-            **os.environ,
-            "PYTHONPATH": PYTHON_PATH,
-            "TORCHMN_RSH": str(lab.rsh_agent),
-            **env,
-        },
+        env={**os.environ, "PYTHONPATH": PYTHON_PATH, "TORCHMN_RSH": str(lab.rsh_agent), **env},
         cwd=folder,
         check=False,
         timeout_s=120,

@@ -123,11 +123,7 @@ class Run:
 def begin(lab: Lab | None, folder: Path, *words: str, script: tuple[object, ...]) -> Run:
     command = [sys.executable, "-m", "torchmn", "run", "--log-dir", "logs", "--backend", "gloo"]
     command += [*words, str(SCRIPT), ".", *map(str, script)]
-    env = {
-        **os.environ,
-        "PYTHONPATH": PYTHON_PATH,
-        "OMP_NUM_THREADS": "1",
-    }
+    env = {**os.environ, "PYTHONPATH": PYTHON_PATH, "OMP_NUM_THREADS": "1"}
     if lab is None:
         return Run(folder, lambda **more: subprocess.Popen(command, env=env, text=True, **more))
     env["TORCHMN_RSH"] = str(lab.rsh_agent)
@@ -260,12 +256,15 @@ class TestHosts:
             f'exec "{lab.rsh_agent}" "$@"\n'
         )
         refusing.chmod(0o755)
-        words = ("--elastic", "2:2", "--join-timeout", "3")
+        words = ("--elastic", "2:2:3")
         run = on_two_hosts(lab, tmp_path, *words, "-x", f"TORCHMN_RSH={refusing}", script=(0.05, 0))
         run.wait_for("[0] step 3")
         (tmp_path / "away").touch()
         for process in parts_of_host(run, 1):
             process.kill()
         assert run.end() == 1
-        assert "1 host joined (n0) within 3 s (--join-timeout), but at least 2 are" in run.lines[-1]
+        assert (
+            "1 host joined (n0) within 3 s (--elastic MIN:MAX:SECONDS), but at least 2 are"
+            in run.lines[-1]
+        )
         assert left_of(run) == []

@@ -1,7 +1,5 @@
 """Every script of the examples trains on real digits for a few steps and leaves what it says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

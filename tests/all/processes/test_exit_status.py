@@ -1,7 +1,5 @@
 """The rows of docs/reference/exit-status.md that `tests/smoke` does not test."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

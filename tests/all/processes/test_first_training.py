@@ -1,7 +1,5 @@
 """The first training of docs/index.md: its file, its commands, and the output that it shows."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

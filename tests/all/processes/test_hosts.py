@@ -3,8 +3,6 @@
 The hosts are network namespaces (`tests.netlab`); its agent stands for ssh.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex
@@ -23,10 +21,7 @@ from tests.marks import ON_TEST_HOSTS
 from tests.netlab import Lab, netlab
 from torchmn.run.backend import find_mpirun
 
-pytestmark = [
-    *ON_TEST_HOSTS,
-    pytest.mark.timeout(180),
-]
+pytestmark = [*ON_TEST_HOSTS, pytest.mark.timeout(180)]
 
 PLACE = """
 import json, socket, sys, torch, torchmn
@@ -99,13 +94,14 @@ def test_places(lab: Lab, tmp_path: Path, launcher: str, backend: str) -> None:
     script.write_text(PLACE)
     hosts = tmp_path / "my hosts"
     hosts.write_text("n0 slots=1 # here\nn1 slots=1\n")
-    words = ("--hostfile", hosts, "--launcher", launcher, "--backend", backend, "--show-binding")
+    words = ("--hostfile", hosts, "--launcher", launcher, "--backend", backend)
     done = torchmn_run(lab, *words, script.name, tmp_path, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     name = "mpi" if backend == "mpi" else "torch.distributed"
     assert places(tmp_path) == [[*HERE, name], [*THERE, name]]
     assert f"n0:1, n1:1 through {launcher}" in done.stderr
-    assert "rank 1 on n1: core" in done.stderr
+    (bound,) = (tmp_path / "torchmn-logs").rglob("binding.txt")
+    assert "rank 1 on n1: core" in bound.read_text()
 
 
 def test_several_workers_on_each_host(lab: Lab, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The ImageNet example on real photos: any number of workers, and jobs that are ended."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The manifest of docs/how-to/kubernetes.md, its pods as processes with the variables of theirs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

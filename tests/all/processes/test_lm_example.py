@@ -1,7 +1,5 @@
 """The language model trains the same on any number of workers, and resumes in mid-block."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An MPI that a second thread may not call: blocking exchange, a message, the same result."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test hosts: they reach each other at the link's rate, count bytes, and are always removed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

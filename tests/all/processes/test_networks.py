@@ -1,7 +1,5 @@
 """Which addresses and interfaces a job uses where hosts have several networks, or IPv6 alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +10,7 @@ from tests.all.processes.test_hosts import need_mpirun, torchmn_run
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import Host, Lab, netlab
 
-pytestmark = [
-    *ON_TEST_HOSTS,
-    pytest.mark.timeout(180),
-]
+pytestmark = [*ON_TEST_HOSTS, pytest.mark.timeout(180)]
 
 WAY = """
 import json, os, sys, torch, torchmn

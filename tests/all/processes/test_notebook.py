@@ -1,7 +1,5 @@
 """`torchmn.launch_local` in a notebook: the cells are executed by a real kernel."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

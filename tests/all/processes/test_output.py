@@ -1,7 +1,5 @@
 """The output of a job need not be read: a slow reader and a full disk cost output only."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

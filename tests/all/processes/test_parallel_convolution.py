@@ -1,7 +1,5 @@
 """The example of parallel convolution trains as one process does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

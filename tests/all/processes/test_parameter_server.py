@@ -1,7 +1,5 @@
 """Processes that die, hang or leave: the others continue, or end with a message in time."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -4,8 +4,6 @@ The stand-in runs a program and not a line of a shell, without standard input, w
 the files of the job, and leaves the task running when it is killed.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

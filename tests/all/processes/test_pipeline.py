@@ -1,7 +1,5 @@
 """A rank of a pipeline or of a layer over ranks that is stopped or forgets a call is named."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.all.processes.runner import Runner

@@ -1,7 +1,5 @@
 """What a rank starts is no rank: programs and children are told so, and launchers make new jobs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

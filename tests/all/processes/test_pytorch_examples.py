@@ -7,8 +7,6 @@ They need a checkout of pytorch/examples, real data and, three of them, torchvis
 Every run prints the numbers that `docs/how-to/port-a-script.md` shows.
 """
 
-from __future__ import annotations
-
 import gzip
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """A run that is resumed draws the numbers of one that was not interrupted, on every rank."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

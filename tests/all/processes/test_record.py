@@ -1,7 +1,5 @@
 """The record of steps that `torchmn run` keeps, of real loops."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import signal
@@ -123,9 +121,7 @@ def test_uneven_data(sections: dict[str, list[list[Line]]]) -> None:
     assert [step.step for step in long] == list(range(NUM_STEPS))
 
 
-def test_a_trainer_with_evaluations_and_checkpoints(
-    sections: dict[str, list[list[Line]]],
-) -> None:
+def test_a_trainer_with_evaluations_and_checkpoints(sections: dict[str, list[list[Line]]]) -> None:
     for lines in sections["trainer"]:
         steps = steps_of(lines)
         assert len(steps) == NUM_STEPS

@@ -1,7 +1,5 @@
 """The page of ``torchmn report`` in a real browser: drawn, on small screens, printed, named."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job whose rank is killed continues from its checkpoint, bit-equal to one never stopped."""
 
-from __future__ import annotations
-
 import random
 import subprocess
 import sys

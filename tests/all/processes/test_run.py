@@ -1,7 +1,5 @@
 """`torchmn run` with real processes: output, exit codes, and that nothing is left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """A pass over a scattered loader that a signal ends is continued, on any number of ranks."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess
@@ -43,11 +41,7 @@ def stop_in_a_pass(runner: Runner, num_ranks: int, num_workers: int, name: str) 
 
 @pytest.mark.parametrize(
     ("first", "second", "num_workers", "name", "status"),
-    [
-        (2, 3, 0, "SIGTERM", 85),
-        (3, 1, 2, "SIGTERM", 85),
-        (2, 2, 2, "SIGINT", 130),
-    ],
+    [(2, 3, 0, "SIGTERM", 85), (3, 1, 2, "SIGTERM", 85), (2, 2, 2, "SIGINT", 130)],
 )
 def test_the_parameters_are_those_of_one_process_that_was_not_stopped(
     runner: Runner, first: int, second: int, num_workers: int, name: str, status: int

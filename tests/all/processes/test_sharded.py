@@ -1,7 +1,5 @@
 """Models that are sharded inside of islands and exchanged between them, against one process."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Signals by which a scheduler announces the end: once to the script, and time to save."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

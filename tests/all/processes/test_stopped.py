@@ -1,7 +1,5 @@
 """A process of the job that is stopped, whichever it is, is noticed, and the job ends."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -89,9 +87,7 @@ def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
         "--backend",
         "gloo",
         "--elastic",
-        "1:1",
-        "--join-timeout",
-        "60",
+        "1:1:60",
         "--max-restarts",
         "0",
     )
@@ -127,9 +123,7 @@ def start_under_mpirun(runner: Runner, script: str, **env: str) -> subprocess.Po
     assert mpirun
     words = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, runner.script(script)]
     return runner.start_python(
-        *("-c", f"import os\nos.execv({mpirun!r}, {words!r})"),
-        **AS_ROOT,
-        **env,
+        *("-c", f"import os\nos.execv({mpirun!r}, {words!r})"), **AS_ROOT, **env
     )
 
 

@@ -3,8 +3,6 @@
 `tests/all/schedulers` has real schedulers, `tests/unit/submit` everything that a script holds.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A session whose job is ended by a signal continues from its checkpoint, bit-equal."""
 
-from __future__ import annotations
-
 import functools
 import os
 import random
@@ -62,8 +60,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Whole]:
 
 
 @pytest.mark.parametrize(
-    ("learner", "strike", "status"),
-    [("1bit", "SIGKILL", 137), ("block", "SIGTERM", 85)],
+    ("learner", "strike", "status"), [("1bit", "SIGKILL", 137), ("block", "SIGTERM", 85)]
 )
 def test_a_session_that_is_ended_continues_with_the_same_bits(
     whole: Callable[[str], Whole], tmp_path: Path, learner: str, strike: str, status: int

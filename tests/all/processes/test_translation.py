@@ -1,7 +1,5 @@
 """The translation example under `torchmn run`, on a few segments."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

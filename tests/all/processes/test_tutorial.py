@@ -1,7 +1,5 @@
 """The code of the tutorial is one script, which trains the same on one worker and on two."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -7,8 +7,6 @@ run in order in the folder of the files, and a block without a language is their
 comment before a block, ``<!-- not run: reason -->`` or ``<!-- needs: mpirun -->``, exempts it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -100,13 +98,7 @@ def run(runner: Runner, commands: str) -> str:
     done = subprocess.run(
         ["bash", *stops, "-c", commands],
         cwd=runner.folder,
-        env={
-            **os.environ,
-            "PATH": path,
-            "PYTHONPATH": PYTHON_PATH,
-            MARK: runner.mark,
-            **AS_ROOT,
-        },
+        env={**os.environ, "PATH": path, "PYTHONPATH": PYTHON_PATH, MARK: runner.mark, **AS_ROOT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -4,8 +4,6 @@ What the listeners of torch and MPI allow them is in docs/security.md. Here they
 follow no protocol.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

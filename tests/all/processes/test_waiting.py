@@ -1,7 +1,5 @@
 """A rank that is stopped is not waited for as long as one that works, without any launcher."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

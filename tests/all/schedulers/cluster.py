@@ -1,7 +1,5 @@
 """A real scheduler on one machine: a login host with its server, and compute hosts of a lab."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

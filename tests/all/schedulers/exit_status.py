@@ -1,7 +1,5 @@
 """The second table of docs/reference/exit-status.md: jobs of `torchmn submit` under a scheduler."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

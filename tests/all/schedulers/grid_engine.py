@@ -1,7 +1,5 @@
 """Grid Engine, as Debian packages it, with a cell of its own in a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """OpenPBS, as `scripts/setup_openpbs.sh` builds it, with a home of its own on every host."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -52,10 +50,7 @@ class PBS(Cluster):
     words_of_limit = "exceeded its walltime"
     unknown_queue = "Unknown queue"
     signal_options = ("--signal", 265)  # of five minutes
-    as_user = (
-        *_WITH_ACCESS,
-        *(f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups"),
-    )
+    as_user = (*_WITH_ACCESS, *(f"--reuid={_USER}", f"--regid={_USER}", "--clear-groups"))
     tools = ("setpriv", "pbs_server", "pbs_mom", "pbs_tmrsh", "qmgr", "pbs_sched")
 
     @property
@@ -110,11 +105,7 @@ class PBS(Cluster):
 
     def _start_mom(self, node: Host) -> None:
         conf = str(self._conf(node))
-        command = [
-            *_WITH_ACCESS,
-            PREFIX / "sbin" / "pbs_mom",
-            "-N",
-        ]
+        command = [*_WITH_ACCESS, PREFIX / "sbin" / "pbs_mom", "-N"]
         self.daemon(f"mom-{node.name}", node, command, PBS_CONF_FILE=conf)
 
     def _are_free(self) -> bool:

@@ -1,7 +1,5 @@
 """Writes down where each rank of a job is, and exits: FOLDER [STATUS]."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

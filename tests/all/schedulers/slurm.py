@@ -1,7 +1,5 @@
 """Slurm, as Debian packages it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 

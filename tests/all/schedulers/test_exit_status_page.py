@@ -1,7 +1,5 @@
 """The page has the table whose rows `test_schedulers.py` runs."""
 
-from __future__ import annotations
-
 from tests.all.schedulers.exit_status import PAGE, table
 
 

@@ -1,7 +1,5 @@
 """Jobs of `torchmn submit` under the real Slurm, Grid Engine and OpenPBS, on two nodes each."""
 
-from __future__ import annotations
-
 import re
 import signal
 import subprocess

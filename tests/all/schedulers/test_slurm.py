@@ -1,7 +1,5 @@
 """What only Slurm has: `srun` as a launcher, and `torchmn run` in an allocation."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ It is slow as long as there is a file ``slow`` in the folder. Rank 0 writes down
 run that took it, and at the end the parameters.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

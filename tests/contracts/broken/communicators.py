@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from torchmn.comm import Communicator
 from torchmn.comm.allreduce import ReduceBlock
-from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.comm.routes.flat import FlatRoute
 
 
-class ForgetsTheLastRank(FlatCommunicator):
+class ForgetsTheLastRank(FlatRoute):
     """Its sum leaves out the values of the last rank."""
 
     def _sum_(self, block, algorithm):
@@ -17,7 +18,7 @@ class ForgetsTheLastRank(FlatCommunicator):
         super()._sum_(block, algorithm)
 
 
-class DiffersByRank(FlatCommunicator):
+class DiffersByRank(FlatRoute):
     """Right to rounding, but rank 1 has other bits."""
 
     def _sum_(self, block, algorithm):
@@ -26,28 +27,28 @@ class DiffersByRank(FlatCommunicator):
             block.buffer[0] += block.buffer[0] * 2e-16 + 1e-15
 
 
-class EncodesTheExactElements(FlatCommunicator):
+class EncodesTheExactElements(FlatRoute):
     """Sends weights and flags in 16 bits too."""
 
     def _sum_(self, block, algorithm):
         super()._sum_(ReduceBlock(block.buffer), algorithm)
 
 
-class LosesStartedSums(FlatCommunicator):
+class LosesStartedSums(FlatRoute):
     """Starts nothing: the work is done before anything was summed."""
 
     def start_sum_(self, block, algorithm=None, **kwargs):
-        return self.engine.submit(lambda: None)
+        return self._engine.submit(lambda: None)
 
 
-class SendsTheOwnShape(FlatCommunicator):
+class SendsTheOwnShape(Communicator):
     """Believes that all ranks gather the same shape."""
 
     def allgather(self, x):
         return tuple(item.reshape(-1)[: x.numel()] for item in super().allgather(x))
 
 
-class RoundsEarly(FlatCommunicator):
+class RoundsEarly(Communicator):
     """Sums 16-bit floats in 16 bits."""
 
     def allreduce(self, x, op="sum"):
@@ -59,7 +60,7 @@ class RoundsEarly(FlatCommunicator):
         return total
 
 
-class LosesTypes(FlatCommunicator):
+class LosesTypes(Communicator):
     """Turns tuples into lists, as plain JSON does."""
 
     def allgather_obj(self, obj):
@@ -71,14 +72,14 @@ class LosesTypes(FlatCommunicator):
         return gathered
 
 
-class ForgetsTheKey(FlatCommunicator):
+class ForgetsTheKey(Communicator):
     """Orders a split by rank."""
 
     def split(self, color, key):
         return super().split(color, self.rank)
 
 
-class ForgetsBuffers(FlatCommunicator):
+class ForgetsBuffers(Communicator):
     """Broadcasts parameters only, as ChainerMN did."""
 
     def bcast_data(self, model):
@@ -88,7 +89,7 @@ class ForgetsBuffers(FlatCommunicator):
             buffer.copy_(held[name])
 
 
-class FixesTheSize(FlatCommunicator):
+class FixesTheSize(Communicator):
     """Reads buffers through numpy, after which their memory cannot grow."""
 
     def bcast_data(self, model):
@@ -97,7 +98,7 @@ class FixesTheSize(FlatCommunicator):
             buffer.numpy()
 
 
-class SumsInsteadOfMean(FlatCommunicator):
+class SumsInsteadOfMean(Communicator):
     """Forgets the division, as MultiprocessParallelUpdater did."""
 
     def multi_node_mean_grad(self, model, zero_fill=False):
@@ -106,7 +107,7 @@ class SumsInsteadOfMean(FlatCommunicator):
             parameter.grad *= self.size
 
 
-class DropsTheTail(FlatCommunicator):
+class DropsTheTail(FlatRoute):
     """Sums all but the last gradient element."""
 
     def _sum_(self, block, algorithm):

@@ -18,7 +18,7 @@ class SumsInsteadOfMean(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for slot in self._reducer.buffers.sets[0].slots:
+        for slot in self._reducer.exchange.sets[0].slots:
             slot.parameter.grad.mul_(self._reducer.comm.size)
 
 
@@ -45,7 +45,7 @@ class IsTwoLate(DoubleBuffering):
 
     def backward_ended(self):
         super().backward_ended()
-        parameters = [slot.parameter for slot in self._reducer.buffers.sets[0].slots]
+        parameters = [slot.parameter for slot in self._reducer.exchange.sets[0].slots]
         fresh = [p.grad.clone() for p in parameters] if self._has_mean else None
         self._has_mean = self._held is not None
         for position, parameter in enumerate(parameters):
@@ -68,7 +68,7 @@ class DriftsApart(EveryStep):
     def backward_ended(self):
         super().backward_ended()
         if self._reducer.comm.rank == 1:
-            first = self._reducer.buffers.sets[0].slots[0].parameter
+            first = self._reducer.exchange.sets[0].slots[0].parameter
             first.grad.mul_(1 + 2.0**-50)
 
 
@@ -122,7 +122,7 @@ class AddsNoise(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        for slot in self._reducer.buffers.sets[0].slots:
+        for slot in self._reducer.exchange.sets[0].slots:
             slot.parameter.grad.add_(1e-9)
 
 
@@ -131,8 +131,8 @@ class HidesWhatIsNotFinite(EveryStep):
 
     def backward_ended(self):
         super().backward_ended()
-        self._reducer.means.nonfinite.take()
-        for slot in self._reducer.buffers.sets[0].slots:
+        self._reducer.exchange.nonfinite.take()
+        for slot in self._reducer.exchange.sets[0].slots:
             slot.parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
 
@@ -250,7 +250,7 @@ class ContinuesWithNaN(SmallBlocks):
     """Ignores movements that are not finite."""
 
     def _discard_block(self, fragment):
-        self._reducer.means.nonfinite.take()
+        self._reducer.exchange.nonfinite.take()
         fragment.reset_to_anchors()
 
 

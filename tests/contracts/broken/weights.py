@@ -52,12 +52,12 @@ class KeepsAnOldUnit(EveryStep):
     """A rank that has left its loop counts weights in the unit of when it left."""
 
     def shadow_step(self):
-        adopt = self._reducer.buffers.adopt_scale
-        self._reducer.buffers.adopt_scale = lambda means: None
+        adopt = self._reducer.exchange.adopt_scale
+        self._reducer.exchange.adopt_scale = lambda means: None
         try:
             return super().shadow_step()
         finally:
-            self._reducer.buffers.adopt_scale = adopt
+            self._reducer.exchange.adopt_scale = adopt
 
 
 class WeighsRanksEqually(EveryStep):

@@ -174,7 +174,7 @@ def check_training(comm: Communicator) -> None:
         reduction = "mean" if is_mean else "sum"
         alone = _network()
         model = convert_batch_norm(_network(), comm, loss_weight=weight)
-        comm.bucket_bytes = 400
+        comm.route.bucket_bytes = 400
         optimizer = create_multi_node_optimizer(
             torch.optim.SGD(model.parameters(), 0.05, momentum=0.9),
             comm,

@@ -196,7 +196,7 @@ def check_subgroup(comm: Communicator) -> None:
         require(type(part) is type(comm) and part.timeout_s == comm.timeout_s, "subgroup: settings")
         require(part.allgather_obj(comm.rank) == ranks, "subgroup: order")
         total = torch.tensor([float(comm.rank)], device="cpu")
-        part.sum_(total)
+        part.route.sum_(total)
         require(float(total) == sum(ranks), "subgroup: sum")
         part.finalize()
     other = comm.subgroup([comm.size - 1])

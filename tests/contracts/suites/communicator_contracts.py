@@ -67,7 +67,7 @@ def check_sum(comm: Communicator) -> None:
         for size in SIZES:
             buffer = seeded(comm.rank, size, dtype=dtype)
             expected = torch.stack([seeded(r, size, dtype=dtype) for r in range(comm.size)]).sum(0)
-            comm.sum_(buffer)
+            comm.route.sum_(buffer)
             tolerance = (1e-12 if dtype == torch.float64 else 1e-5) * comm.size
             error = float((buffer - expected).abs().max())
             require(
@@ -86,7 +86,7 @@ def check_coded_sum(comm: Communicator) -> None:
                 [seeded(comm.rank, size, dtype=torch.float32), torch.full((2,), 0.3001)]
             )
             expected = torch.stack([seeded(r, size, dtype=torch.float32) for r in range(comm.size)])
-            comm.sum_(ReduceBlock(buffer, num_exact=2), algorithm)
+            comm.route.sum_(ReduceBlock(buffer, num_exact=2), algorithm)
             bound = relative * float(expected.abs().sum(0).max()) + 1e-6
             error = float((buffer[:size] - expected.sum(0)).abs().max())
             require(error <= bound, f"{comm.name}+{codec}: sum of {size} is off by {error}")
@@ -99,7 +99,7 @@ def check_coded_sum(comm: Communicator) -> None:
 def check_started_sums(comm: Communicator) -> None:
     """Started sums that are not waited for do not mix; blocking calls are queued after them."""
     buffers = [seeded(comm.rank, size, salt=i) for i, size in enumerate((50_000, 3, 1000))]
-    works = [comm.start_sum_(b, bucket=i, step=7) for i, b in enumerate(buffers)]
+    works = [comm.route.start_sum_(b, bucket=i, step=7) for i, b in enumerate(buffers)]
     flag = comm.allreduce(torch.tensor([comm.rank + 1]))
     for work in works:
         work.wait()
@@ -282,7 +282,7 @@ def check_split(comm: Communicator) -> None:
     require(type(part) is type(comm), "split: class")
     require(part.timeout_s == comm.timeout_s and part.codec is comm.codec, "split: settings")
     buffer = torch.tensor([float(comm.rank)])
-    part.sum_(buffer)
+    part.route.sum_(buffer)
     require(float(buffer) == sum(members), "split: sum")
     part.finalize()
 

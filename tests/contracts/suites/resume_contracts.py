@@ -202,7 +202,7 @@ def check_resume_is_exact(
     Those are losses, parameters, buffers, and the states of all objects. ``places``: the numbers
     of passes after which it is saved; each if not given.
     """
-    comm.bucket_bytes = 700
+    comm.route.bucket_bytes = 700
     num_passes = NUM_STEPS * recipe.num_passes
     untouched, saving = Run(comm, recipe), Run(comm, recipe)
     untouched.go_to(num_passes)
@@ -267,7 +267,7 @@ class Left:
 
 def leave(comm: Communicator, recipe: Recipe, num_passes: int) -> Left:
     """Train so far. *Collective*; the same on all ranks."""
-    comm.bucket_bytes = 700
+    comm.route.bucket_bytes = 700
     run = Run(comm, recipe)
     run.go_to(num_passes)
     states = comm.allgather_obj(run.save())
@@ -293,7 +293,7 @@ def check_other_ranks(comm: Communicator, recipe: Recipe, left: Left) -> None:
     the result that it would have had on the old ranks, and training with a fixed global batch at
     every step continues as it would have, both to rounding.
     """
-    comm.bucket_bytes = 700
+    comm.route.bucket_bytes = 700
     run = Run(comm, recipe)
     before = described(left.states)
     states = run.resharded(left.states)
@@ -338,7 +338,7 @@ def _require_residuals(run: Run, left: Left) -> None:
     comm = run.comm
     gathered = comm.allgather_obj(described(run.optimizer.state_dict()))
     # Where ranks of a node each encode a share, each holds all residuals until a stripe takes some.
-    copies = comm.intra_size if comm.shards_parameters else 1
+    copies = comm.intra_size if comm.route.shards_parameters else 1
     residuals = {name: total / copies for name, total in _residuals(gathered).items()}
     expected = left.residuals
     require(residuals.keys() == expected.keys(), f"residuals of {residuals.keys()}")

@@ -769,7 +769,7 @@ OPTION_CONTRACTS: dict[str, tuple[Callable[[int], Schedule], tuple[Contract, ...
 
 def check_option(comm: Communicator, option: str, codec: str | None) -> None:
     """All contracts for a schedule with an option, with buckets so small that there are several."""
-    comm.bucket_bytes = 5000
+    comm.route.bucket_bytes = 5000
     make, contracts = OPTION_CONTRACTS[option]
     for contract in contracts:
         contract(comm, partial(make, comm.size), codec)
@@ -786,7 +786,7 @@ def variants(comm: Communicator, schedule: str) -> list[MakeSchedule]:
 
 def check_all(comm: Communicator, schedule: str, codec: str | None) -> None:
     """All contracts for a schedule by name, with buckets so small that there are several."""
-    comm.bucket_bytes = 5000
+    comm.route.bucket_bytes = 5000
     for make in variants(comm, schedule):
         for contract in SCHEDULE_CONTRACTS[make().replica_consistency]:
             contract(comm, make, codec)

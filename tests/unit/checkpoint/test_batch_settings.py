@@ -1,7 +1,5 @@
 """The global batch in a checkpoint's manifest, and the warning about another one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -94,12 +92,7 @@ def saved_batches(path: Path) -> dict[str, BatchSettings]:
 def test_the_manifest_has_the_batch_and_how_it_was_divided(tmp_path: Path) -> None:
     save(tmp_path, 2, batch_of(13, local_batch=4), scales=True)
     expected = BatchSettings(
-        global_batch=13,
-        initial=13,
-        shares=[7, 6],
-        local_batch=4,
-        accumulation=2,
-        epoch_steps=5,
+        global_batch=13, initial=13, shares=[7, 6], local_batch=4, accumulation=2, epoch_steps=5
     )
     assert saved_batches(tmp_path) == {"sampler": expected, "schedule": expected}
     manifest = json.loads((tmp_path / "a run/step-00000001/manifest.json").read_text())["manifest"]

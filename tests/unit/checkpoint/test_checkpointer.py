@@ -1,7 +1,5 @@
 """Saving and resuming: bit-identical, asynchronous, on all ranks."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections import OrderedDict

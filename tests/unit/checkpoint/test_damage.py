@@ -1,7 +1,5 @@
 """Truncated, damaged or missing files: the previous checkpoint is used, with a warning."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -15,13 +13,7 @@ import pytest
 import torch
 
 import torchmn
-from tests.unit.checkpoint.training import (
-    Training,
-    names,
-    on_ranks,
-    train,
-    with_warnings,
-)
+from tests.unit.checkpoint.training import Training, names, on_ranks, train, with_warnings
 from torchmn.checkpoint import manifest as manifest_file
 from torchmn.data import rng_state
 from torchmn.errors import DataError

@@ -1,7 +1,5 @@
 """Disks that are full, read-only or missing: the checkpoint is aborted, and training continues."""
 
-from __future__ import annotations
-
 import errno
 import grp
 import os

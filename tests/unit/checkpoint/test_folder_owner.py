@@ -1,7 +1,5 @@
 """Two jobs in one checkpoint folder: the second is refused, or takes over from one that is dead."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What is closed is let go of: a communicator does not keep it, nor its memory and connections."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time
@@ -20,7 +18,7 @@ from torchmn.testing import run_ranks
 
 
 def num_groups(comm: Communicator) -> int:
-    return len(comm._groups)
+    return len(comm.groups)
 
 
 def collect(comm: Communicator) -> None:

@@ -1,7 +1,5 @@
 """Another number of workers: who gets whose state, and which random numbers come next."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from pathlib import Path

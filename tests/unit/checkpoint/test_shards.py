@@ -1,7 +1,5 @@
 """The parts of the format: who writes what, the files of tensors, what stays, the export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

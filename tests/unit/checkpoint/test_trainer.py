@@ -1,7 +1,5 @@
 """As an extension of a Trainer: ChainerMN's names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small training whose state differs from rank to rank: what the tests save and resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar

@@ -19,7 +19,7 @@ from tests.all.processes.runner import PYTHON_PATH
 from torchmn.cli.init import KINDS
 from torchmn.cli.main import app
 from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
-from torchmn.submit.choose import SCHEDULERS
+from torchmn.submit.site import SCHEDULERS
 
 
 def init(folder: Path, *words: str) -> Result:

@@ -43,7 +43,7 @@ def test_the_bare_command_shows_its_help() -> None:
 
 @pytest.mark.processes
 def test_a_shell_completes_options() -> None:
-    assert completed("torchmn run --laun") == ["--launcher-args", "--launcher"]
+    assert completed("torchmn run --launch") == ["--launcher"]
 
 
 @pytest.mark.processes
@@ -74,7 +74,7 @@ def completed(words: str) -> list[str]:
 
 def test_completed_names_are_the_registered_ones() -> None:
     from torchmn.cli import submit
-    from torchmn.submit.choose import NAMES
+    from torchmn.submit.site import NAMES
 
     assert submit.SCHEDULER_NAMES == NAMES
 
@@ -85,8 +85,8 @@ def test_completed_names_are_the_registered_ones() -> None:
     [
         (("-n", "2", "python3", "x.py", "-a b"), "torchmn run x.py '-a b'"),
         (("bash", "x.sh"), "Name a Python script, not a command"),
-        (("--launcher-args", "'a", __file__), "--launcher-args cannot be split into words"),
-        (("--launcher-args", "-x", "--backend", "gloo", __file__), "leave it out, or put"),
+        (("--launcher", "mpirun 'a", __file__), "--launcher cannot be split into words"),
+        (("--launcher", "ssh -x", "--backend", "gloo", __file__), "takes no arguments (-x)"),
     ],
 )
 def test_requests_that_cannot_be_met(words: tuple[str, ...], cure: str) -> None:

@@ -1,7 +1,5 @@
 """The hosts of a job according to PBS, Slurm and Grid Engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

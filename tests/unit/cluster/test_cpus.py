@@ -1,7 +1,5 @@
 """Cores: what is available, and equal shares of it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

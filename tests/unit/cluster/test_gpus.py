@@ -1,7 +1,5 @@
 """Cores next to GPUs, on trees of files as sysfs and the driver show them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

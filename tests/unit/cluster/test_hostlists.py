@@ -1,7 +1,5 @@
 """Lists of hosts: files, command lines, Slurm's node lists, and the workers of each host."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest
@@ -31,7 +29,7 @@ def test_host_file_of_the_source_documents() -> None:
     node-3.cluster
     """
     assert texts(parse_hostfile(text, source="hosts")) == [
-        *("name_of_node1:4", "name_of_node2:2", "10.0.0.7:1", "node-3.cluster:1"),
+        *("name_of_node1:4", "name_of_node2:2", "10.0.0.7:1", "node-3.cluster:1")
     ]
 
 

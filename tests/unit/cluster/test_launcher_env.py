@@ -1,7 +1,5 @@
 """Ranks read from the variables of launchers: tables, nestings, contradictions, hostile values."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

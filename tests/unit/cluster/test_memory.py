@@ -1,12 +1,10 @@
 """Memory of a host and the limits of control groups, from files as the kernel writes them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from torchmn.cluster.memory import count_memory_kills, describe_sigkill, memory_of_host
+from torchmn.cluster.cpus import count_memory_kills, describe_sigkill, memory_of_host
 
 MEMINFO = """\
 MemTotal:       65536 kB

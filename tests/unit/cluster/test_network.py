@@ -1,7 +1,5 @@
 """Own addresses and interfaces, on the loopback interface that every host has."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """When the scheduler ends the job."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

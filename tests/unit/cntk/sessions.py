@@ -1,7 +1,5 @@
 """A small training under a session: its loss is known at every minibatch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 ``recorded_cntk_2_7.json`` holds them; ``record_cntk_2_7.py`` writes it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Losses per sample, for targets in every form."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -59,10 +57,6 @@ def test_squared_error() -> None:
 
 @pytest.mark.parametrize("target", [torch.zeros(4, 2), torch.zeros(3).long(), torch.zeros(4)])
 def test_shapes_that_do_not_belong_together(target: Tensor) -> None:
-    for function in (
-        C.cross_entropy_with_softmax,
-        C.classification_error,
-        C.squared_error,
-    ):
+    for function in (C.cross_entropy_with_softmax, C.classification_error, C.squared_error):
         with pytest.raises(UsageError, match=r"shape \(4, 3\) and the target"):
             function(OUTPUT, target)

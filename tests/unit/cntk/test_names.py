@@ -1,7 +1,5 @@
 """Names are where CNTK's scripts import them from."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from importlib import import_module

@@ -120,10 +120,7 @@ def test_lines_of_synchronizations(capsys: Any) -> None:
 
     assert (
         capsys.readouterr().out.splitlines()
-        == [
-            "Distributed training: #Syncs elapsed = 2, #Samples elapsed = 3200",
-        ]
-        * 2
+        == ["Distributed training: #Syncs elapsed = 2, #Samples elapsed = 3200"] * 2
     )
 
 

@@ -1,7 +1,5 @@
 """Schedules: positions in samples or sweeps, units, and values that are refused."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

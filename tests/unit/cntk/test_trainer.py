@@ -1,7 +1,5 @@
 """`torchmn.cntk.Trainer`: learners over ranks, arguments, checkpoints. See also the contracts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The numbers of actions, their indices and samples are those of CNTK 2.7 on 25 sa
 of 4.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -408,8 +406,7 @@ def test_an_evaluation_without_samples_is_nan(alone: Communicator) -> None:
     train, errors = source(), []
     with pytest.warns(RuntimeWarning, match="cross validation had no samples"):
         Training(alone).run(
-            train,
-            cv_config=C.CrossValidationConfig(train, callback=lambda *a: errors.append(a)),
+            train, cv_config=C.CrossValidationConfig(train, callback=lambda *a: errors.append(a))
         )
     assert [str(each[1]) for each in errors] == ["nan"]
 

@@ -21,7 +21,7 @@ def test_owners_add_in_more_than_16_bits() -> None:
 
     def rank_main(comm):
         buffer = torch.full((5,), 1.0 if comm.rank == 0 else 2.0**-11)
-        comm.sum_(buffer, create_allreduce(Float16()))
+        comm.route.sum_(buffer, create_allreduce(Float16()))
         return buffer.tolist()
 
     for result in run_ranks(rank_main, 4):
@@ -64,12 +64,12 @@ def test_any_layout_travels(shapes, codec, dtype, size, gap, num_exact) -> None:
             buffer = torch.cat([values, torch.full((num_exact,), 0.5)]).to(dtype)
             true += sum(comm.allgather(buffer[:start].double()))
             block = ReduceBlock(buffer, layout, num_exact)
-            comm.sum_(block, algorithm, on_complete=lambda: own.finish(is_valid=True))
+            comm.route.sum_(block, algorithm, on_complete=lambda: own.finish(is_valid=True))
             returned += buffer[:start].double()
             assert buffer[start:].tolist() == [0.5 * size] * num_exact
         zeros = torch.zeros(start + num_exact, dtype=dtype)
         create = create_allreduce(create_codec(codec).new_instance())
-        comm.sum_(ReduceBlock(zeros, layout, num_exact), create)
+        comm.route.sum_(ReduceBlock(zeros, layout, num_exact), create)
         assert not zeros.any()
         residuals = comm.allgather_obj(own.state_dict().get("residuals", []))
         return buffer, returned, true, [entry for entries in residuals for entry in entries]

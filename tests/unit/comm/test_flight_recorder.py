@@ -79,10 +79,10 @@ def test_ranks_keep_pace_from_the_first_exchange_of_gradients_on() -> None:
         before = comm.world.limit_s
         comm.allreduce(torch.ones(2))
         still = comm.world.limit_s
-        comm.sum_(torch.ones(2), bucket=0, step=3)
-        comm.sum_(torch.ones(2), bucket=1, step=3)
+        comm.route.sum_(torch.ones(2), bucket=0, step=3)
+        comm.route.sum_(torch.ones(2), bucket=1, step=3)
         in_first = comm.world.limit_s
-        comm.sum_(torch.ones(2), bucket=0, step=4)
+        comm.route.sum_(torch.ones(2), bucket=0, step=4)
         return before, still, in_first, comm.world.limit_s
 
     def rank_main_with_limits(comm):
@@ -96,7 +96,7 @@ def test_every_collective_of_every_group_is_recorded_in_order() -> None:
     inputs, targets = training_data(num_steps=2)
 
     def rank_main(comm):
-        comm.bucket_bytes = 100
+        comm.route.bucket_bytes = 100
         model = network(0)
         optimizer = create_multi_node_optimizer(sgd(model), comm, model)
         num_before = comm.flight_recorder.last.number
@@ -143,7 +143,7 @@ def test_another_thread_reads_while_collectives_run() -> None:
         watcher = threading.Thread(target=watch)
         watcher.start()
         for _ in range(60):
-            works = [comm.start_sum_(torch.ones(3)) for _ in range(3)]
+            works = [comm.route.start_sum_(torch.ones(3)) for _ in range(3)]
             for work in works:
                 work.wait()
         is_over.set()

@@ -10,6 +10,7 @@ from torch import nn
 
 from torchmn import Grid, create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.comm import Communicator
+from torchmn.comm.training_start import training_steps
 from torchmn.data import GlobalSampler
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
@@ -101,7 +102,7 @@ def test_a_sampler_over_all_ranks_counts_the_steps_of_an_optimizer_over_one_axis
             break
         position = sampler.state_dict()["position"]
         grid.finalize()
-        return comm.num_steps, position
+        return training_steps(comm).count, position
 
     assert run_ranks(rank_main, 2) == [(2, 0)] * 2
 

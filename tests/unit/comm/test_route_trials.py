@@ -51,9 +51,16 @@ class Candidate:
     def __getattr__(self, name: str):
         return getattr(self.comm, name)
 
+    @property
+    def route(self):
+        return self
+
     def sum_(self, buffer) -> None:
         time.sleep(self.pause_s)
-        self.comm.sum_(buffer)
+        self.comm.route.sum_(buffer)
+
+    def new_buffer(self, *arguments):
+        return self.comm.route.new_buffer(*arguments)
 
     def finalize(self) -> None:
         self.is_final = True

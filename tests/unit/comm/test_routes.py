@@ -33,7 +33,7 @@ def test_large_sums_between_nodes_of_different_sizes(ranks_per_node) -> None:
         )
         try:
             buffers = [torch.full((LARGE,), float(rank + 1 + index)) for index in range(3)]
-            for work in [comm.start_sum_(buffer) for buffer in buffers]:
+            for work in [comm.route.start_sum_(buffer) for buffer in buffers]:
                 work.wait()
             return [float(buffer[-1]) for buffer in buffers]
         finally:

@@ -24,7 +24,7 @@ CALLS: dict[str, Callable[[Communicator], object]] = {
     "allgather": lambda comm: comm.allgather_obj("x"),
     "bcast": lambda comm: comm.bcast_obj("x", root=1),
     "send": lambda comm: comm.recv(1),
-    "all_reduce of a sum": lambda comm: comm.sum_(torch.ones(3)),
+    "all_reduce of a sum": lambda comm: comm.route.sum_(torch.ones(3)),
 }
 
 
@@ -71,7 +71,7 @@ def test_a_step_of_training(name: str) -> None:
     away = threading.Event()
 
     def rank_main(comm):
-        comm.bucket_bytes = 100
+        comm.route.bucket_bytes = 100
         model = network(0)
         optimizer = create_multi_node_optimizer(sgd(model), comm, model)
         if comm.rank == 1:
@@ -104,7 +104,7 @@ def test_without_an_exchange_of_gradients_the_first_step_ends_as_well(what: str)
     """What communicates within the model counts steps by itself."""
 
     def rank_main(comm: Communicator) -> list[float]:
-        comm.first_timeout_s = comm.world.first_timeout_s = 100
+        comm.world.first_timeout_s = 100
         layer: torch.nn.Module = torch.nn.Linear(3, 4)
         if what == "batch norm":
             layer = MultiNodeBatchNorm1d(3, comm)

@@ -1,7 +1,5 @@
 """Clients that know the secret are accepted, whatever other clients do."""
 
-from __future__ import annotations
-
 import os
 import resource
 import selectors
@@ -80,10 +78,7 @@ def start_server() -> Iterator[Open]:
         def make(handshake_s: float = 20.0) -> Server:
             listener = channels.listen()
             authenticated = AuthenticatedListener(
-                listener,
-                secret=SECRET,
-                role="tests",
-                handshake_s=handshake_s,
+                listener, secret=SECRET, role="tests", handshake_s=handshake_s
             )
             server = Server(authenticated, listener.getsockname())
             stack.callback(server.close)

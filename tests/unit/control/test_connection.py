@@ -1,7 +1,5 @@
 """Messages between supervisor and agents: framing, back-pressure, authentication, ends."""
 
-from __future__ import annotations
-
 import fcntl
 import resource
 import socket
@@ -128,10 +126,7 @@ def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel])
 
 
 ORDER = ServeRendezvous(
-    secret="s",
-    host="n0",
-    hosts=["n0", "n1"],
-    limits=Limits(min_hosts=1, max_hosts=2, grace_s=3),
+    secret="s", host="n0", hosts=["n0", "n1"], limits=Limits(min_hosts=1, max_hosts=2, grace_s=3)
 )
 
 

@@ -1,7 +1,5 @@
 """Which ranks the report of a hang names."""
 
-from __future__ import annotations
-
 from torchmn.control.hang_report import RankStatus, report
 from torchmn.control.messages import CollectiveStatus, Overdue, ProcessState, StatusReply
 

@@ -1,7 +1,5 @@
 """Whether the process at the other end runs: one question at a time, and answers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

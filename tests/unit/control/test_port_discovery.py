@@ -1,7 +1,5 @@
 """How ranks find rank 0's port by the name of their job."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

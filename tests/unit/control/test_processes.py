@@ -1,7 +1,5 @@
 """Descendants are found and ended, whatever sessions and groups they make."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -119,11 +117,7 @@ subprocess.run([sys.executable, "-c", SHOW], preexec_fn=lower_in_child())
 
 @pytest.mark.parametrize(
     ("soft", "hard", "num_connections", "own"),
-    [
-        (128, 512, 64, "128 512"),
-        (128, 512, 65, "512 512"),
-        (128, 512, 448, "512 512"),
-    ],
+    [(128, 512, 64, "128 512"), (128, 512, 65, "512 512"), (128, 512, 448, "512 512")],
 )
 def test_the_limit_is_raised_where_it_must_be_and_not_for_children(
     soft: int, hard: int, num_connections: int, own: str

@@ -1,7 +1,5 @@
 """A rank belongs to one process, and what that starts is told so. Real processes, without torch."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How an uncaught exception is printed: the user's code and the message."""
 
-from __future__ import annotations
-
 import sys
 from types import TracebackType
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn import create_multi_node_optimizer
+from torchmn.comm.training_start import training_steps
 from torchmn.data import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_position import SamplerPass
 from torchmn.errors import RankMismatchError, UsageError
@@ -31,7 +32,6 @@ class Placement:
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size, self.rank_label = rank, size, f"rank {rank}"
-        self.num_steps: int | None = None
 
     def allgather_obj(self, value: object) -> list[object]:
         return [value] * self.size
@@ -140,7 +140,7 @@ def alone_with_steps(
 ) -> tuple[Placement, GlobalSampler, DataLoader[Any]]:
     """One rank whose steps are counted, with batches of 4."""
     place = Placement(0, 1)
-    place.num_steps = 0
+    training_steps(place).count = 0
     sampler = GlobalSampler(num_samples, place, 4)
     return place, sampler, DataLoader(torch.arange(num_samples), batch_sampler=sampler, **options)
 
@@ -177,7 +177,7 @@ def test_a_look_at_the_last_batch_does_not_end_the_epoch(
 ) -> None:
     """Prefetching workers have drawn the end of the epoch by then."""
     place = Placement(0, 1)
-    place.num_steps = num_steps
+    training_steps(place).count = num_steps
     sampler = GlobalSampler(4 + position, place, 4)
     sampler.load_state_dict({"epoch": 0, "position": position})
     loader = DataLoader(torch.arange(4 + position), batch_sampler=sampler, **options)
@@ -200,7 +200,7 @@ def test_a_pass_that_is_left_after_the_step_of_its_last_batch_has_ended(
         next(iter(loader))
         for num, _ in enumerate(loader, start=1):
             assert sampler.samples_seen == 8 * epoch + 4 * num
-            place.num_steps += 1
+            training_steps(place).count += 1
             if num == 2:
                 break
         assert sampler.state_dict() == {"epoch": epoch + 1, "position": 0}
@@ -249,7 +249,7 @@ def test_a_pass_that_is_left_after_training_continues_where_it_was(
     for num_batches in (1, 3, 100):
         for num, batch in enumerate(loader, start=1):
             seen += batch.tolist()
-            place.num_steps += 1
+            training_steps(place).count += 1
             if num == num_batches:
                 break
     assert seen == sampler.order(0).tolist()
@@ -257,12 +257,12 @@ def test_a_pass_that_is_left_after_training_continues_where_it_was(
 
 def test_batches_without_a_training_step_are_returned_again() -> None:
     place = Placement(0, 1)
-    place.num_steps = 7
+    training_steps(place).count = 7
     sampler = GlobalSampler(40, place, 4)
     for _ in range(2):  # for example a statistic of the first batches
         looked_at = [i for batch, _ in zip(sampler, range(3), strict=False) for i in batch]
         assert looked_at[:12] == sampler.order(0)[:12].tolist()
-    place.num_steps = None  # steps are not counted: more than one batch means training
+    training_steps(place).count = None  # steps are not counted: more than one batch means training
     for _, _ in zip(sampler, range(3), strict=False):
         pass
     assert sampler.position > 0

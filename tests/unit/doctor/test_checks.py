@@ -1,7 +1,5 @@
 """What follows from the facts of hosts, and that this host can be examined at all."""
 
-from __future__ import annotations
-
 import socket
 from functools import partial
 from pathlib import Path
@@ -12,11 +10,10 @@ import pytest
 
 from torchmn.cluster.units import GiB, MiB
 from torchmn.control.codec import decode, encode
-from torchmn.doctor.disks import DiskFacts, Folder
 from torchmn.doctor.findings import Finding, Request
 from torchmn.doctor.gpus import GpuFacts
 from torchmn.doctor.host_main import CHECKS
-from torchmn.doctor.limits import LimitFacts
+from torchmn.doctor.limits import DiskFacts, Folder, LimitFacts
 from torchmn.doctor.network import Interface, NetworkFacts, clock_findings
 from torchmn.doctor.processors import ProcessorFacts
 from torchmn.doctor.versions import VersionFacts
@@ -62,11 +59,7 @@ def network(host: str, *, own: str | None = None, mtu: int = 1500, **wrong: str)
         routes={},
         interfaces=[
             Interface(
-                name="eth0",
-                address=addresses[host],
-                network="10.0.0.0/24",
-                mtu=mtu,
-                is_up=True,
+                name="eth0", address=addresses[host], network="10.0.0.0/24", mtu=mtu, is_up=True
             )
         ],
         taken={},

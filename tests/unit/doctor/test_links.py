@@ -1,7 +1,5 @@
 """What follows from measured links: which rule is broken, and where the cause is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import combinations
 

@@ -5,8 +5,6 @@ an operation on remembered and other tensors fails, as between devices. A script
 first backward pass.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

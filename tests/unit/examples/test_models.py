@@ -1,7 +1,5 @@
 """The networks of the examples have the shapes and sizes that the records are about."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

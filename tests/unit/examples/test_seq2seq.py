@@ -1,7 +1,5 @@
 """Translation: the same batches, losses and BLEU for any number of workers."""
 
-from __future__ import annotations
-
 import copy
 import importlib
 import itertools

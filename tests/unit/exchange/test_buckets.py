@@ -8,9 +8,9 @@ from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
 from torchmn.comm.allreduce import create_allreduce
+from torchmn.exchange.agreements.base import PassContext
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import plan_buckets
-from torchmn.exchange.weights import PassContext
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list:
@@ -105,13 +105,16 @@ def test_pack_writes_scaled_gradients_and_notices_accumulation() -> None:
     slots[1].tensor.fill_(7.0)
     packed.pack(slots[0])
     packed.pack(slots[1])
+    packed.pack(slots[2])  # the last of the bucket: small gradients are written together
     assert slots[0].tensor.tolist() == [0.5, 1.0, 1.5]
     assert slots[1].tensor.tolist() == [0.0, 0.0]
     assert [slot.has_gradient for slot in slots[:2]] == [True, False]
     assert not packed.is_accumulating
     first.grad = slots[0].tensor
+    packed.restart()
     packed.begin(PassContext(step=0, weight=2.0, num_samples=0, is_active=True), 1.0)
-    packed.pack(slots[0])
+    for slot in slots:
+        packed.pack(slot)
     assert first.grad.tolist() == [1.0, 2.0, 3.0]
     assert packed.is_accumulating
 

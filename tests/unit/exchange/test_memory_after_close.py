@@ -47,7 +47,7 @@ def fold(
     made |= {"schedule": optimizer.schedule, "parameter": model[0].weight}
     made |= {
         f"bucket {bucket.index} of set {number}": bucket
-        for number, each in enumerate(optimizer.reducer.buffers.sets)
+        for number, each in enumerate(optimizer.reducer.exchange.sets)
         for bucket in each.buckets
     }
     for _ in range(3):
@@ -96,7 +96,7 @@ def test_buckets_that_were_laid_out_again() -> None:
         model[0].requires_grad_(False)
         inner = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = torchmn.create_multi_node_optimizer(inner, comm, model)
-        (old,) = optimizer.reducer.buffers.sets
+        (old,) = optimizer.reducer.exchange.sets
         references = {"set": weakref.ref(old), "bucket": weakref.ref(old.buckets[0])}
         del old
         model[0].requires_grad_(True)

@@ -68,7 +68,7 @@ def test_hooks_never_block() -> None:
     rank_0_is_through = threading.Event()
 
     def rank_main(comm):
-        comm.bucket_bytes = 1
+        comm.route.bucket_bytes = 1
         model = mlp()
         create_multi_node_optimizer(sgd(model), comm, model)
         loss = loss_of(model, batch(comm.rank, 0))
@@ -97,7 +97,7 @@ def test_buckets_leave_in_one_order_whatever_the_order_of_gradients() -> None:
     """Rank 1 uses the layers in another order, and one bucket is full early."""
 
     def rank_main(comm):
-        comm.bucket_bytes = 1
+        comm.route.bucket_bytes = 1
         layers = nn.ModuleList([nn.Linear(3, 3, dtype=torch.float64) for _ in range(4)])
         fill(layers)
         optimizer = create_multi_node_optimizer(sgd(layers), comm, layers)

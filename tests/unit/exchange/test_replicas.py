@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.unit.models import equal, fill, mlp, values
 from torchmn import create_multi_node_optimizer
-from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.sharded_parameters import ModelMesh
@@ -151,7 +151,7 @@ def test_parameters_and_buffers_of_rank_0_go_to_all(world_size: int) -> None:
 
 
 def test_a_broadcast_that_fails_is_noticed() -> None:
-    class Forgets(FlatCommunicator):
+    class Forgets(Communicator):
         def bcast_data(self, model):
             super().bcast_data(model)
             if self.rank == 1:

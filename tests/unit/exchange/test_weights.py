@@ -22,7 +22,7 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
-from torchmn.exchange.weights import weight_scale
+from torchmn.exchange.agreements.weights import weight_scale
 from torchmn.testing import run_ranks
 
 

@@ -243,7 +243,7 @@ def test_ranks_fill_buckets_at_different_times() -> None:
             return self.last(self.sometimes(hidden) if is_used else hidden)
 
     def rank_main(comm):
-        comm.bucket_bytes = 64
+        comm.route.bucket_bytes = 64
         model = convert_batch_norm(Branching().double(), comm)
         comm.bcast_data(model)
         sgd = torch.optim.SGD(model.parameters(), 0.01)
@@ -260,7 +260,7 @@ def test_ranks_fill_buckets_at_different_times() -> None:
 
 def test_while_gradients_of_an_earlier_step_are_exchanged() -> None:
     def rank_main(comm):
-        comm.bucket_bytes = 64
+        comm.route.bucket_bytes = 64
         torch_model = convert_batch_norm(network(), comm)
         with torch.no_grad():
             for p in torch_model.parameters():

@@ -1,7 +1,5 @@
 """The graph of a chain and its orders, without communication."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent networks over ranks equal one network."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Refusals, copies, formats, compilation and training of layers divided among ranks."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -245,9 +243,7 @@ def test_clipping_uses_the_norm_of_the_whole(way: str, num_copies: int) -> None:
             rows=slice(*(8 // num_copies * (grid.data.rank + i) for i in range(2))),
         )
         whole = trained(
-            of_torch,
-            plain,
-            lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.05),
+            of_torch, plain, lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         )
         check_equal(model, whole)
         grid.finalize()

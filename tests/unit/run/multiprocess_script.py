@@ -1,7 +1,5 @@
 """A plain script that trains on two CPU devices; ``unguarded`` as it must not be written."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The agents of a job and of an elastic round, over connections within this process."""
 
-from __future__ import annotations
-
 import errno
 import io
 import socket
@@ -150,14 +148,14 @@ def test_different_versions_are_a_problem(make: Callable[..., Agents]) -> None:
     assert agents.peers[0].collect() == []
 
 
-@pytest.mark.parametrize("shows_binding", [True, False])
-def test_binding_is_shown(make: Callable[..., Agents], shows_binding: bool) -> None:
-    agents = make(shows_binding=shows_binding)
+def test_binding_is_written(make: Callable[..., Agents]) -> None:
+    agents = make()
     agents.connect(0)
     agents.connect(1)
     agents.send(1, ScriptStarted(pid=0, cores=[2, 3], num_threads=2))
-    shown = "torchmn: rank 1 on n1: cores 2, 3, 2 threads\n" if shows_binding else ""
-    assert agents.err.getvalue() == shown
+    written = (agents.session.log_dir / "binding.txt").read_text()
+    assert written == "rank 1 on n1: cores 2, 3, 2 threads\n"
+    assert agents.err.getvalue() == ""
 
 
 def test_a_silent_host_differs_from_a_dead_agent(make: Callable[..., Agents]) -> None:

@@ -1,7 +1,5 @@
 """The choice of a backend is a function of facts."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

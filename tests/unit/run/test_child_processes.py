@@ -1,7 +1,5 @@
 """Signals to a launcher are seen between two turns of its loop, each at the same time by all."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

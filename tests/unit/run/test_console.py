@@ -1,7 +1,5 @@
 """What is shown of several ranks on files and terminals."""
 
-from __future__ import annotations
-
 import io
 
 from torchmn.run.console import RankOutput

@@ -1,7 +1,5 @@
 """What hosts must have in common."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 `tests/all/processes/test_notebook.py` does the same from cells of a notebook.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal
@@ -45,10 +43,7 @@ def left_overs(folder: Path) -> list[str]:
     """Processes of ours that still run, and files but the logs."""
     children = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
     files = [path.name for path in folder.iterdir() if path.name != "torchmn-logs"]
-    others = (
-        "tests.mpi_pool",
-        "resource_tracker",
-    )  # of other tests, and Python itself
+    others = ("tests.mpi_pool", "resource_tracker")  # of other tests, and Python itself
     ours = [text for text in children if "torchmn" in text and not any(o in text for o in others)]
     return [*ours, *files]
 

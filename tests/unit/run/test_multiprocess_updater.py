@@ -1,7 +1,5 @@
 """Two processes on CPU devices equal one on the union of their batches; failures are reported."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -133,10 +131,7 @@ class TestTraining:
 
     @pytest.mark.parametrize(
         ("trouble", "message"),
-        [
-            ("raise", "ArithmeticError: the loss of this worker is not a number"),
-            ("die", "SIGKILL"),
-        ],
+        [("raise", "ArithmeticError: the loss of this worker is not a number"), ("die", "SIGKILL")],
     )
     def test_failed_worker_ends_training_with_a_report(
         self, tmp_path: Path, trouble: str, message: str

@@ -1,19 +1,12 @@
 """The folders for the segments of Open MPI and for the files of its mpirun."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from torchmn.run.open_mpi_folders import (
-    SESSION_VARIABLE,
-    VARIABLES,
-    open_mpi_memory,
-    open_mpi_session,
-)
+from torchmn.run.backend import SESSION_VARIABLE, VARIABLES, open_mpi_memory, open_mpi_session
 
 RANK = {"OMPI_COMM_WORLD_SIZE": "2"}
 
@@ -34,7 +27,7 @@ def test_the_folder_of_a_killed_agent_is_removed_by_the_next(tmp_path: Path) -> 
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from torchmn.run.open_mpi_folders import open_mpi_memory\n"
+        "from torchmn.run.backend import open_mpi_memory\n"
         "with open_mpi_memory({'OMPI_COMM_WORLD_SIZE': '2'}, Path(sys.argv[1])):\n"
         "    os.kill(os.getpid(), 9)\n"
     )

@@ -1,7 +1,5 @@
 """All ranks save and leave at the same step."""
 
-from __future__ import annotations
-
 import signal
 import time
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The variables that a script gets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What waits when the supervisor does not show it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

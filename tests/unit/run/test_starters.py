@@ -1,7 +1,5 @@
 """The commands of each way of starting ranks, and the port of the job."""
 
-from __future__ import annotations
-
 import json
 import socket
 import sys

@@ -3,8 +3,6 @@
 The documents are of 2017 and 2018 and of one site; their numbers are those of the inventory.
 """
 
-from __future__ import annotations
-
 from torchmn.submit.request import JobRequest
 from torchmn.submit.settings import Settings
 

@@ -1,13 +1,11 @@
 """The scheduler that takes the job: asked for, or the only one that is here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
-from torchmn.submit.choose import (
+from torchmn.submit.site import (
     SCHEDULERS,
     choose_scheduler,
     installed_schedulers,

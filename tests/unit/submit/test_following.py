@@ -1,7 +1,5 @@
 """A job is followed through its files and states: with time and scheduler passed in."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from pathlib import Path

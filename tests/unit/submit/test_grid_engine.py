@@ -1,7 +1,5 @@
 """Grid Engine: the header as in the manual, and the words of qstat and qacct."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

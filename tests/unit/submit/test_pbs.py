@@ -1,7 +1,5 @@
 """PBS: the header as in the source documents, and the words of qstat."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -1,7 +1,5 @@
 """The last lines of a job script, run by a shell: when a job is resubmitted, and when not."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.submit.examples import tutorial
-from torchmn.submit.choose import SCHEDULERS
-from torchmn.submit.requeue import RESUBMITTED, last_lines
+from torchmn.submit.scheduler import RESUBMITTED, last_lines
+from torchmn.submit.site import SCHEDULERS
 
 pytestmark = pytest.mark.processes
 

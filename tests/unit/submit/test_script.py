@@ -1,7 +1,5 @@
 """The whole text of a job script, and that every part of it is quoted for the shell."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess
@@ -15,10 +13,10 @@ import pytest
 from tests.limits import limit
 from tests.unit.submit.examples import tutorial
 from torchmn.errors import LaunchError, UsageError
-from torchmn.submit.choose import SCHEDULERS
 from torchmn.submit.request import PythonEnvironment
 from torchmn.submit.scheduler import Answer, ask
 from torchmn.submit.script import job_script, make_log_dir, submit, write_script
+from torchmn.submit.site import SCHEDULERS
 
 
 def script(scheduler: str = "pbs", *, requeues: bool = False, **settings: object) -> str:
@@ -30,7 +28,7 @@ def test_the_ranks_are_started_in_the_background_with_all_options() -> None:
     """The shell waits for them by itself, so that it can pass signals on."""
     text = script(exports=(("NCCL_SHM_DISABLE", "1"),))
     assert (
-        'torchmn run -n 4 --threads 1 -x NCCL_SHM_DISABLE --log-dir "$log" \\\n'
+        'torchmn run -n 4 -x OMP_NUM_THREADS=1 -x NCCL_SHM_DISABLE --log-dir "$log" \\\n'
         "  train_cifar_multi_node.py --no_snapshot --epoch 4 --batchsize 32 &\nrun=$!\n"
     ) in text
     assert 'for name in TERM USR1 USR2; do trap "pass_on $name" "$name"; done' in text

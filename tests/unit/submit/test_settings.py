@@ -1,7 +1,5 @@
 """Settings are checked before they become lines of a script, and the stronger side wins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A site's file: found, read, and refused with its name and the key."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

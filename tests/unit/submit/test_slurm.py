@@ -1,7 +1,5 @@
 """Slurm: the header as in the manual, and the words of scontrol."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Small networks and data, the same on every rank without the shared random generator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytorch_pfn_extras as ppe

@@ -1,7 +1,5 @@
 """Epochs of loaders: with and without a length, with samplers, with workers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -110,13 +108,7 @@ def test_a_shuffling_loader_resumes_in_mid_epoch(num_done: int, has_own_generato
     assert [next(second).tolist() for _ in range(num_left)] == expected
 
 
-@pytest.mark.parametrize(
-    ("loader", "message"),
-    [
-        (iter([1, 2]), "list_iterator"),
-        (5, "int"),
-    ],
-)
+@pytest.mark.parametrize(("loader", "message"), [(iter([1, 2]), "list_iterator"), (5, "int")])
 def test_what_cannot_be_iterated_again(loader: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         batch_source(loader)

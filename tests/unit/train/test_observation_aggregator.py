@@ -1,7 +1,5 @@
 """One value for all ranks in the observation, and stopping by it on all ranks at once."""
 
-from __future__ import annotations
-
 import copy
 import time
 from pathlib import Path

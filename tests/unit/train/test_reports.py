@@ -1,7 +1,5 @@
 """What rank 0 prints and writes: log, table, plots, snapshots."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,11 +40,7 @@ def images(rank: int) -> TensorDataset:
 
 
 def train(
-    comm: Communicator,
-    out: Path,
-    num_epochs: int = 2,
-    snapshot: Path | None = None,
-    **options: Any,
+    comm: Communicator, out: Path, num_epochs: int = 2, snapshot: Path | None = None, **options: Any
 ) -> nn.Module:
     from pytorch_pfn_extras.training.extensions import Evaluator
 

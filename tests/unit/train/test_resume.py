@@ -1,7 +1,5 @@
 """Iterators, logs and trainers on the same and on another number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Epochs follow the iterator, triggers fire at their ends, rank 0 writes, snapshots resume."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

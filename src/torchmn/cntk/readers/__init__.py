@@ -9,18 +9,21 @@ from torchmn.cntk.readers.deserializer import (
     HTKFeatureDeserializer,
     HTKMLFDeserializer,
     LatticeDeserializer,
+    Record,
+    StreamDef,
+    StreamDefs,
+    StreamInformation,
 )
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
-from torchmn.cntk.readers.iterable import MinibatchIterator
 from torchmn.cntk.readers.mean_image import read_mean_image, write_mean_image
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.minibatch_plan import FULL_DATA_SWEEP, INFINITELY_REPEAT
 from torchmn.cntk.readers.minibatch_source import (
+    MinibatchIterator,
     MinibatchSource,
     MinibatchSourceFromData,
     as_minibatch_source,
 )
-from torchmn.cntk.readers.streams import Record, StreamDef, StreamDefs, StreamInformation
 from torchmn.cntk.readers.user import UserDeserializer, UserMinibatchSource
 
 __all__ = [

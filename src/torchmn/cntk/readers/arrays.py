@@ -1,7 +1,5 @@
 """Arrays, tensors and lists of sequences as a chunk, and as a data set of one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +7,15 @@ import numpy as np
 import torch
 
 from torchmn.cntk.readers.assembly import join, rows_of, select
-from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, Indices, Seed, StreamData
-from torchmn.cntk.readers.streams import StreamInformation, csr_tensor
+from torchmn.cntk.readers.deserializer import (
+    Chunk,
+    ChunkInfo,
+    Indices,
+    Seed,
+    StreamData,
+    StreamInformation,
+    csr_tensor,
+)
 from torchmn.errors import UsageError
 
 

@@ -1,15 +1,20 @@
 """Sequences of several chunks as one tensor per stream."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 import torch
 
-from torchmn.cntk.readers.deserializer import Chunk, ChunkPart, Indices, Seed, StreamData
-from torchmn.cntk.readers.streams import StreamInformation, csr_tensor
+from torchmn.cntk.readers.deserializer import (
+    Chunk,
+    ChunkPart,
+    Indices,
+    Seed,
+    StreamData,
+    StreamInformation,
+    csr_tensor,
+)
 from torchmn.errors import DataError
 
 

@@ -11,9 +11,16 @@ import numpy as np
 from torchmn.cluster.units import MiB
 from torchmn.cntk.readers.ctf_index import ChunkPlace, Index, make_index
 from torchmn.cntk.readers.ctf_parse import Sequences, columns_of, describe, parse
-from torchmn.cntk.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
+from torchmn.cntk.readers.deserializer import (
+    ChunkInfo,
+    ChunkPart,
+    Indices,
+    Seed,
+    StreamData,
+    StreamDef,
+    StreamInformation,
+)
 from torchmn.cntk.readers.files import ProcessLock
-from torchmn.cntk.readers.streams import StreamDef, StreamInformation
 from torchmn.errors import DataError, UsageError
 
 Array = np.ndarray[Any, Any]
@@ -134,8 +141,8 @@ class CTFChunk:
         self.text = text
         self.begins = sequences.begins
         self.counts = sequences.counts
+        # By stream, whether each sequence has one sample of it; None: of every stream.
         self.has_one = None if self.counts is None else (self.counts == 1).all(axis=0)
-        """By stream, whether each sequence has one sample of it; None: of every stream."""
         self.may_have_ids = may_have_ids
 
     def sequences(self, indices: Indices, seed: Seed) -> Mapping[str, StreamData]:

@@ -6,8 +6,6 @@ more. `torchmn.cntk.readers.ctf_parse` has the kinds and the arrays. numba's cac
 names that module: empty it when the module is renamed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numba import njit
 

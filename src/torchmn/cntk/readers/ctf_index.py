@@ -1,7 +1,5 @@
 """The index of a CTF file: where its chunks are, and the sequences of each."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

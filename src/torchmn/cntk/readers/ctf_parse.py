@@ -1,7 +1,5 @@
 """Parsing of CTF text: where its sequences are, and their samples for a minibatch."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math
@@ -13,8 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from torchmn.cntk.readers.deserializer import ChunkPart, StreamData
-from torchmn.cntk.readers.streams import StreamDef, StreamInformation, csr_tensor
+from torchmn.cntk.readers.deserializer import (
+    ChunkPart,
+    StreamData,
+    StreamDef,
+    StreamInformation,
+    csr_tensor,
+)
 from torchmn.errors import UsageError, require
 
 Array = np.ndarray[Any, Any]

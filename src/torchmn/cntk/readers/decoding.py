@@ -3,8 +3,6 @@
 Both give the same bits; simplejpeg takes half of Pillow's time.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -54,11 +52,7 @@ def image_size(content: bytes) -> tuple[int, int]:
 
 
 def decode(
-    content: bytes,
-    channels: int,
-    *,
-    reduction: Reduction = 1,
-    memory: ImageMemory | None = None,
+    content: bytes, channels: int, *, reduction: Reduction = 1, memory: ImageMemory | None = None
 ) -> Image:
     """An image (height, width, channels), uint8: blue, green, red, or grey for one channel.
 

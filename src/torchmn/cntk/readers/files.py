@@ -1,7 +1,5 @@
 """Opening the files that deserializers read."""
 
-from __future__ import annotations
-
 import os
 import stat
 import threading

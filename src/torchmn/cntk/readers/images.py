@@ -17,9 +17,17 @@ import torch
 
 from torchmn.cluster.units import KiB, MiB
 from torchmn.cntk.readers.decoding import ImageMemory, decode
-from torchmn.cntk.readers.deserializer import ChunkInfo, ChunkPart, Indices, Seed, StreamData
+from torchmn.cntk.readers.deserializer import (
+    ChunkInfo,
+    ChunkPart,
+    Indices,
+    Seed,
+    StreamData,
+    StreamDef,
+    StreamInformation,
+    csr_tensor,
+)
 from torchmn.cntk.readers.files import ProcessLock, open_file
-from torchmn.cntk.readers.streams import StreamDef, StreamInformation, csr_tensor
 from torchmn.cntk.readers.transforms import (
     NUM_VIEWS,
     Color,

@@ -16,11 +16,11 @@ from torchmn.cntk.readers.deserializer import (
     Indices,
     Seed,
     StreamData,
+    StreamInformation,
     has_one_sample,
     sequence_lengths,
 )
 from torchmn.cntk.readers.files import ProcessLock
-from torchmn.cntk.readers.streams import StreamInformation
 from torchmn.errors import DataError, UsageError
 
 
@@ -201,10 +201,7 @@ def _keys(infos: list[ChunkInfo]) -> list[Hashable] | None:
 
 
 def _match(
-    wanted: Sequence[Hashable],
-    keys: Sequence[Hashable],
-    first: Deserializer,
-    other: Deserializer,
+    wanted: Sequence[Hashable], keys: Sequence[Hashable], first: Deserializer, other: Deserializer
 ) -> Indices:
     """For each key, where it is in another deserializer."""
     places = {key: number for number, key in enumerate(keys)}

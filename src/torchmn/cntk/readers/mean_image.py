@@ -1,7 +1,5 @@
 """Mean images in XML files as OpenCV and CNTK write them."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, Literal, get_args

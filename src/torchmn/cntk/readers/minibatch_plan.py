@@ -18,8 +18,8 @@ FULL_DATA_SWEEP = 2**64 - 2
 DEFAULT_WINDOW_IN_CHUNKS = 128
 
 
+# The sequences of a minibatch over all partitions.
 PlannedMinibatch = GlobalMinibatch | TruncatedMinibatch
-"""The sequences of a minibatch over all partitions."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class MinibatchPlan:
         if not window_in_chunks and not window_in_samples:
             window_in_chunks = DEFAULT_WINDOW_IN_CHUNKS
         self._sequences = SequenceOrder(infos, seed, window_in_chunks, window_in_samples)
+        # Of sequences, or of their pieces: both have the same methods.
         self._order: Any = self._sequences
-        """Of sequences, or of their pieces: both have the same methods."""
         if truncation_length:
             self._order = TruncatedOrder(self._sequences, truncation_length)
         self._settings = {
@@ -171,11 +171,7 @@ class MinibatchPlan:
 
     def state(self, progress: Progress) -> dict[str, Any]:
         """Numbers for a checkpoint."""
-        return {
-            **progress.position.state(),
-            "num_samples": progress.num_samples,
-            **self._settings,
-        }
+        return {**progress.position.state(), "num_samples": progress.num_samples, **self._settings}
 
     def restored(self, state: Mapping[str, Any]) -> Progress:
         """The inverse of `state`. Raises UsageError: the state is that of another plan."""

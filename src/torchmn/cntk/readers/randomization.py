@@ -19,9 +19,14 @@ from typing import Any
 import numpy as np
 
 from torchmn.cntk.readers.assembly import empty, gather, join
-from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, Indices, sequence_lengths
+from torchmn.cntk.readers.deserializer import (
+    Chunk,
+    ChunkInfo,
+    Indices,
+    StreamInformation,
+    sequence_lengths,
+)
 from torchmn.cntk.readers.minibatch import MinibatchData
-from torchmn.cntk.readers.streams import StreamInformation
 from torchmn.data.permutations import keyed_permutation
 from torchmn.errors import DataError, UsageError
 

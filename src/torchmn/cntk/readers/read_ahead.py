@@ -15,17 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
-from torchmn.cntk.readers.deserializer import Chunk, Deserializer
+from torchmn.cntk.readers.deserializer import Chunk, Deserializer, StreamInformation
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.minibatch_plan import MinibatchPlan, PlannedMinibatch, Progress, Request
-from torchmn.cntk.readers.streams import StreamInformation
 from torchmn.errors import DataError, TorchmnError
 
 Result = TypeVar("Result")
 
+# How long the end of the interpreter waits for a read that has begun; one that hangs, as on a lost
+# network disk, does not hold it.
 EXIT_TIME_S = 5.0
-"""How long the end of the interpreter waits for a read that has begun; one that hangs, as on a lost
-network disk, does not hold it."""
 
 
 class Threads:

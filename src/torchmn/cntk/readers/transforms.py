@@ -8,8 +8,6 @@ Sizes are rounded, and colours computed, as CNTK's reader does; it takes its ran
 generators of its threads, so that ours differ.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -25,8 +23,7 @@ from torchmn.cntk.readers.mean_image import MeanLayout, read_mean_image
 from torchmn.errors import DataError, UnknownNameError, UsageError
 
 Image = np.ndarray[Any, Any]
-Shape = tuple[int, int, int]
-"""Height, width, channels."""
+Shape = tuple[int, int, int]  # height, width, channels
 
 CropType = Literal["center", "randomside", "randomarea", "multiview10"]
 JitterType = Literal["none", "uniratio"]
@@ -92,8 +89,7 @@ class Region(NamedTuple):
     left: int
     height: int
     width: int
-    is_mirrored: bool
-    """Left and right are to be exchanged."""
+    is_mirrored: bool  # left and right are to be exchanged
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,10 @@ import numpy as np
 import torch
 
 from torchmn.cntk.readers.assembly import empty, gather, join, select
-from torchmn.cntk.readers.deserializer import Chunk, StreamData
+from torchmn.cntk.readers.deserializer import Chunk, StreamData, StreamInformation
 from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.randomization import Block, Position, SequenceOrder
-from torchmn.cntk.readers.streams import StreamInformation
 from torchmn.errors import DataError
 
 

@@ -1,7 +1,5 @@
 """Base classes for deserializers and minibatch sources of your own."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,11 +7,18 @@ from typing import Any
 import torch
 
 from torchmn.cntk.readers.arrays import ArrayChunk
-from torchmn.cntk.readers.deserializer import Chunk, ChunkInfo, InfosOnDemand
+from torchmn.cntk.readers.deserializer import (
+    Chunk,
+    ChunkInfo,
+    InfosOnDemand,
+    InputMap,
+    Record,
+    StreamInformation,
+    wanted_streams,
+)
 from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.read_ahead import named_error
-from torchmn.cntk.readers.streams import InputMap, Record, StreamInformation, wanted_streams
 from torchmn.errors import DataError, UnsupportedError
 
 

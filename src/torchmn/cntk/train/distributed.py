@@ -1,7 +1,5 @@
 """CNTK's ``cntk.train.distributed``: distributed learners and the communicator."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +29,7 @@ __all__ = [
 ]
 
 
-_of_process: list[Ranks] = []
-"""The communicator that all ranks of the job share, once it was made."""
+_of_process: list[Ranks] = []  # the communicator that all ranks of the job share, once it was made
 
 
 def default_communicator() -> Ranks:

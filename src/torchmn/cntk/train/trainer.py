@@ -39,8 +39,8 @@ __all__ = ["Trainer"]
 
 
 Criterion = Callable[..., Tensor]
+# A stream of one rank's part of a minibatch.
 Argument = Tensor | MinibatchData | np.ndarray[Any, Any] | Sequence[Any]
-"""A stream of one rank's part of a minibatch."""
 
 
 class Trainer:
@@ -512,8 +512,7 @@ class MinibatchSums:
     """Sums over the samples of a minibatch, of one rank or of all."""
 
     loss: float | Tensor = 0.0
-    metric: float | Tensor | None = None
-    """None without a metric."""
+    metric: float | Tensor | None = None  # None without a metric
     num_samples: int = 0
     is_sweep_end: bool = False
 

@@ -7,8 +7,6 @@ training has passed a multiple of f; once, even if it has passed several. At the
 more if something was trained since it ran, then the test.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,12 +15,8 @@ from typing import Any
 
 import torch
 
-from torchmn.cntk.readers import (
-    MinibatchData,
-    MinibatchSource,
-    as_minibatch_source,
-)
-from torchmn.cntk.readers.streams import wanted_streams
+from torchmn.cntk.readers import MinibatchData, MinibatchSource, as_minibatch_source
+from torchmn.cntk.readers.deserializer import wanted_streams
 from torchmn.cntk.readers.user import UserSourceMinibatches
 from torchmn.cntk.schedules import minibatch_size_schedule
 from torchmn.cntk.session_config import (

@@ -11,7 +11,8 @@ et al. 2014):
                                                                                         -> all ranks
     for each j, the own rank too:    codec.decode_stripe(bytes_j, stripes[j], buffer)
     after the last bucket of an exchange, before the next exchange encodes anything:
-                                     codec.finish(is_valid=not codec.nonfinite.names("decoding"))
+                                     found = codec.nonfinite.take(fetch)
+                                     codec.finish(is_valid=codec.nonfinite.is_clear("decoding"))
 
 and before the first bucket of an exchange, codec.begin(total_scale) if the
 codec `keeps_residuals`.
@@ -26,16 +27,21 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from torchmn.comm.codecs.layout import Layout, Segment
+from torchmn.comm.streams import Deferred
 from torchmn.errors import UsageError
 
 Side = Literal["worker", "owner"]
 """Who encodes: a worker its gradient, or the owner of a stripe the mean."""
+
+IsValid = bool | Tensor
+"""Whether what an exchange decoded counts; of a GPU a 0-dim bool that stays there."""
 
 ALIGNMENT = 8  # bytes; encoded stripes must begin at a multiple of it
 
@@ -70,11 +76,12 @@ class Codec(ABC):
         if total_scale > 0:
             self.total_scale = total_scale
 
-    def finish(self, *, is_valid: bool) -> None:
+    def finish(self, *, is_valid: IsValid) -> None:
         """End an exchange: all its buckets are decoded, none of the next is encoded.
 
         ``is_valid=False`` (a gradient on some rank was not finite; the same on all ranks) undoes
-        what this exchange did to residuals.
+        what this exchange did to residuals. A tensor is not looked at by the host: what happens
+        depends on it on its device.
         """
         self.nonfinite.clear()
 
@@ -191,9 +198,9 @@ def anonymous_layout(numel: int, dtype: torch.dtype) -> Layout:
 
 
 def keep_finite_(new_residual: Tensor, residual: Tensor) -> None:
-    """Where ``new_residual`` is not finite, keep the old residual."""
+    """Where ``new_residual`` is not finite, keep the old residual. A GPU is not waited for."""
     is_finite = torch.isfinite(new_residual)
-    if not is_finite.all():
+    if new_residual.device.type != "cpu" or not is_finite.all():
         torch.where(is_finite, new_residual, residual, out=new_residual)
 
 
@@ -234,47 +241,96 @@ class NonfiniteTracker:
     """A record of one exchange. Local.
 
     What was found in *encoding* or flushing as a worker is this rank's own gradient; what was found
-    in *decoding* is known to all ranks that decode the same bytes. Flags of a GPU stay there until
-    `names` is called.
+    in *decoding* is known to all ranks that decode the same bytes. Flags of a GPU stay there: the
+    host does not wait for them unless `names` is called.
     """
 
     def __init__(self) -> None:
-        self._names: dict[When, list[str]] = {"encoding": [], "decoding": []}
-        self._unread: list[tuple[When, Layout, Tensor]] = []
+        self._found = FoundNonfinite()
 
     def record_flags(self, when: When, stripe: Layout, flags: Tensor) -> None:
         """``flags`` (num_segments,): not zero where a segment has values that are not finite."""
-        if flags.device.type == "cpu":
-            self._read(when, stripe, flags)
-        else:
-            self._unread.append((when, stripe, flags))
+        self._found.add(when, [segment.name for segment in stripe.segments], flags)
 
     def scan(self, when: When, stripe: Layout, span: Tensor) -> None:
         """Scan ``span`` (stripe.span,), and every parameter in it if something is not finite."""
-        if not known_finite(span):
-            parts = (span[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments)
-            flags = torch.stack([~torch.isfinite(part).all() for part in parts])
-            self.record_flags(when, stripe, flags)
+        if known_finite(span):
+            return
+        parts = [span[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments]
+        self.scan_each(when, [segment.name for segment in stripe.segments], parts)
 
-    def record(self, when: When, name: str) -> None:
-        """Record one parameter by its name."""
-        self._names[when].append(name)
+    def scan_each(self, when: When, names: Sequence[str], tensors: list[Tensor]) -> None:
+        """Scan tensors with a name each."""
+        if tensors:
+            # One kernel for many tensors on a GPU; of the largest magnitude none overflows.
+            largest = torch.stack(torch._foreach_norm(tensors, ord=float("inf")))
+            self._found.add(when, names, ~torch.isfinite(largest))
+
+    def is_clear(self, when: When) -> IsValid:
+        """Whether nothing was found so far. The host waits for no device."""
+        return self._found.is_clear(when)
 
     def names(self, when: When) -> list[str]:
         """The parameters, each once, in the order in which they were found. Waits for the GPU."""
-        for item in self._unread:
-            self._read(*item)
-        self._unread.clear()
-        return list(dict.fromkeys(self._names[when]))
+        return self._found.names(when)
+
+    def take(self, fetch: Callable[[Tensor], Deferred]) -> FoundNonfinite:
+        """What was found so far, on its way to the host by ``fetch``."""
+        self._found.start(fetch)
+        return self._found
 
     def clear(self) -> None:
         """Begin a new exchange."""
-        self._names = {"encoding": [], "decoding": []}
-        self._unread.clear()
+        self._found = FoundNonfinite()
 
-    def _read(self, when: When, stripe: Layout, flags: Tensor) -> None:
-        for position in flags.nonzero().flatten().tolist() if flags.any() else ():
-            self._names[when].append(stripe.segments[position].name)
+
+class FoundNonfinite:
+    """The parameters of one exchange that were not finite, known when their flags have arrived."""
+
+    def __init__(self) -> None:
+        self._names: dict[When, list[str]] = {"encoding": [], "decoding": []}
+        self._unread: list[tuple[When, Sequence[str], Tensor]] = []
+        self._deferred: Deferred | None = None
+
+    def add(self, when: When, names: Sequence[str], flags: Tensor) -> None:
+        """``flags`` (n,): not zero where the parameter of that name has been found."""
+        if flags.device.type == "cpu":
+            self._names[when] += _named(names, flags)
+        else:
+            self._unread.append((when, names, flags))
+
+    def is_clear(self, when: When) -> IsValid:
+        """Whether nothing was found."""
+        flags = [flags for each, _, flags in self._unread if each == when]
+        is_clear = not self._names[when]
+        return ~torch.cat(flags).any() & is_clear if flags else is_clear
+
+    def start(self, fetch: Callable[[Tensor], Deferred]) -> None:
+        """Start to copy flags of a device to the host."""
+        if self._unread:
+            flags = torch.cat([flags.to(torch.uint8) for _, _, flags in self._unread])
+            self._deferred = fetch(flags)
+
+    def names(self, when: When) -> list[str]:
+        """The parameters, each once, in the order in which they were found.
+
+        Waits until the flags are here.
+        """
+        if self._deferred is not None:
+            whole, self._deferred = self._deferred.get(), None
+            counts = [len(names) for _, names, _ in self._unread]
+            flags = dict(enumerate(whole.split(counts)))
+        else:
+            flags = {i: flags.cpu() for i, (_, _, flags) in enumerate(self._unread)}
+        for position, (each, names, _) in enumerate(self._unread):
+            self._names[each] += _named(names, flags[position])
+        self._unread.clear()
+        return list(dict.fromkeys(self._names[when]))
+
+
+def _named(names: Sequence[str], flags: Tensor) -> list[str]:
+    """The names whose flag, on the CPU, is not zero."""
+    return [names[i] for i in flags.nonzero().flatten().tolist()] if flags.any() else []
 
 
 def known_finite(span: Tensor) -> bool:

@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import Side, StripeCodec, span_of
+from torchmn.comm.codecs.base import IsValid, Side, StripeCodec, span_of
 from torchmn.comm.codecs.layout import Layout
 from torchmn.comm.codecs.residuals import ResidualBlock, Residuals
 from torchmn.errors import UnsupportedError, UsageError
 
 
 class ErrorFeedback(StripeCodec):
-    """Wraps any stripe codec. Memory: 8 bytes an element as a worker, 8/W as an owner.
+    """Wraps any stripe codec. Memory: 8 bytes an element, of all stripes, as worker or as owner.
 
     One object belongs to one exchange: its residuals are of that exchange's parameters.
     Raises UsageError: not a stripe codec, or one that has error feedback.
@@ -86,12 +86,10 @@ class ErrorFeedback(StripeCodec):
     def flush_residual_into(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
         """See `StripeCodec.flush_residual_into`. The residual of the stripe is zero afterwards."""
         super().flush_residual_into(values, stripe, side)
-        block = self._block(side, stripe, values.device)
-        span_of(values, stripe).add_(block.current)
-        block.pending.zero_()
-        block.is_written = True
+        self._raise_without_names(stripe)
+        self._residuals.flush_into(span_of(values, stripe), side, stripe)
 
-    def finish(self, *, is_valid: bool) -> None:
+    def finish(self, *, is_valid: IsValid) -> None:
         self._residuals.finish(is_valid=is_valid)
         self.codec.finish(is_valid=is_valid)
 
@@ -112,12 +110,15 @@ class ErrorFeedback(StripeCodec):
     def _block(
         self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
     ) -> ResidualBlock:
+        self._raise_without_names(stripe)
+        return self._residuals.block(side, stripe, device, is_owner=is_owner)
+
+    def _raise_without_names(self, stripe: Layout) -> None:
         if any(not segment.name for segment in stripe.segments):
             raise UnsupportedError(
                 f"{self.name} stores residuals by parameter name, and this buffer has no names. "
                 "Use it for the gradients of named parameters."
             )
-        return self._residuals.block(side, stripe, device, is_owner=is_owner)
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.codec!r})"

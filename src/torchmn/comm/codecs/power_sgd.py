@@ -33,7 +33,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import Codec
+from torchmn.comm.codecs.base import Codec, IsValid
 from torchmn.comm.codecs.kernels import kernels_for
 from torchmn.comm.codecs.layout import Layout, Segment, is_small
 from torchmn.comm.codecs.residuals import Residuals
@@ -101,6 +101,8 @@ class PowerSGD(Codec):
         self._q: dict[str, Tensor] = {}
         self._next_q: dict[str, Tensor] = {}
         """Q of the current exchange; valid when it ends."""
+        self._starts: dict[str, Tensor] = {}
+        """On GPUs: what replaces columns of Q that are zero."""
 
     def mean_(self, named_matrices: Iterable[tuple[str, Tensor]], comm: Ranks) -> None:
         """Make every tensor the mean over ranks of itself. *Collective.*
@@ -144,14 +146,17 @@ class PowerSGD(Codec):
             if own or uncompressed:
                 self._reduce_q(own, uncompressed, comm, dtype)
 
-    def finish(self, *, is_valid: bool) -> None:
+    def finish(self, *, is_valid: IsValid) -> None:
         """End an exchange: make its residuals and Q valid, or discard them. See `Codec.finish`."""
         super().finish(is_valid=is_valid)
         self._residuals.finish(is_valid=is_valid)
-        if is_valid:
+        if isinstance(is_valid, Tensor):
+            for name, q in self._next_q.items():
+                self._q[name] = torch.where(is_valid, q, self._q[name])
+        elif is_valid:
             self._q.update(self._next_q)
         self._next_q.clear()
-        self._step += is_valid
+        self._step += isinstance(is_valid, Tensor) or is_valid
 
     def new_instance(self) -> PowerSGD:
         return PowerSGD(self.rank, seed=self.seed)
@@ -197,14 +202,26 @@ class PowerSGD(Codec):
         return _Matrix(name, tensor, v, q, v @ (start / start.norm(dim=0)).to(v))
 
     def _without_zero_columns(self, name: str, q: Tensor) -> Tensor:
-        """Zero columns are replaced by random numbers, the same on all ranks."""
+        """Zero columns are replaced by random numbers, the same on all ranks.
+
+        On a GPU they are made before the host knows whether any are needed, so they are made once,
+        and are the same in each step.
+        """
         is_empty = ~q.any(dim=0)
+        if q.device.type != "cpu":
+            start = self._starts.get(name)
+            if start is None or start.shape != q.shape:
+                start = self._starts[name] = self._random(f"{self.seed}/{name}", q)
+            return torch.where(is_empty, start, q)
         if not is_empty.any():
             return q
-        key = zlib.crc32(f"{self.seed}/{self._step}/{name}".encode())
-        generator = torch.Generator(device="cpu").manual_seed(key)
-        new = torch.randn(q.shape, generator=generator, dtype=torch.float64, device="cpu")
-        return torch.where(is_empty, new.to(q), q)
+        return torch.where(is_empty, self._random(f"{self.seed}/{self._step}/{name}", q), q)
+
+    def _random(self, key: str, like: Tensor) -> Tensor:
+        generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(key.encode()))
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            like
+        )
 
     def _flush_residuals(self, matrices: list[_Matrix]) -> None:
         """One rank alone sends nothing: it adds its residuals."""
@@ -215,9 +232,7 @@ class PowerSGD(Codec):
 
     def _reduce_p(self, matrices: list[_Matrix], comm: Ranks) -> None:
         """Sum each P at its owner, orthogonalise it there, and gather the results."""
-        for x in matrices:
-            if not torch.isfinite(x.p).all():
-                self.nonfinite.record("encoding", x.name)
+        self.nonfinite.scan_each("encoding", [x.name for x in matrices], [x.p for x in matrices])
         owners = _owners([x.p.numel() for x in matrices], comm.size)
         chunks = [
             _joined([x.p for x, owner in zip(matrices, owners, strict=True) if owner == rank], like)
@@ -245,9 +260,8 @@ class PowerSGD(Codec):
         own_qs = [x.v.T @ x.p for x in matrices]
         plain = [tensor.to(dtype) for _, tensor in others]
         pieces = [*own_qs, *plain]
-        for (name, _), tensor in zip(others, plain, strict=True):
-            if not torch.isfinite(tensor).all():
-                self.nonfinite.record("encoding", name)
+        names = [name for name, _ in others]
+        self.nonfinite.scan_each("encoding", names, plain)
         total = comm.allreduce(_joined(pieces, pieces[0]))
         sums = _parts(total, [piece.shape for piece in pieces])
         for x, own_q, q in zip(matrices, own_qs, sums, strict=False):
@@ -259,12 +273,11 @@ class PowerSGD(Codec):
             kernels.outer_sum(x.p, q, result)
             if not is_direct:
                 x.target.copy_(result.view(x.target.shape))
-            if not (torch.isfinite(x.p).all() and torch.isfinite(q).all()):
-                self.nonfinite.record("decoding", x.name)
-        for (name, tensor), summed in zip(others, sums[len(matrices) :], strict=True):
+        for (_, tensor), summed in zip(others, sums[len(matrices) :], strict=True):
             tensor.copy_(summed)
-            if not torch.isfinite(summed).all():
-                self.nonfinite.record("decoding", name)
+        products = [x.name for x in matrices]
+        self.nonfinite.scan_each("decoding", products, [x.p for x in matrices])
+        self.nonfinite.scan_each("decoding", [*products, *names], sums)
 
     def __repr__(self) -> str:
         return f"PowerSGD(rank={self.rank})"

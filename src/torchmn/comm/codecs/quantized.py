@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import Side, StripeCodec, check_encoded, span_of
+from torchmn.comm.codecs.base import IsValid, Side, StripeCodec, check_encoded, span_of
 from torchmn.comm.codecs.kernels import kernels_for
 from torchmn.comm.codecs.kernels.wire_format import Noise, QuantizationSpec, StripePlan, plan_stripe
 from torchmn.comm.codecs.layout import Layout
@@ -111,9 +111,10 @@ class Quantized(StripeCodec):
             span.copy_(wide)
         self.nonfinite.record_flags("decoding", stripe, flags)
 
-    def finish(self, *, is_valid: bool) -> None:
+    def finish(self, *, is_valid: IsValid) -> None:
         super().finish(is_valid=is_valid)
-        self._step += self.spec.is_stochastic and is_valid
+        # On a GPU a discarded exchange uses up its random numbers too.
+        self._step += self.spec.is_stochastic and (isinstance(is_valid, Tensor) or is_valid)
 
     def warm_up(self, stripe: Layout, device: torch.device) -> None:
         """Compile the kernels for stripes of this kind: about ten seconds once per machine."""

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.comm.codecs.base import Side
-from torchmn.comm.codecs.layout import Layout
+from torchmn.comm.codecs.base import IsValid, Side
+from torchmn.comm.codecs.layout import Layout, Segment
 from torchmn.errors import UsageError
 
 State = dict[str, Any]
@@ -43,6 +43,8 @@ class ResidualBlock:
         self.current = torch.zeros(stripe.span, dtype=stripe.wide_dtype, device=device)
         self.pending = torch.zeros_like(self.current)
         self.is_written = False
+        self.is_flushed = False
+        """Whether all of it was added to values that continue unencoded."""
 
     def convert(self, scale: float) -> None:
         """Convert the current residuals to the unit of an exchange of this scale."""
@@ -75,6 +77,8 @@ class Residuals:
         self._blocks: dict[tuple[Side, Layout], ResidualBlock] = {}
         self._unassigned: dict[tuple[Side, str], list[_Piece]] = {}
         """Loaded, or of an earlier layout, until a stripe takes them."""
+        self._without: set[tuple[Side, Layout]] = set()
+        """Stripes that are known to have no residual."""
 
     def block(
         self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
@@ -86,6 +90,7 @@ class Residuals:
         """
         block = self._blocks.get((side, stripe))
         if block is None:
+            self._without.clear()
             sides: tuple[Side, ...] = (side,) if is_owner else ("worker", "owner")
             block = ResidualBlock(stripe, device, self.scale)
             for each in sides:
@@ -96,16 +101,50 @@ class Residuals:
         block.convert(self.scale)
         return block
 
-    def finish(self, *, is_valid: bool) -> None:
+    def flush_into(self, span: Tensor, side: Side, stripe: Layout) -> None:
+        """Add the residual of a stripe to ``span``, its values, which are not encoded.
+
+        Nothing is left of it then. Most stripes have none: it is that of another layout, or of
+        another owner.
+        """
+        key = (side, stripe)
+        if key in self._without:
+            return
+        if key not in self._blocks:
+            self._detach(side, stripe)
+            if not any(self._has_piece(side, segment) for segment in stripe.segments):
+                self._without.add(key)
+                return
+        block = self.block(side, stripe, span.device)
+        span.add_(block.current)
+        block.pending.zero_()
+        block.is_written = block.is_flushed = True
+
+    def _has_piece(self, side: Side, segment: Segment) -> bool:
+        first, last = segment.offset, segment.offset + segment.numel
+        return any(
+            piece.offset < last and first < piece.offset + len(piece.values)
+            for piece in self._unassigned.get((side, segment.name), ())
+        )
+
+    def finish(self, *, is_valid: IsValid) -> None:
         """Make what was written since the last call valid, or discard it.
+
+        The host cannot know which of two tensors is the valid one before a tensor has arrived: the
+        device then copies, one pass more over memory.
 
         Pieces that no stripe has taken stay: their parameters are frozen for some steps, or the
         exchange was given up before it came to them.
         """
-        for block in self._blocks.values():
-            if block.is_written and is_valid:
+        for key, block in list(self._blocks.items()):
+            if isinstance(is_valid, Tensor):
+                if block.is_written:
+                    torch.where(is_valid, block.pending, block.current, out=block.current)
+            elif block.is_written and is_valid:
+                if block.is_flushed:
+                    del self._blocks[key]
                 block.current, block.pending = block.pending, block.current
-            block.is_written = False
+            block.is_written = block.is_flushed = False
 
     def state_dict(self) -> list[State]:
         """One entry for each piece of a parameter, as copies, sorted by side, name and offset.
@@ -128,6 +167,7 @@ class Residuals:
         """Resume from `state_dict`, in whatever layout comes next."""
         self._blocks.clear()
         self._unassigned.clear()
+        self._without.clear()
         for entry in entries:
             key = (entry["side"], entry["name"])
             piece = _Piece(entry["offset"], entry["values"].clone(), scale_of(entry))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
-from torchmn.comm.base import Communicator, Granularity
+from torchmn.comm.routes.base import Granularity, Route
 
 
-class FlatCommunicator(Communicator):
+class FlatRoute(Route):
     """Blocking, one collective for everything, after backward (ChainerMN's `flat`)."""
 
     name = "flat"
@@ -18,7 +18,7 @@ class FlatCommunicator(Communicator):
         algorithm.sum_(self.world, block)
 
 
-class NaiveCommunicator(FlatCommunicator):
+class NaiveRoute(FlatRoute):
     """Blocking, one collective per parameter, after backward (ChainerMN's `naive`)."""
 
     name = "naive"

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock, ReduceScatterAllGather
-from torchmn.comm.base import Communicator
+from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.group import Group
+from torchmn.comm.routes.base import Route
 
 
-class BetweenNodes(Communicator):
+class BetweenNodes(Route):
     """Sums inside of each node first: a codec encodes only what passes between nodes."""
 
     plain_sum = ReduceScatterAllGather()
@@ -18,19 +19,19 @@ class BetweenNodes(Communicator):
 
     def _connect(self) -> None:
         nodes = self.topology.nodes
-        self._node = self._groups.with_shared_memory(self._groups.own_part("node", nodes))
+        self._node = self.groups.with_shared_memory(self.groups.own_part("node", nodes))
 
     @property
     def codec_scope(self) -> str:
         num_nodes = len(self.topology.nodes)
         return f"the {num_nodes} nodes" if num_nodes > 1 else ""
 
-    def all_valid(self, is_valid: bool) -> bool:
+    def all_valid(self, is_valid: IsValid) -> IsValid:
         """The other ranks of the node have decoded other bytes, or none; elsewhere the same."""
         return self._node.all_true(is_valid)
 
 
-class HierarchicalCommunicator(BetweenNodes):
+class HierarchicalRoute(BetweenNodes):
     """For nodes with one network adapter each (ChainerMN's `hierarchical`).
 
     Reduce to intra_rank 0 of each node, all-reduce between these leaders in stripes (all-to-all,
@@ -44,7 +45,7 @@ class HierarchicalCommunicator(BetweenNodes):
     def _connect(self) -> None:
         super()._connect()
         leaders = [ranks[0] for ranks in self.topology.nodes]
-        self._leaders = self._groups.part("leaders", leaders)
+        self._leaders = self.groups.part("leaders", leaders)
 
     @property
     def inter_node_group(self) -> Group | None:
@@ -69,7 +70,7 @@ class HierarchicalCommunicator(BetweenNodes):
         algorithm.sum_(leaders, block)
 
 
-class NonCudaAwareCommunicator(HierarchicalCommunicator):
+class NonCudaAwareRoute(HierarchicalRoute):
     """For GPUs whose network library cannot read GPU memory (ChainerMN's `non_cuda_aware`).
 
     Reduce to intra_rank 0 on the GPUs, copy to pinned host memory, all-reduce between leaders on

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
-from torchmn.comm.base import Communicator
+from torchmn.comm.routes.base import Route
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import UnsupportedError
 
 
-class PureNcclCommunicator(Communicator):
+class PureNcclRoute(Route):
     """One NCCL all-reduce per bucket over all GPUs (ChainerMN's `pure_nccl`)."""
 
     name = "pure_nccl"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torchmn.cluster.units import MiB
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
-from torchmn.comm.base import Communicator
 from torchmn.comm.group import Group
+from torchmn.comm.routes.base import Route
 from torchmn.errors import UnsupportedError
 
 _UNHIDDEN_BUCKET_BYTES = 64 * MiB  # nothing waits for a bucket: few of them need few waits
 
 
-class SingleNodeCommunicator(Communicator):
+class SingleNodeRoute(Route):
     """For ranks that share a node (ChainerMN's `single_node`).
 
     Through shared memory sums stay in full precision whatever the codec: nothing crosses between
@@ -23,14 +23,14 @@ class SingleNodeCommunicator(Communicator):
     _node: Group
 
     def check_placement(self) -> None:
-        if self.inter_size != 1:
+        if len(self.topology.nodes) != 1:
             raise UnsupportedError(
                 f"single_node supports one node only, but there are {self.topology}. "
                 "Use 'hierarchical', 'two_dimensional' or 'auto'."
             )
 
     def _connect(self) -> None:
-        self._node = self._groups.with_shared_memory(self.world)
+        self._node = self.groups.with_shared_memory(self.world)
         if not self.overlaps_backward:
             self.bucket_bytes = _UNHIDDEN_BUCKET_BYTES
 
@@ -45,7 +45,7 @@ class SingleNodeCommunicator(Communicator):
 
     @property
     def inter_node_group(self) -> Group | None:
-        """See `Communicator.inter_node_group`: through shared memory nothing is slow."""
+        """See `Route.inter_node_group`: through shared memory nothing is slow."""
         return None if self._node.transport.is_shared_memory else self._node
 
     @property

@@ -8,7 +8,7 @@ from torchmn.comm.routes.hierarchical import BetweenNodes
 from torchmn.errors import UnsupportedError
 
 
-class TwoDimensionalCommunicator(BetweenNodes):
+class TwoDimensionalRoute(BetweenNodes):
     """For nodes with several network adapters (ChainerMN's `two_dimensional`).
 
     Reduce-scatter in the node, all-reduce of each stripe with the ranks of the same intra_rank on
@@ -31,7 +31,7 @@ class TwoDimensionalCommunicator(BetweenNodes):
     def _connect(self) -> None:
         super()._connect()
         columns = list(zip(*self.topology.nodes, strict=True))
-        self._column = self._groups.own_part("column", columns)
+        self._column = self.groups.own_part("column", columns)
 
     @property
     def inter_node_group(self) -> Group | None:

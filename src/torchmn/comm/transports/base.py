@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,16 @@ COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
 }
 
 
+class QueuedWork(Protocol):
+    """What a library has queued on a device, and nobody waits for."""
+
+    def is_done(self) -> bool:
+        """Whether the device has done it. Raises the error with which it has failed."""
+
+    def abort(self, seconds: float) -> CommunicationError:
+        """End it, so that the device goes on; the error that says it took longer than a limit."""
+
+
 class TimeLimit:
     """The deadline of a collective and its wait policy.
 
@@ -53,7 +63,7 @@ class TimeLimit:
     60.0
     """
 
-    __slots__ = ("deadline", "is_eager", "reason", "seconds")
+    __slots__ = ("deadline", "is_eager", "on_queued", "reason", "seconds")
 
     def __init__(self, seconds: float, is_eager: Callable[[], bool] = lambda: True) -> None:
         self.seconds = seconds
@@ -61,6 +71,12 @@ class TimeLimit:
         self.is_eager = is_eager
         self.reason = ""
         """Why waiting longer made no sense, or for whom it was waited, where that is known."""
+        self.on_queued: Callable[[QueuedWork], None] | None = None
+        """Takes what a transport has queued on a device; None: the transport waits for it."""
+
+    def restart(self) -> None:
+        """Count from now."""
+        self.deadline = time.monotonic() + self.seconds
 
     @property
     def left_s(self) -> float:

@@ -3,18 +3,20 @@
 The groups are made from a store, without the default group: ranks may be processes or threads of
 one process, and a default group that the user has made beside us is left alone.
 
-NCCL refuses two ranks on one GPU. Where ranks share one, CUDA tensors go over gloo, through pinned
-host memory.
+NCCL refuses two ranks on one GPU, unless TORCHMN_SHARE_GPU is set (see `gpus_in_use`). Where ranks
+share one, CUDA tensors go over gloo, through pinned host memory.
 
-What is NCCL's is polled by us, for three reasons. `Work.wait` with a limit sleeps for whole
-milliseconds between two looks. Its watchdog ends the process by SIGABRT some time after a limit,
-and a script could neither report that nor save anything. And a kernel that waits for a lost peer
-occupies the GPU until it is aborted.
+What goes to NCCL is queued: a method returns when its work is on the current stream, and whoever
+gave the `TimeLimit` looks at the work (`TimeLimit.on_queued`); without such a one the method looks
+itself until the GPU has done it. NCCL's own watchdog is not used: it ends the process by SIGABRT
+some time after a limit, and a script could neither report that nor save anything. A kernel that
+waits for a lost peer occupies the GPU until it is aborted.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import threading
@@ -42,7 +44,7 @@ from torchmn.comm.transports.base import (
     poll_until,
 )
 from torchmn.comm.transports.staging import Staging
-from torchmn.errors import PeerLostError, TimeLimitError, TorchmnError, UnsupportedError
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, UnsupportedError
 
 _GLOO_REDUCES = {
     torch.float32,
@@ -63,7 +65,7 @@ _POLLS_BEFORE_YIELD = 200
 _NO_LIMIT = timedelta(days=30)  # of NCCL's own: ours come first
 _CLOSE_S = 60.0
 _ABORT_S = 10.0
-_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 _making_nccl = threading.Lock()
 _CAN_BE_LAZY = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
 """torch 2.6 and 2.7 connect all ranks with each other at once."""
@@ -212,23 +214,33 @@ class TorchDistributedTransport(Transport):
             raise _translate(error, what, limit.seconds) from error
 
     def _on_nccl(self, start: Start, what: str, limit: TimeLimit) -> None:
-        """Start something on NCCL and return when the GPU has done it.
+        """Queue something of NCCL on the current stream.
 
         Threads take turns to start: of a chain of modules each has messages of its own, and a group
         of messages is a state of the process group.
         """
+        group = self._nccl
         try:
             with self._nccl_turn:
-                work = start(self._nccl)
-            if work is None:
+                started = start(group)
+            if started is None:
                 return
-            if not poll_until(work.is_completed, limit, _POLLS_BEFORE_YIELD):
-                raise RuntimeError("timed out")
-            work.wait()  # it has ended: raises its error, and orders the current stream after it
+            started.wait()  # the current stream waits for it; the host does not
         except RuntimeError as error:
-            self._has_failed.set()
-            _run_within(_ABORT_S, self._nccl.abort)  # or its kernel would occupy the GPU
-            raise _translate(error, what, limit.seconds) from error
+            raise self._failed(group, error, what, limit.seconds) from error
+        work = _NcclWork(self, group, started, what)
+        if limit.on_queued is not None:
+            limit.on_queued(work)
+        elif not poll_until(work.is_done, limit, _POLLS_BEFORE_YIELD):
+            raise work.abort(limit.seconds)
+
+    def _failed(
+        self, group: Any, error: RuntimeError, what: str, seconds: float
+    ) -> CommunicationError:
+        """End everything of NCCL, or its kernels would occupy the GPU; what to raise instead."""
+        self._has_failed.set()
+        _run_within(_ABORT_S, group.abort)
+        return _translate(error, what, seconds)
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         part = TorchDistributedTransport(
@@ -275,6 +287,31 @@ Start = Callable[[Any], Any]
 """Starts something on a process group and returns its work."""
 
 
+class _NcclWork:
+    """Something of NCCL that a GPU will do: a `QueuedWork`."""
+
+    def __init__(
+        self, transport: TorchDistributedTransport, group: Any, work: Any, what: str
+    ) -> None:
+        self._transport = transport
+        self._group = group
+        self._work = work
+        self._what = what
+
+    def is_done(self) -> bool:
+        try:
+            if not self._work.is_completed():
+                return False
+            self._work.wait()  # it has ended: this raises its error
+        except RuntimeError as error:
+            raise self._transport._failed(self._group, error, self._what, math.inf) from error
+        return True
+
+    def abort(self, seconds: float) -> CommunicationError:
+        late = RuntimeError("timed out")
+        return self._transport._failed(self._group, late, self._what, seconds)
+
+
 def _nccl(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = _NO_LIMIT
@@ -284,16 +321,20 @@ def _nccl(store: Any, rank: int, size: int) -> Any:
 
 @contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """NCCL groups made inside do not end the process: torch reads this when it makes one."""
-    before = os.environ.get(_ERROR_HANDLING)
-    os.environ[_ERROR_HANDLING] = "0"
+    """NCCL groups made inside do not end the process, and `wait` does not wait on the host.
+
+    torch reads these variables when it makes a group.
+    """
+    before = {name: os.environ.get(name) for name in _OF_NCCL}
+    os.environ.update(_OF_NCCL)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_ERROR_HANDLING]
-        else:
-            os.environ[_ERROR_HANDLING] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _batch(group: Any, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Any:
@@ -384,7 +425,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
-def _translate(error: Exception, what: str, seconds: float) -> TorchmnError:
+def _translate(error: Exception, what: str, seconds: float) -> CommunicationError:
     """The torchmn error for an error of gloo or NCCL."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lowered = text.lower()

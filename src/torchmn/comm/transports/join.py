@@ -397,7 +397,7 @@ def _make_default_world(comm: Communicator) -> None:
             )
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    _, server = meet(launched, comm.first_timeout_s)
+    _, server = meet(launched, comm.world.first_timeout_s)
     atexit.register(_destroy_default_world)
     dist.init_process_group(
         backend,

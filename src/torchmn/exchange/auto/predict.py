@@ -52,12 +52,10 @@ class StepFacts:
 
     compute_s: float
     backward_s: float
-    gradients: tuple[ReadyGradient, ...]
-    """In the order in which they become ready."""
-    after_s: float = 0.0
-    """Of ``compute_s``, what comes after backward: the optimizer."""
+    gradients: tuple[ReadyGradient, ...]  # in the order in which they become ready
+    after_s: float = 0.0  # of ``compute_s``, what comes after backward: the optimizer
+    # Of single steps of all ranks from ``compute_s``, as shares of it.
     deviations: tuple[float, ...] = ()
-    """Of single steps of all ranks from ``compute_s``, as shares of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,12 +112,9 @@ class PredictedStep:
     """Seconds of a step: ``seconds`` is the sum of the others."""
 
     compute_s: float
-    coding_s: float
-    """What codecs and sending take from the training thread's core."""
-    exposed_s: float
-    """Waits for the exchange."""
-    straggler_s: float
-    """Waits for slower ranks."""
+    coding_s: float  # what codecs and sending take from the training thread's core
+    exposed_s: float  # waits for the exchange
+    straggler_s: float  # waits for slower ranks
 
     @property
     def seconds(self) -> float:
@@ -200,11 +195,9 @@ class _Bucket:
     """Gradients that are exchanged together."""
 
     ready_s: float
-    numel: float
-    """Of those that are encoded."""
+    numel: float  # of those that are encoded
     nbytes: float
-    small_nbytes: float
-    """Of those that are not."""
+    small_nbytes: float  # of those that are not
 
 
 class _Exchange:
@@ -333,10 +326,8 @@ class Crossing:
     """Of one buffer. ``share`` times its bytes cross each adapter in each direction."""
 
     share: float
-    num_rounds: int
-    """Messages that wait for each other."""
-    num_messages: int
-    """Messages that a rank sends, those of one round to different ranks."""
+    num_rounds: int  # messages that wait for each other
+    num_messages: int  # messages that a rank sends, those of one round to different ranks
 
 
 def crossing(route: str, num_hosts: int, ranks_per_host: int, *, is_encoded: bool) -> Crossing:
@@ -444,10 +435,9 @@ class StepSimulation:
     def __init__(self, num_cores: float = 1.0) -> None:
         self.now_s = 0.0
         self._num_cores = num_cores
+        # Started and not complete, in order; the first one is in progress.
         self._exchanges: dict[object, deque[Part]] = {}
-        """Started and not complete, in order; the first one is in progress."""
-        self._left_s = 0.0
-        """What the part in progress still takes; 0 before it begins."""
+        self._left_s = 0.0  # what the part in progress still takes; 0 before it begins
 
     def compute(self, seconds: float) -> None:
         """The training thread needs a core for this long; nothing happens if it is not positive."""

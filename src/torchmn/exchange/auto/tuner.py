@@ -97,28 +97,19 @@ class Autotuner:
     the same bits.
     """
 
-    def __init__(
-        self,
-        space: SearchSpace,
-        *,
-        retune: bool = False,
-    ) -> None:
+    def __init__(self, space: SearchSpace, *, retune: bool = False) -> None:
         self.space = space
         self.retune = retune
-        self.plan: Plan | None = None
-        """The selected plan; None during the measurements."""
-        self.reason = ""
-        """Why it was selected, in three lines."""
+        self.plan: Plan | None = None  # the selected plan; None during the measurements
+        self.reason = ""  # why it was selected, in three lines
         self.trials: list[Trial] = []
-        self.planned_s = 0.0
-        """Seconds of a step with the selected plan, when it was selected."""
+        self.planned_s = 0.0  # seconds of a step with the selected plan, when it was selected
         self._untried: list[Plan] = []
         self._trying: Plan | None = None
         self._must_start_over = False
-        self._num_passes = 0
-        """Backward passes since the last step."""
+        self._num_passes = 0  # backward passes since the last step
+        # Schedules that cannot work in this script, or gain nothing, with the reason.
         self._excluded: dict[str, str] = {}
-        """Schedules that cannot work in this script, or gain nothing, with the reason."""
         self._timer = StepTimer()
 
     def attach(self, optimizer: MultiNodeOptimizer) -> None:
@@ -127,7 +118,7 @@ class Autotuner:
         self._default = Plan(
             schedule=next(iter(self.space.schedules)),
             codec=self.space.codecs[0],
-            bucket_bytes=optimizer.reducer.comm.bucket_bytes,
+            bucket_bytes=optimizer.communicator.route.bucket_bytes,
         )
         self._using = self._default
 
@@ -199,7 +190,7 @@ class Autotuner:
         """Time links and codecs, and select the plans to try."""
         comm = self._optimizer.reducer.comm
         self.trials.append(Trial(self._default, self._slowest_s()))
-        group = comm.inter_node_group
+        group = comm.route.inter_node_group
         link = None
         if group is not None:
             link = comm.engine.call(lambda: measure_links(group, comm.device))

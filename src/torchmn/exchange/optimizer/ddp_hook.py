@@ -32,7 +32,7 @@ from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Codec, Layout
 from torchmn.comm.engine import Work
 from torchmn.comm.object_codec import Trust
-from torchmn.comm.routes.flat import FlatCommunicator
+from torchmn.comm.routes.flat import FlatRoute
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.compiling import not_compiled
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
@@ -192,7 +192,7 @@ class DdpHook:
 
     def _forget_buckets(self) -> None:
         """DDP rebuilds its buckets after the first step: drop the memory of messages."""
-        self._algorithm = self.communicator.allreduce_algorithm(self._codec)
+        self._algorithm = self.communicator.route.allreduce_algorithm(self._codec)
         self._layouts = {}
 
     # ---- during backward ----
@@ -218,9 +218,11 @@ class DdpHook:
         self._futures.append((future, buffer))
         index, step = bucket.index(), self._num_passes
         if not bucket.is_last():
-            self._works.append(comm.start_sum_(block, self._algorithm, bucket=index, step=step))
+            self._works.append(
+                comm.route.start_sum_(block, self._algorithm, bucket=index, step=step)
+            )
             return future
-        comm.sum_(block, self._algorithm, bucket=index, step=step, on_complete=self._finish)
+        comm.route.sum_(block, self._algorithm, bucket=index, step=step, on_complete=self._finish)
         for work in self._works:
             work.wait()
         self._note_nonfinite()
@@ -281,7 +283,7 @@ class DdpHook:
         }
         # What one rank encodes others decode, so that ranks in one group agree; a group of one
         # leader decodes nothing and has only seen what it encoded.
-        self._was_finite = self.communicator.all_valid(not any(self._seen.values()))
+        self._was_finite = bool(self.communicator.route.all_valid(not any(self._seen.values())))
         codec.finish(is_valid=self._was_finite)
 
     def _note_nonfinite(self) -> None:
@@ -348,8 +350,8 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> Communicator
         cuda_device=cuda_device,
         supports_nccl=len({gpu for _, gpu in found}) == size,  # none of them shares its GPU
     )
-    return FlatCommunicator(
-        transport, Topology(hosts), device=device, timeout_s=timeout_s, trust=Trust()
+    return Communicator(
+        FlatRoute, transport, Topology(hosts), device=device, timeout_s=timeout_s, trust=Trust()
     )
 
 

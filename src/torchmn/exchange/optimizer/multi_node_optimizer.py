@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
-from torchmn.comm.training_start import training_start
+from torchmn.comm.training_start import training_start, training_steps
 from torchmn.compiling import not_compiled
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.learning_rates import LearningRates
+from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.buckets import NamedParameter
@@ -114,7 +116,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         raise_if_it_has_no_hooks(inner)
         self.inner = inner
         self.communicator = comm
-        comm.num_steps = comm.num_steps or 0
+        training_steps(comm).expect()
         self.schedule = schedule
         self.tuner = tuner
         self._models = models = list(models)  # what refers to them need not refer to this
@@ -144,6 +146,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._taken_over_by = ""
         self._named = named = list[NamedParameter]()
         """The parameters that were unified last."""
+        self._batches = batches = BatchWatch(comm.divided_batches.loops)
         self._unify()
         self.reducer = GradientReducer(
             comm,
@@ -160,7 +163,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            rate=lambda: sum_of_rates(inner),
+            agreements=lambda: [
+                LearningRates(lambda: sum_of_rates(inner)),
+                ReceivedBatches(batches),
+            ],
             owner=self,
         )
         try:
@@ -245,7 +251,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def __repr__(self) -> str:
         parts = [self.schedule.name]
         if self._asked["codec"] is not None:
-            between = self.communicator.codec_scope or "no ranks"
+            between = self.communicator.route.codec_scope or "no ranks"
             parts.append(f"{self._asked['codec']} between {between}")
         return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
@@ -315,7 +321,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
         reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
-        self.communicator.num_steps = (self.communicator.num_steps or 0) + 1
+        training_steps(self.communicator).add()
         self._has_local_passes = False
         self._block_reads.end_step()
         self._follow_groups()
@@ -407,7 +413,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if tuner is not None and is_tuned:
             make = tuner.space.schedules.get(ours[0]["schedule"])
             schedule = make() if make is not None else schedule
-        state = resume.reshard(states, comm, schedule, self.reducer.buffers.reduction)
+        state = resume.reshard(states, comm, schedule, self.reducer.exchange.reduction)
         if tuner is not None and is_tuned:
             state["torchmn"]["tuner"] = tuner.reshard_state_dict([own["tuner"] for own in ours])
         return state
@@ -442,7 +448,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a non-negative finite number.")
-        if self.reducer.buffers.reduction == "sum" and weight not in (0, 1):
+        if self.reducer.exchange.reduction == "sum" and weight not in (0, 1):
             raise UsageError(
                 f"set_weight({weight}) with reduction='sum': gradients are added as they are. "
                 "Multiply the loss, or use reduction='mean', which divides by the weights. "
@@ -476,7 +482,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._asked["weight"] = "samples"
         self.reducer.contribution.is_by_samples = True
         self.reducer.contribution.shares = BatchShares(self.communicator.divided_batches)
-        self.reducer.buffers.forget_scale()
+        self.reducer.exchange.forget_scale()
         self._count_samples()
         for model in self._models:
             weigh_losses_by_samples(model)
@@ -492,12 +498,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 " and the modules of this chain are on several ranks. Measure with a model that is "
                 "whole on each rank."
             )
-        if self.reducer.means.norm_listener is not None:
+        if self.reducer.exchange.norm_listener is not None:
             raise UsageError(
                 "The norms of this optimizer's gradients are measured already. Use the "
-                f"{type(self.reducer.means.norm_listener).__name__} that was made first."
+                f"{type(self.reducer.exchange.norm_listener).__name__} that was made first."
             )
-        self.reducer.means.norm_listener = listener
+        self.reducer.exchange.norm_listener = listener
         self._count_samples()
 
     def _count_samples(self) -> None:
@@ -527,12 +533,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
         No other collective may be called inside. Raises UnsupportedError: a closure is given to
         `step` inside.
         """
-        self._is_joining = True
+        self._is_joining = self._batches.is_joining = True
         try:
             with joined(self, self._models):
                 yield
         finally:
-            self._is_joining = False
+            self._is_joining = self._batches.is_joining = False
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied, and end a partial block. *Collective.*
@@ -569,7 +575,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
-        return self.reducer.means.nonfinite.problems
+        return self.reducer.exchange.nonfinite.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""

@@ -125,7 +125,7 @@ def over_ranks(
         is_shared = reducer.is_needed
         if is_shared and reducer.num_passes == 0:  # no backward pass on this rank
             reducer.exchange_now(is_late=True)
-        if is_shared and reducer.buffers.num_sets == 1:  # the means are those of this exchange
+        if is_shared and reducer.exchange.num_sets == 1:  # the means are those of this exchange
             share_with_late_ranks(reducer)
         before_step()
         return _loss_over_ranks(loss, reducer) if is_shared else loss
@@ -140,7 +140,7 @@ def _loss_over_ranks(loss: float, reducer: GradientReducer) -> float:
     part = float(value) * weight if weight else 0.0  # the loss of nothing may be NaN
     row = torch.tensor([part, weight], dtype=torch.float64, device="cpu")
     total, total_weight = reducer.comm.allreduce(row).tolist()
-    mean = float(total if reducer.buffers.reduction == "sum" else total / (total_weight or 1))
+    mean = float(total if reducer.exchange.reduction == "sum" else total / (total_weight or 1))
     if isinstance(value, Tensor):  # as `loss.item()` is what users write
         return cast(float, torch.full_like(value, mean))
     return mean
@@ -159,7 +159,7 @@ def joined(optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> Iterat
                 optimizer.tuner.step_ended()
     schedule = optimizer.schedule
     reducer.contribution.reset()
-    reducer.buffers.forget_scale()
+    reducer.exchange.forget_scale()
     comm = reducer.comm
     gathered = comm.allgather_obj((reducer.num_passes, reducer.step))
     last = max(num for num, _ in gathered)

@@ -31,6 +31,7 @@ from torch.optim import LBFGS, Optimizer
 
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.gradient_memory import GradientState
@@ -110,17 +111,17 @@ class DoubleBuffering(Schedule):
                 "schedule='every_step'."
             )
         super().attach(reducer, inner)
+        self._exchange = reducer.exchange
         if self.delay_compensation:
-            if reducer.parameters.sparse:
-                names = [name for name, _ in reducer.parameters.sparse]
+            if self._exchange.sparse:
+                names = [name for name, _ in self._exchange.sparse]
                 raise UnsupportedError(
                     f"{reducer.comm.rank_label}: DoubleBuffering(delay_compensation="
                     f"{self.delay_compensation}) needs dense gradients, and those of {names[:3]} "
                     "are sparse. Use sparse=False, or no compensation."
                 )
-            num_added = reducer.comm.size if reducer.buffers.reduction == "sum" else 1
             self._compensation = DelayCompensation(
-                self.delay_compensation / num_added, reducer.parameters.trained
+                self.delay_compensation / self._exchange.num_added, self._exchange.trained
             )
         if self.eager:
             parameters = reducer.parameters
@@ -130,8 +131,8 @@ class DoubleBuffering(Schedule):
                     "whole gradients on each rank, and of this model ranks hold parts. Use "
                     "DoubleBuffering() or 'every_step'."
                 )
-            self._ahead = EagerStep(inner, reducer.parameters.trained, reducer.comm.rank_label)
-            reducer.keep_own_gradients()
+            self._ahead = EagerStep(inner, self._exchange.trained, reducer.comm.rank_label)
+            self._exchange.keep_own_gradients()
 
     def watch(self, models: Sequence[nn.Module]) -> None:
         """See `Schedule.watch`."""
@@ -151,20 +152,16 @@ class DoubleBuffering(Schedule):
                 "Two backward passes before step() with double_buffering: the second would add to "
                 "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
             )
-        reducer = self._reducer
-        own = reducer.take_own_gradients()
-        self._own = own if reducer.filling.context.weight else {}
-        reducer.start_remaining()
-        before, self._pending = self._pending, reducer.buffers.swap()
+        exchange = self._exchange
+        own = exchange.take_own_gradients()
+        self._own = own if exchange.own_weight else {}
+        before, self._pending = self._pending, exchange.start()
         if before is None:
-            for slot in self._pending.slots:
-                slot.parameter.grad = None
-            for _, parameter in reducer.parameters.sparse:
-                parameter.grad = None
+            exchange.clear()
         else:
             self._assign(before)
             self._has_mean = True
-            self._assigned = self._reducer.means.gradient_states()
+            self._assigned = exchange.gradient_states()
         if self._compensation is not None:
             self._compensation.note_parameters()
         if self._ahead is not None:
@@ -174,7 +171,7 @@ class DoubleBuffering(Schedule):
         """See `Schedule.step`."""
         loss = closure() if closure is not None else None
         self._was_changed = (
-            bool(self._assigned) and self._assigned != self._reducer.means.gradient_states()
+            bool(self._assigned) and self._assigned != self._exchange.gradient_states()
         )
         if self._num_backwards == 0:
             self._reducer.exchange_now(is_late=True)
@@ -188,8 +185,8 @@ class DoubleBuffering(Schedule):
         has_mean, self._has_mean = self._has_mean, False
         own, self._own = self._own, {}
         if has_mean and self._ahead is not None:
-            reducer = self._reducer  # an own part of a sum is as many times smaller
-            self._ahead.step(own, reducer.comm.size if reducer.buffers.reduction == "sum" else 1.0)
+            # an own part of a sum is as many times smaller
+            self._ahead.step(own, float(self._exchange.num_added))
         elif has_mean:
             self._inner.step()
         return loss
@@ -199,18 +196,16 @@ class DoubleBuffering(Schedule):
         self._forget()
         if self._pending is not None:
             self._pending.wait()
-        reducer = self._reducer
-        reducer.finish_filling()
-        reducer.start_remaining()
+        self._reducer.finish_filling()
+        sums = self._exchange.start()
         if self._pending is not None:
-            reducer.means.discard(self._pending)
-        filling = reducer.filling
-        filling.wait()
-        if filling.num_active:  # in the same turns as the others: their buckets belong together
-            self._pending = reducer.buffers.swap()
+            self._exchange.discard(self._pending)
+        sums.wait()
+        if sums.num_active:  # in the same turns as the others: their buckets belong together
+            self._pending = sums
         else:
-            filling.restart()
-        return filling.num_active
+            self._exchange.take_back(sums)
+        return sums.num_active
 
     def on_zero_grad(self) -> None:
         """See `Schedule.on_zero_grad`. The mean in ``p.grad`` is dropped: no step applies it."""
@@ -235,8 +230,8 @@ class DoubleBuffering(Schedule):
         Raises RankMismatchError: in the step in which these means were started, the script has
         changed the gradients of this rank, and some rank had none then.
         """
-        self._reducer.means.assign(means)
-        if means.is_late_on_some and self._was_changed:
+        self._exchange.assign(means)
+        if means.footer.get(LateRanks).are_some_late and self._was_changed:
             raise RankMismatchError(
                 f"{self._reducer.comm.rank_label}: in the step before, gradients were changed "
                 "between backward() and step(), as by clip_grad_norm_, and a rank without a "
@@ -302,8 +297,7 @@ class DoubleBuffering(Schedule):
         if self._compensation is not None:
             self._compensation.load_state_dict(state.get("then", {}))
         if "pending" in state:
-            self._reducer.filling.load_means(state["pending"], state.get("pending_record"))
-            self._pending = self._reducer.buffers.swap()
+            self._pending = self._exchange.load_means(state["pending"], state.get("pending_record"))
 
 
 # A late gradient, corrected for how far the parameters have moved since it was computed.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.cluster.units import listed
+from torchmn.comm.collectives import allgather_for
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule
@@ -54,12 +55,8 @@ class EveryStep(Schedule):
         reducer = self._reducer
         if self._is_exchanged:
             reducer.warn_of_second_pass()
-        if reducer.comm.engine.is_idle:
-            reducer.reduce_remaining()
-        else:
-            reducer.start_remaining()
-        means = reducer.buffers.swap()
-        reducer.means.assign(means)
+        means = reducer.exchange.send()
+        reducer.exchange.assign(means)
         self.num_active, self.num_samples = means.num_active, means.num_samples
         self._is_exchanged = True
 
@@ -122,23 +119,23 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     exchange for one after another, so that this would come in another order than on others. On all
     ranks: a late rank's own gradients were changed.
     """
-    comm = reducer.comm
-    if not reducer.means.are_late_on_some:
+    comm, exchange = reducer.comm, reducer.exchange
+    if not exchange.are_late_on_some:
         if reducer.were_own_changed:
             warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
         return
-    if reducer.parameters.are_sharded or reducer.means.are_joint:
-        if reducer.is_active and not reducer.is_late and reducer.means.were_changed:
+    if exchange.are_sharded or exchange.are_joint:
+        if reducer.is_active and not reducer.is_late and exchange.were_changed:
             raise RankMismatchError(f"{comm.rank_label}: {_NOT_SHARED}")
         return
     is_late = reducer.is_late or not reducer.is_active
     own_state = (is_late, reducer.were_own_changed)
-    states = comm.allgather_for("state of late ranks", own_state)
+    states = allgather_for(comm, "state of late ranks", own_state)
     changed = [rank for rank, (_, was_changed) in enumerate(states) if was_changed]
     if changed:
         raise RankMismatchError(f"{comm.rank_label}: on {listed('rank', changed)} {_CHANGED}")
     source = [is_late for is_late, _ in states].index(False)
-    parameters = [parameter for _, parameter in reducer.parameters.trained()]
+    parameters = [parameter for _, parameter in exchange.trained()]
     own = None
     if comm.rank == source:
         own = [_sent(p.grad) for p in parameters]

@@ -136,7 +136,10 @@ class Phases(Schedule):
             self._num_every_step_samples += phase.num_samples
             # Not in step(), which a GradScaler may skip; but a closure may be called again, and
             # late ranks first take over the gradients of this phase, in step().
-            if not (self._is_stepping or self._reducer.means.are_late_on_some) and self._is_over():
+            if (
+                not (self._is_stepping or self._reducer.exchange.are_late_on_some)
+                and self._is_over()
+            ):
                 self._begin_next()
                 self._unapplied = phase
 

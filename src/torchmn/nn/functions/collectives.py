@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchmn.comm import Communicator
+from torchmn.comm.collectives import allgather_for
 from torchmn.comm.reductions import OPS, UserOp
 from torchmn.compiling import not_compiled
 from torchmn.errors import RankMismatchError
@@ -200,7 +201,7 @@ def _made(
             what = f"{name} that may record gradients"
             if current_graph_task_id() != -1:
                 what += ", in backward"
-            is_recorded = any(comm.allgather_for(what, own))
+            is_recorded = any(allgather_for(comm, what, own))
         with torch.no_grad():
             return forward(), is_recorded
 

@@ -225,7 +225,7 @@ class Order:
 
     def raise_if_lost(self, comm: Communicator) -> None:
         """Raise RankMismatchError: a gradient has arrived for a graph that has been released."""
-        for peer, number, answer in comm.unread_answers():
+        for peer, number, answer in comm.replies.unread():
             if (peer, number) not in self._answered:
                 raise RankMismatchError(
                     f"{comm.rank_label}: rank {peer} has sent the gradient of recv at {answer[0]}, "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchmn.comm import Communicator
+from torchmn.comm.collectives import unread_messages
 from torchmn.comm.reductions import dense
 from torchmn.compiling import not_compiled
 from torchmn.errors import UsageError
@@ -65,7 +66,7 @@ def send(x: Tensor | Sequence[Tensor], comm: Communicator, rank: int, tag: int =
     def send_once() -> tuple[tuple[Tensor, ...], Any]:
         flags = [around.records(each) for each in xs]
         if any(flags):
-            message.number = comm.new_message_number(rank)
+            message.number = comm.replies.new_number(rank)
         content = (_MARK, message.number, exchange.line, flags, is_tuple, sent)
         comm.send_obj(content, rank, tag)
         return (), (message.number, flags)
@@ -189,10 +190,10 @@ class _Message:
         flags = [g is not None and torch.is_grad_enabled() and g.requires_grad for g in grads]
         answer = _Message(self.comm, self.peer)
         if any(flags):
-            answer.number = self.comm.new_message_number(self.peer)
+            answer.number = self.comm.replies.new_number(self.peer)
         values = tuple(None if g is None else g.detach() for g in grads)
         content = (self.line, answer.number, flags, values)
-        self.comm.send_back(content, self.peer, self.number)
+        self.comm.replies.send(content, self.peer, self.number)
         if not any(flags):
             return (), None
         exchange = Exchange(self.comm, f"gradient to rank {self.peer}", answer.recv_gradient)
@@ -204,7 +205,7 @@ class _Message:
     def recv_gradient(self, grads: list[Tensor | None]) -> tuple[Gradients, Tensor | None]:
         """Wait for the gradients of what was sent, None where there is none."""
         answer = _Message(self.comm, self.peer)
-        _, answer.number, flags, values = self.comm.recv_back(self.peer, self.number)
+        _, answer.number, flags, values = self.comm.replies.recv(self.peer, self.number)
         order_of(self.comm).raise_if_lost(self.comm)
         if not torch.is_grad_enabled() or not any(flags):
             return values, None
@@ -218,7 +219,7 @@ def _unread(comm: Communicator) -> str:
     """For errors: the lines of the messages that were sent instead."""
     lines = [
         f" Rank {source} sent tag {tag} at {content[2]}."
-        for source, tag, content in comm.unread_messages()
+        for source, tag, content in unread_messages(comm)
         if _is_ours(content)
     ]
     return "".join(lines[:4])

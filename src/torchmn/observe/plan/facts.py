@@ -8,8 +8,6 @@ rate = "10gbit"             # of the adapter of a host
 latency_s = 50e-6
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace
@@ -32,8 +30,7 @@ from torchmn.exchange.auto.predict import (
 )
 from torchmn.exchange.auto.predict import PredictedStep as PredictedStep  # for who shows it
 
-PAYLOAD_SHARE = 1448 / 1514
-"""Share of an Ethernet frame, header included, that TCP carries."""
+PAYLOAD_SHARE = 1448 / 1514  # share of an Ethernet frame, header included, that TCP carries
 LOCAL_UPDATES = ("periodic_average", "block_momentum", "diloco")
 _NUM_GRADIENTS = 50
 

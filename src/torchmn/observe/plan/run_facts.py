@@ -5,8 +5,6 @@ from the core that computes shows in no phase: it is chosen such that the model'
 recorded one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

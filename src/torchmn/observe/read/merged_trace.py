@@ -4,8 +4,6 @@ Each rank's times become those of rank 0's clock. A rank has a process for each 
 torch's profiler has seen, and one more for the phases, exchanges and collectives of torchmn.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import pstats
@@ -20,8 +18,7 @@ from torchmn.record.profile_request import FOLDER
 
 MERGED = "trace.json.gz"
 _KEY, _CLOCK_EVENT = "torchmn", "torchmn clock"
-_MAX_PROCESSES = 1000
-"""Of one rank."""
+_MAX_PROCESSES = 1000  # of one rank
 _TRACKS = ("phases", "exchanges", "collectives")
 Event = dict[str, Any]
 

@@ -1,34 +1,26 @@
 """What a run has recorded, as arrays: the result of `torchmn.observe.read.run_reader`."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from torchmn.record.records import GradientTimes, RunEnd, RunStart
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int64]
 
-    Floats = NDArray[np.float64]
-    Integers = NDArray[np.int64]
-
-RUNNING_S = 120.0
-"""A run whose files were written to since is taken to continue."""
-MAX_DRIFT = 1e-3
-"""Clocks that move apart faster have jumped: crystals differ by 1e-4 at most."""
+RUNNING_S = 120.0  # a run whose files were written to since is taken to continue
+MAX_DRIFT = 1e-3  # clocks that move apart faster have jumped: crystals differ by 1e-4 at most
 
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
     """Exchanges of a rank, one a row, in order. Columns as in `records.Bucket`."""
 
-    row: Integers
-    """Of the step, in `Steps`."""
+    row: Integers  # of the step, in `Steps`
     number: Integers
     nbytes: Floats
     sent_nbytes: Floats
@@ -46,8 +38,7 @@ class Steps:
     step: Integers
     at_s: Floats
     seconds: Floats
-    phases: NDArray[np.float32]
-    """Seconds ``(steps, phases)``, in the order of `records.PHASES`."""
+    phases: NDArray[np.float32]  # seconds ``(steps, phases)``, in the order of `records.PHASES`
     samples: Floats
     sent_nbytes: Floats
     received_nbytes: Floats
@@ -91,27 +82,21 @@ class RankRecord:
     """What one rank recorded, or a sample of it."""
 
     start: RunStart
-    settings: dict[str, str]
-    """The last ones."""
+    settings: dict[str, str]  # the last ones
     steps: Steps
     sent: dict[str, float]
-    received: dict[str, float]
-    """Bytes by host, over `steps`."""
-    values: dict[str, tuple[Integers, Floats]]
-    """What the script reports, by name: steps and values."""
-    memory: tuple[Floats, Floats, Floats]
-    """``at_s``, bytes of the process, bytes of the device."""
+    received: dict[str, float]  # bytes by host, over `steps`
+    values: dict[str, tuple[Integers, Floats]]  # what the script reports, by name: steps and values
+    memory: tuple[Floats, Floats, Floats]  # ``at_s``, bytes of the process, bytes of the device
     clock: Clock
     gradient_times: list[GradientTimes]
     first_step: int
-    last_step: int
-    """Of the whole record, also where `steps` is a sample."""
+    last_step: int  # of the whole record, also where `steps` is a sample
     end: RunEnd | None
-    num_damaged: int
-    """Lines that were read and are none of ours, without a last one that was cut."""
+    num_damaged: int  # lines that were read and are none of ours, without a last one that was cut
     is_sampled: bool
+    # More than 1: the files continue those of an earlier process, which was left out.
     num_starts: int
-    """More than 1: the files continue those of an earlier process, which was left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +105,8 @@ class Run:
 
     folder: Path
     ranks: tuple[RankRecord, ...]
-    unreadable: dict[int, str]
-    """Ranks whose file does not begin as it should, and why."""
-    modified_s: float
-    """When a file was last written to, in seconds of the epoch."""
+    unreadable: dict[int, str]  # ranks whose file does not begin as it should, and why
+    modified_s: float  # when a file was last written to, in seconds of the epoch
 
     @property
     def size(self) -> int:

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
 
 from torchmn.control.codec import decode_union
 from torchmn.errors import DataError
-from torchmn.observe.read.recorded_run import Buckets, Clock, RankRecord, Run, Steps
+from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
 from torchmn.record.records import (
     FORMAT,
     PHASES,
@@ -34,18 +34,11 @@ from torchmn.record.records import (
     Value,
 )
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Integers = NDArray[np.int64]
-
 FOLDER = "steps"
-MAX_NBYTES = 128 * 2**20
-"""Of lines that are read of a run, over all its ranks."""
+MAX_NBYTES = 128 * 2**20  # of lines that are read of a run, over all its ranks
 WINDOW_STEPS = 8
+# Lines of `GradientTimes` that are kept of a rank: they are long, and similar.
 MAX_GRADIENT_TIMES = 8
-"""Lines of `GradientTimes` that are kept of a rank: they are long, and similar."""
 
 _FILE = re.compile(r"rank(\d+)(?:\.(\d+))?\.jsonl")
 _ROUND = re.compile(r"round(\d+)")

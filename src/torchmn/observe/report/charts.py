@@ -1,22 +1,15 @@
 """The charts of the page, as data for plotly.js, each with a table that shows the same."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from torchmn.observe.report.scaling import Scaling
+from torchmn.observe.read.recorded_run import Floats, Integers
 from torchmn.observe.report.summary import Summary, bits, duration, rank_list
-from torchmn.observe.report.tables import MAX_ROWS, Table, links_table, scaling_table
+from torchmn.observe.report.tables import MAX_ROWS, Scaling, Table, links_table, scaling_table
 from torchmn.record.records import PHASES
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
 
 MAX_BARS = 48
 MAX_LINES = 24
@@ -25,6 +18,7 @@ MAX_HEATMAP_ROWS = 160
 MAX_POINTS = 600
 MAX_VALUES = 6
 
+# Of the palette of Okabe and Ito, which people with any vision of colors tell apart.
 PHASE_COLORS = {
     "data": "#e69f00",
     "copy": "#f0c66b",
@@ -38,7 +32,6 @@ PHASE_COLORS = {
     "checkpoint": "#b0a46c",
     "other": "#c7c7c7",
 }
-"""Of the palette of Okabe and Ito, which people with any vision of colors tell apart."""
 MEASURED, IDEAL, FITTED = "#0072b2", "#7f7f7f", "#d55e00"
 
 Trace = dict[str, Any]
@@ -54,8 +47,7 @@ class Chart:
     layout: dict[str, Any]
     table: Table
     height: int = 320
-    is_small: bool = False
-    """Whether several fit beside each other."""
+    is_small: bool = False  # whether several fit beside each other
 
 
 def _lines(name: str, x: Any, y: Any, **style: Any) -> Trace:
@@ -352,7 +344,7 @@ def _memory(summary: Summary) -> Chart:
     )
 
 
-def _bins(count: int, limit: int) -> list[NDArray[np.int64]]:
+def _bins(count: int, limit: int) -> list[Integers]:
     return [part for part in np.array_split(np.arange(count), min(count, limit)) if len(part)]
 
 

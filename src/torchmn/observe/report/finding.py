@@ -1,7 +1,5 @@
 """One finding of a report, and the words for phases."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,8 +18,7 @@ Kind = Literal[
 ]
 
 MAX_FINDINGS = 5
-MIN_SHARE = 0.02
-"""Of a step: what costs less is left out."""
+MIN_SHARE = 0.02  # of a step: what costs less is left out
 
 PHASE_TEXT: dict[Phase, str] = {
     "data": "waits for data",
@@ -55,13 +52,12 @@ class Finding:
     """One thing that limits a run."""
 
     kind: Kind
-    share: float
-    """Of the mean step, that would be saved."""
+    share: float  # of the mean step, that would be saved
     what: str
     evidence: str
     cure: str
+    # Whether something is wrong with a rank, host or link, and not the training just so.
     is_fault: bool
-    """Whether something is wrong with a rank, host or link, and not the training just so."""
     ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     phase: Phase | None = None

@@ -6,10 +6,7 @@ much as it is later than the next one. A rank is late by how long it computes it
 which it waits for the others in the exchange is not its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -34,21 +31,16 @@ from torchmn.observe.report.summary import (
 )
 from torchmn.record.records import PHASES, Phase
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-
+# Of its nominal rate that a link carries while gradients are exchanged, waiting included.
 MIN_LINK_SHARE = 0.1
-"""Of its nominal rate that a link carries while gradients are exchanged, waiting included."""
+# Of an exchange whose rate says something about the link: smaller ones are all latency.
 MIN_LINK_BYTES = 256 * KiB
-"""Of an exchange whose rate says something about the link: smaller ones are all latency."""
+# What the exchange's threads take of cores is named from this share of what it adds to a step.
 MIN_TAKEN = 0.1
-"""What the exchange's threads take of cores is named from this share of what it adds to a step."""
-MIN_LATE_END = 0.3
-"""By what part of the time of an exchange it ends later on one host, at least."""
+MIN_LATE_END = 0.3  # by what part of the time of an exchange it ends later on one host, at least
 MIN_SLOWDOWN = 0.1
 
+# Phases that are findings where they take more of a step.
 USUAL_SHARES: dict[Phase, float] = {
     "data": 0.05,
     "copy": 0.05,
@@ -59,7 +51,6 @@ USUAL_SHARES: dict[Phase, float] = {
     "checkpoint": 0.05,
     "other": 0.10,
 }
-"""Phases that are findings where they take more of a step."""
 
 
 def find(summary: Summary) -> list[Finding]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from torchmn.observe.read.recorded_run import Floats
 from torchmn.observe.report.finding import (
     CURES,
     MAX_FINDINGS,
@@ -19,19 +19,11 @@ from torchmn.observe.report.finding import (
 from torchmn.observe.report.summary import COLLECTIVE_PHASES, Summary, duration, listed, rank_list
 from torchmn.record.records import PHASES, Phase
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-
-MIN_LATE_SHARE = 0.03
-"""By how much longer than the others a late rank computes, at least."""
-SIMILAR = 0.7
-"""Ranks that are late by this part of the latest one's time are late together with it."""
-MIN_T = 4.0
-"""How many standard errors its mean lateness is above 0, at least."""
+MIN_LATE_SHARE = 0.03  # by how much longer than the others a late rank computes, at least
+SIMILAR = 0.7  # ranks that are late by this part of the latest one's time are late together with it
+MIN_T = 4.0  # how many standard errors its mean lateness is above 0, at least
+# Into which steps are divided for standard errors: neighbouring steps resemble each other.
 MAX_BLOCKS = 20
-"""Into which steps are divided for standard errors: neighbouring steps resemble each other."""
 MIN_CHANGING_SHARE = 0.05
 
 
@@ -68,11 +60,9 @@ class _Lateness:
     """How late a group of ranks is, and what would be saved if it were as fast as the others."""
 
     group: tuple[int, ...]
-    excess: Floats
-    """Seconds of each step."""
+    excess: Floats  # seconds of each step
     saved_s: float
-    replaced: Floats
-    """Own times with those of the group as the median of the others."""
+    replaced: Floats  # own times with those of the group as the median of the others
     is_significant: bool
 
     @classmethod
@@ -166,7 +156,7 @@ def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
         return evidence, CURES[phase].replace("Load", "Look at its disk and its loaders; load")
     sharing = _shares_cores(summary, late.group)
     if sharing:
-        cure = "Bind each rank to cores of its own: torchmn run does, --show-binding lists them."
+        cure = "Bind each rank to cores of its own, as torchmn run does (binding.txt of its log)."
         return sharing, cure
     late_s = float(late.excess.mean())
     queued_s = _more_than_others(summary, "run_queue_s", late.group)

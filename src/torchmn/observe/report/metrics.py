@@ -1,7 +1,5 @@
 """The state of a run as OpenMetrics text, which Prometheus' node exporter reads from a file."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,11 +9,9 @@ from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.summary import Summary, summarize
 from torchmn.record.records import PHASES
 
-LAST_STEPS = 100
-"""Means are over this number of steps."""
+LAST_STEPS = 100  # means are over this number of steps
 
-Rows = Iterable[tuple[dict[str, str], float]]
-"""Labels and value of each sample of a metric."""
+Rows = Iterable[tuple[dict[str, str], float]]  # labels and value of each sample of a metric
 
 
 def write_metrics(path: Path, file: Path) -> None:

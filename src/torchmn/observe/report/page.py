@@ -5,8 +5,6 @@ page. It was chosen for one script without other packages, charts as vectors tha
 heatmaps of any size; the script is 4.8 MB of each page.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence
@@ -17,9 +15,8 @@ from torchmn import __version__
 from torchmn.errors import require
 from torchmn.observe.report.charts import Chart, run_charts, scaling_charts
 from torchmn.observe.report.finding import Finding
-from torchmn.observe.report.scaling import Scaling
 from torchmn.observe.report.summary import Summary, duration
-from torchmn.observe.report.tables import Table, placement_table, slow_steps_table
+from torchmn.observe.report.tables import Scaling, Table, placement_table, slow_steps_table
 
 
 def plotly_script() -> str:

@@ -1,32 +1,24 @@
 """The steps of all ranks of a run side by side, and what follows from them by arithmetic."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from torchmn.cluster.units import spans
 from torchmn.errors import DataError
-from torchmn.observe.read.recorded_run import RankRecord, Run
+from torchmn.observe.read.recorded_run import Floats, Integers, RankRecord, Run
 from torchmn.record.records import NOISE_SCALE, PHASES, Phase
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-
-
+# In which a rank waits for the others; how long it takes for the rest is up to itself.
 COLLECTIVE_PHASES: tuple[Phase, ...] = ("exchange", "evaluation", "checkpoint")
-"""In which a rank waits for the others; how long it takes for the rest is up to itself."""
+# Steps at the beginning that no mean contains: allocations, compilers, first connections.
 MAX_WARMUP_STEPS = 5
-"""Steps at the beginning that no mean contains: allocations, compilers, first connections."""
 SLOW_STEP = 2.0
 MAX_SLOW_SHARE = 0.25
+# Ranks with fewer steps than this share of the longest record are left out.
 MIN_SHARE_OF_STEPS = 0.1
-"""Ranks with fewer steps than this share of the longest record are left out."""
 
 _Key = TypeVar("_Key")
 
@@ -38,8 +30,7 @@ class Link:
     source: str
     target: str
     nbytes_per_step: float
-    bytes_per_s: float
-    """While something was being exchanged."""
+    bytes_per_s: float  # while something was being exchanged
     nominal_bytes_per_s: float | None
 
     @property
@@ -55,10 +46,8 @@ class SlowStep:
     step: int
     seconds: float
     phase: Phase
-    excess_s: float
-    """By how much the phase was longer than usual."""
-    rank: int | None
-    """None: on all ranks."""
+    excess_s: float  # by how much the phase was longer than usual
+    rank: int | None  # none: on all ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,12 +56,10 @@ class Summary:
 
     run: Run
     ranks: tuple[RankRecord, ...]
-    notes: tuple[str, ...]
-    """What is to be known of the records themselves."""
-    step: NDArray[np.int64]
+    notes: tuple[str, ...]  # what is to be known of the records themselves
+    step: Integers
     phases: Floats
-    rows: tuple[NDArray[np.int64], ...]
-    """Of each rank: the rows of these steps in its `Steps`."""
+    rows: tuple[Integers, ...]  # of each rank: the rows of these steps in its `Steps`
 
     @property
     def num_warmup(self) -> int:
@@ -85,7 +72,7 @@ class Summary:
         return self.phases[self.num_warmup :]
 
     @cached_property
-    def is_slow(self) -> NDArray[np.bool_]:
+    def is_slow(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Of each steady step, whether it took more than twice as long as the median.
 
         Without evaluations and checkpoints. None is slow where such steps are the rule.
@@ -372,7 +359,7 @@ def summarize(run: Run) -> Summary:
     )
 
 
-def _rows_of(steps: NDArray[np.int64], wanted: NDArray[np.int64]) -> NDArray[np.int64]:
+def _rows_of(steps: Integers, wanted: Integers) -> Integers:
     """The last row of each step: a step that was repeated counts once."""
     order = np.argsort(steps, kind="stable")
     return np.asarray(order[np.searchsorted(steps[order], wanted, side="right") - 1])

@@ -1,7 +1,5 @@
 """The report on a terminal, and as one JSON object."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import isfinite
@@ -13,9 +11,14 @@ from rich.text import Text
 
 from torchmn.cluster.units import counted
 from torchmn.observe.report.finding import Finding
-from torchmn.observe.report.scaling import Scaling
 from torchmn.observe.report.summary import Summary, duration
-from torchmn.observe.report.tables import Table, links_table, scaling_table, slow_steps_table
+from torchmn.observe.report.tables import (
+    Scaling,
+    Table,
+    links_table,
+    scaling_table,
+    slow_steps_table,
+)
 from torchmn.record.records import PHASES
 
 MAX_ROWS = 16

@@ -1,7 +1,5 @@
 """A host's connection to the rendezvous server."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

@@ -6,8 +6,6 @@ ends with the job, with the launcher (the end of standard input) and with the re
 all processes below it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal
@@ -77,11 +75,7 @@ def main() -> int:
 
 def _take_part(order: RunHost, hosts: list[Host]) -> None:
     secret = order.secret
-    identity = HostHello(
-        host=order.host,
-        slots=order.slots,
-        versions=versions(),
-    )
+    identity = HostHello(host=order.host, slots=order.slots, versions=versions())
     channel = connect_authenticated(order.rendezvous, secret=secret, role=ROLE, identity=identity)
     host = Host(channel, stdin=sys.stdin.fileno())
     hosts.append(host)

@@ -1,7 +1,5 @@
 """An elastic job, and the commands of its processes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -11,7 +9,7 @@ from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UsageError
 from torchmn.run.elastic.host_main import RunHost
 from torchmn.run.elastic.rendezvous import RendezvousStarted, ServeRendezvous
-from torchmn.run.elastic.rendezvous_state import Limits
+from torchmn.run.elastic.rendezvous_state import JOIN_TIMEOUT_S, Limits
 from torchmn.run.job import Command, Job
 from torchmn.run.starters.remote import is_carried, remote_shell_name, to_host
 
@@ -38,16 +36,22 @@ class ElasticJob:
         return started.address
 
 
-def parse_elastic(text: str) -> tuple[int, int]:
-    """MIN and MAX of ``--elastic MIN:MAX``. Raises UsageError.
+def parse_elastic(text: str) -> tuple[int, int, float]:
+    """MIN, MAX and the seconds to wait for MIN, of ``--elastic MIN:MAX[:SECONDS]``.
+
+    Raises UsageError: it is not that.
 
     >>> parse_elastic("2:4")
-    (2, 4)
+    (2, 4, 120.0)
     """
-    minimum, colon, maximum = text.partition(":")
-    if not (colon and minimum.isdecimal() and maximum.isdecimal()):
-        raise UsageError(f"--elastic must be MIN:MAX hosts, such as 2:4, got {text!r}.")
-    return int(minimum), int(maximum)
+    parts = text.split(":")
+    if len(parts) not in (2, 3) or not all(map(str.isdecimal, parts)):
+        raise UsageError(
+            "--elastic must be MIN:MAX hosts, such as 2:4, or MIN:MAX:SECONDS with the time to "
+            f"wait for MIN, got {text!r}."
+        )
+    minimum, maximum, *seconds = map(int, parts)
+    return minimum, maximum, float(seconds[0] if seconds else JOIN_TIMEOUT_S)
 
 
 def rendezvous_process(elastic: ElasticJob, env: Mapping[str, str], address: str) -> Command:

@@ -48,8 +48,7 @@ from torchmn.run.monitor.job_result import JobResult, RankRecord
 from torchmn.run.monitor.rank_session import STOPPED, RankConnection, write_failure_report
 
 _RENDEZVOUS_START_S = 20.0
-_MARGIN_S = 10.0
-"""How much longer than the ranks' grace period the hosts have to end by themselves."""
+_MARGIN_S = 10.0  # how much longer than the ranks' grace period the hosts have to end by themselves
 
 
 class ElasticLauncher:

@@ -9,8 +9,6 @@ standard input, prints the address on which it listens, and ends with the job, o
 input ends because the launcher died.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal
@@ -36,8 +34,7 @@ from torchmn.control.messages import (
 )
 from torchmn.run.elastic.rendezvous_state import LAUNCHER, Limits, RendezvousState
 
-ROLE = "rendezvous"
-"""The role of this listener, see `torchmn.control.authenticated_listener`."""
+ROLE = "rendezvous"  # the role of this listener, see `torchmn.control.authenticated_listener`
 GOODBYE_S = 60.0
 
 

@@ -5,8 +5,6 @@ came back may join. No sockets and no clock here: events come in, with the time 
 messages for hosts and for the launcher go out.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,13 +26,15 @@ from torchmn.control.messages import (
 from torchmn.errors import UsageError
 from torchmn.run.host_checks import differences
 
-LAUNCHER = ""
-"""The recipient of messages for the launcher; no host has an empty name."""
+LAUNCHER = ""  # the recipient of messages for the launcher; no host has an empty name
 _STOP_MARGIN_S = 30.0
+# How long a host that is connected may take until its agent runs, which imports torch.
 _START_LIMIT_S = 60.0
-"""How long a host that is connected may take until its agent runs, which imports torch."""
 
 State = Literal["starting", "ready", "running", "stopping", "finished"]
+
+
+JOIN_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Limits:
     min_hosts: int
     max_hosts: int
     max_restarts: int = 3
-    join_timeout_s: float = 120.0
+    join_timeout_s: float = JOIN_TIMEOUT_S
     grace_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -61,7 +61,8 @@ class Limits:
             raise UsageError(f"--max-restarts must be at least 0, got {self.max_restarts}.")
         if not 0 < self.join_timeout_s < float("inf"):
             raise UsageError(
-                f"--join-timeout must be a positive number of seconds, got {self.join_timeout_s}."
+                "The SECONDS of --elastic MIN:MAX:SECONDS must be a positive number, got "
+                f"{self.join_timeout_s:g}."
             )
 
 
@@ -271,7 +272,7 @@ class RendezvousState:
         causes = f"{'; '.join(self._reasons)}; " if self._reasons else ""
         self._end(
             f"{causes}{counted(len(here), 'host')} joined ({', '.join(here) or 'none'}) within "
-            f"{self._limits.join_timeout_s:g} s (--join-timeout), but at least "
+            f"{self._limits.join_timeout_s:g} s (--elastic MIN:MAX:SECONDS), but at least "
             f"{self._limits.min_hosts} are needed"
         )
 

@@ -1,7 +1,5 @@
 """torchrun's agent, with our rendezvous in place of its own. Imports torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 
@@ -21,8 +19,8 @@ from torchmn.run.job import worker_command
 from torchmn.torch_private import HashStore, Store
 
 _POLL_S = 0.1
+# The rendezvous counts restarts for all hosts together, so the agent of one need not.
 _NO_LIMIT = 1_000_000_000
-"""The rendezvous counts restarts for all hosts together, so the agent of one need not."""
 
 
 def run_agent(

@@ -16,8 +16,6 @@ keeps that variable. Only `torchmn.run.install_crash_handler` reads it: a Python
 such a command starts is monitored from that call on.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import io
@@ -39,8 +37,7 @@ from typing import NoReturn
 from torchmn.control.script import show_exception
 from torchmn.run.monitor import script_monitor
 
-_FLAGS = re.compile("-[bBdEIOPqsSuvx]+")
-"""Options of the interpreter that take no argument."""
+_FLAGS = re.compile("-[bBdEIOPqsSuvx]+")  # options of the interpreter that take no argument
 
 
 def with_bootstrap(argv: Sequence[str]) -> list[str]:

@@ -4,30 +4,21 @@ Used by the process that is connected to all ranks: the supervisor of ``torchmn 
 another launcher the monitor server. It is given the time, and has no effects.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 
-from torchmn.control.hang_report import (
-    EARLY_END,
-    HangReport,
-    RankStatus,
-    report,
-    report_of_joining,
-)
+from torchmn.control.hang_report import EARLY_END, HangReport, RankStatus, report, report_of_joining
 from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
 from torchmn.errors import SAVED_STATUS
 from torchmn.run.monitor.job_result import RankRecord
 
-_CAUSE_S = 1.0
-"""How much later a cause may be reported than its consequences."""
+_CAUSE_S = 1.0  # how much later a cause may be reported than its consequences
+# How long a script may take to reply, and longer for each rank on its host: replies wait for a
+# core. On two cores, with twenty other programs, the last of 64 took 1.0 s.
 _REPLY_S, _REPLY_S_PER_RANK, _MAX_REPLY_S = 2.0, 0.01, 4.0
-"""How long a script may take to reply, and longer for each rank on its host: replies wait for a
-core. On two cores, with twenty other programs, the last of 64 took 1.0 s."""
+# How much longer the agents may take, and how long at most: with a grace period of 5 s a job that
+# hangs then ends within 10 s of its limit.
 _AGENT_MARGIN_S, _MAX_REPLIES_S = 1.0, 4.5
-"""How much longer the agents may take, and how long at most: with a grace period of 5 s a job that
-hangs then ends within 10 s of its limit."""
 
 
 class FailureDetector:

@@ -3,8 +3,6 @@
 Pure functions of the records of all ranks.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -20,12 +18,11 @@ from torchmn.control.messages import Exit, Failed, Joining, Overdue, StatusReply
 from torchmn.control.processes import signal_name
 from torchmn.errors import SAVED_STATUS, shell_code
 
+# Where each run makes its log folder, unless the user names another place.
 LOG_DIR = Path("torchmn-logs")
-"""Where each run makes its log folder, unless the user names another place."""
-HANG_FILE = "hang.txt"
-"""In the log folder: what all ranks did when the job was found to hang."""
+HANG_FILE = "hang.txt"  # in the log folder: what all ranks did when the job was found to hang
+# In the log folder: the summary, and the end of stderr of the rank that failed first.
 FAILURE_FILE = "failure.txt"
-"""In the log folder: the summary, and the end of stderr of the rank that failed first."""
 _MAX_ERROR_CHARS = 600
 
 

@@ -7,8 +7,6 @@ all ranks, and ends the script when the server requests it or is lost. Its `Orde
 standard input. It exits soon after the script.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal
@@ -49,9 +47,9 @@ from torchmn.run.monitor.server import ROLE
 _PERIOD_S = 0.2
 _SERVER_MODULE = "torchmn.run.monitor.server"
 _DISCONNECT_S = 10.0
+# How long the parent of the script may take to see its end. Ranks that the server ends later than
+# that do not take its place in the launcher's own report. The server waits for a cause longer.
 _REAPED_S = 1.0
-"""How long the parent of the script may take to see its end. Ranks that the server ends later than
-that do not take its place in the launcher's own report. The server waits for a cause longer."""
 _UNKNOWN_END = (
     "terminated without a report: by SIGKILL (sent by another process, or because memory ran out) "
     "or by os._exit; the program that started it may report more"

@@ -5,8 +5,6 @@ The one control loop of a job. `torchmn run` runs it over its agents
 launcher started. Nothing here starts, signals or reaps a process.
 """
 
-from __future__ import annotations
-
 import os
 import selectors
 import signal
@@ -38,8 +36,8 @@ from torchmn.run.monitor.failure_detector import FailureDetector
 from torchmn.run.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
 
 STOPPED = "is stopped by a signal"
+# How many limits an agent on this host may take that is not stopped: its disk may block it.
 _BUSY_LIMITS = 4
-"""How many limits an agent on this host may take that is not stopped: its disk may block it."""
 
 
 @dataclass

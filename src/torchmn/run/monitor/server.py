@@ -6,8 +6,6 @@ host (`torchmn.run.install_crash_handler`). Its `Order` is a line on standard in
 prints its address. It exits when all ranks have ended.
 """
 
-from __future__ import annotations
-
 import selectors
 import signal
 import socket
@@ -29,14 +27,12 @@ from torchmn.run.monitor.rank_session import (
     write_hang_report,
 )
 
-ROLE = "monitor server"
-"""The role of the listener, see `torchmn.control.authenticated_listener`."""
+ROLE = "monitor server"  # the role of the listener, see `torchmn.control.authenticated_listener`
 _PERIOD_S = 0.2
 _CONNECT_LIMIT_S = 120.0
+# How long other ranks may take to report that they lost a peer, so that the cause comes last.
 _REPORT_DELAY_S = 1.0
-"""How long other ranks may take to report that they lost a peer, so that the cause comes last."""
-_OWN_END_S = 5.0
-"""How long a rank that failed may take to exit by itself."""
+_OWN_END_S = 5.0  # how long a rank that failed may take to exit by itself
 _END_LIMIT_S = 20.0
 
 

@@ -1,7 +1,5 @@
 """Start the agents as child processes, with the variables that torchrun would set."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torchmn.run.job import Command, Job, worker_command

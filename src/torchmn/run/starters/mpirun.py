@@ -1,7 +1,5 @@
 """Start the agents through mpirun, so that an MPI program finds its world."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

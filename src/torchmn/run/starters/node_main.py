@@ -6,8 +6,6 @@ It exits when all of them have ended, and kills what is left. The processes are 
 themselves when they lose their supervisor.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

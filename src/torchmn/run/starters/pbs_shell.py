@@ -7,8 +7,6 @@ HOST, which reads its order from a file that only this user can read, connects b
 connections to the command as standard streams. Either half ends when the other one does.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import selectors
@@ -34,10 +32,9 @@ from torchmn.errors import LaunchError, TorchmnError, shell_code
 from torchmn.run.starters.remote import PBS_COMMAND, PBS_SHELL
 
 _ROLE = "remote shell"
+# The connections of one command: its input and output, its errors, and its exit status.
 _STREAMS = ("stdio", "stderr", "status")
-"""The connections of one command: its input and output, its errors, and its exit status."""
-_LOST_STATUS = 255
-"""As ssh's, for everything that is not the command's own end."""
+_LOST_STATUS = 255  # as ssh's, for everything that is not the command's own end
 _END_S = 10.0
 _CHUNK_BYTES = 1 << 16
 

@@ -6,8 +6,6 @@ would end what has no handler for them, such as Open MPI's daemon, before the ra
 they are ignored there: the launcher informs the ranks, whose agents have handlers.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

@@ -4,8 +4,6 @@ Environment and secret are sent on the standard input of a command, not on its c
 other users of the host could read.
 """
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess
@@ -27,17 +25,16 @@ from torchmn.run.starters.node_main import ProcessOrder, StartProcesses
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 PBS_COMMAND, PBS_SHELL = "pbs_tmrsh", "torchmn.run.starters.pbs_shell"
 QRSH_COMMAND, QRSH_SHELL = ("qrsh", "-inherit"), "torchmn.run.starters.qrsh_shell"
+# Modules of ours that make a remote shell of these commands.
 _WRAPPERS = {(PBS_COMMAND,): PBS_SHELL, QRSH_COMMAND: QRSH_SHELL}
-"""Modules of ours that make a remote shell of these commands."""
 _OF_SCHEDULERS = (
     (("PBS_JOBID", "PBS_NODEFILE"), (PBS_COMMAND,)),
     (("JOB_ID", "PE_HOSTFILE"), QRSH_COMMAND),
     (("SLURM_JOB_ID", "SLURM_JOB_NODELIST"), ("srun", "--overlap", "-Q", "-N1", "-n1", "-w")),
 )
-NO_SHELL = ("srun",)
-"""Remote shells that run a command, not a line for a shell."""
+NO_SHELL = ("srun",)  # remote shells that run a command, not a line for a shell
+# How long a host may take to answer; a scheduler starts a task there first.
 _ANSWER_S, _SCHEDULER_ANSWER_S = 10.0, 30.0
-"""How long a host may take to answer; a scheduler starts a task there first."""
 _CARRIED = (
     *("TORCHMN_", "NCCL_", "GLOO_", "OMP_", "MKL_", "KMP_", "CUDA_", "TORCH_", "PYTORCH_"),
     *("OMPI_MCA_", "PRTE_MCA_", "PMIX_MCA_", "I_MPI_", "UCX_", "FI_", "HF_", "CONDA_"),

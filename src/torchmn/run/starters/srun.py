@@ -1,15 +1,13 @@
 """Start the agents as a job step of Slurm, inside an allocation or with one made for it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 
 from torchmn.errors import LaunchError
 from torchmn.run.job import THIS_HOST, Command, Job, worker_command
 
+# The PMI by which an MPI program finds its rank; `srun --mpi=list` shows those of a Slurm.
 PMIX = "pmix"
-"""The PMI by which an MPI program finds its rank; `srun --mpi=list` shows those of a Slurm."""
 
 
 def command(job: Job, env: Mapping[str, str]) -> Command:

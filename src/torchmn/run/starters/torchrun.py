@@ -1,7 +1,5 @@
 """Start the agents through torchrun, one instance of it on each host."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 

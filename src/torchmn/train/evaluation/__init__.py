@@ -3,8 +3,6 @@
 What extends the evaluators of pytorch-pfn-extras loads on first use, and needs them.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -22,8 +20,10 @@ from torchmn.train.evaluation.sums import (
 )
 
 if TYPE_CHECKING:
-    from torchmn.train.evaluation.create import create_multi_node_evaluator
-    from torchmn.train.evaluation.generic import GenericMultiNodeEvaluator
+    from torchmn.train.evaluation.create import (
+        GenericMultiNodeEvaluator,
+        create_multi_node_evaluator,
+    )
 
 __all__ = [
     "BufferRule",
@@ -41,11 +41,10 @@ __all__ = [
     "scalars_of",
     "sync_buffers_",
 ]
-_HOME = {"GenericMultiNodeEvaluator": "generic", "create_multi_node_evaluator": "create"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in ("GenericMultiNodeEvaluator", "create_multi_node_evaluator"):
         raise AttributeError(f"module 'torchmn.train.evaluation' has no attribute {name!r}")
     require("pytorch_pfn_extras", name, "torchmn[trainer]")
-    return getattr(import_module(f"torchmn.train.evaluation.{_HOME[name]}"), name)
+    return getattr(import_module("torchmn.train.evaluation.create"), name)

@@ -4,19 +4,15 @@ In data-parallel training each rank has its own running statistics of batch norm
 of shards that each rank evaluates with its own statistics would not belong to any single model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
+from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UnknownNameError
 from torchmn.exchange.replicas import persistent_buffers
-
-if TYPE_CHECKING:
-    from torchmn.comm import Communicator
 
 BufferRule = Literal["average", "rank0", "local"]
 BUFFER_RULES: tuple[BufferRule, ...] = ("average", "rank0", "local")

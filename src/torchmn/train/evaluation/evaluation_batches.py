@@ -4,8 +4,6 @@ pytorch-pfn-extras needs a DataLoader, or a dict of them. Chainer's evaluators h
 as ``SerialIterator(test, batch_size, repeat=False)``, and reset them at each evaluation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar

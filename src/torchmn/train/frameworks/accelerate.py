@@ -7,8 +7,6 @@ multi-node optimizers. The classes here are mixed with that of the object, which
 own; nothing of the two libraries is imported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
@@ -21,8 +19,7 @@ from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.replicas import parameters_of
 from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions, FrameworkOptimizer
 
-_Base: Any = object
-"""At run time the class of the object follows in the order of base classes."""
+_Base: Any = object  # at run time the class of the object follows in the order of base classes
 T = TypeVar("T")
 
 
@@ -169,8 +166,7 @@ class TrainerExchange(_Base):
     """Mixed with the class of a ``Trainer`` by `attach`."""
 
     exchange: Exchange
-    _has_best_model = False
-    """Whether `train` has loaded it, after a flush."""
+    _has_best_model = False  # whether `train` has loaded it, after a flush
 
     def create_accelerator_and_postprocess(self) -> None:
         """See Transformers: it makes a new ``Accelerator``. *Collective.*"""

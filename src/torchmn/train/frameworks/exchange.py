@@ -64,8 +64,8 @@ class Exchange:
         self.options = options
         self.optimizers: list[FrameworkOptimizer] = []
         self._comm: Communicator | None = None
+        # Those whose gradients are exchanged, or whose blocks are.
         self._models: list[nn.Module] = []
-        """Those whose gradients are exchanged, or whose blocks are."""
 
     @property
     def communicator(self) -> Communicator | None:
@@ -267,8 +267,7 @@ def _raise_if_others(comm: Communicator, device: torch.device) -> None:
         )
 
 
-RANKS = "torchmn_ranks"
-"""In a saved state: what differs between ranks, in rank order."""
+RANKS = "torchmn_ranks"  # in a saved state: what differs between ranks, in rank order
 
 
 class FrameworkOptimizer(MultiNodeOptimizer):
@@ -285,8 +284,8 @@ class FrameworkOptimizer(MultiNodeOptimizer):
       out this rank's own, or distributes them again over another number of ranks.
     """
 
+    # What `state_dict` returns while a framework writes a checkpoint.
     prepared_state: dict[str, Any] | None = None
-    """What `state_dict` returns while a framework writes a checkpoint."""
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """See `MultiNodeOptimizer.step`. *Collective.*"""

@@ -6,8 +6,6 @@ and its optimizers are multi-node optimizers. Nothing of Lightning is imported b
 asked for: the classes here are mixed with Lightning's own then.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,8 +22,7 @@ from torchmn.errors import UsageError
 from torchmn.exchange.replicas import parameters_of
 from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions, FrameworkOptimizer
 
-_Base: Any = object
-"""At run time a class of Lightning's follows in the order of base classes."""
+_Base: Any = object  # at run time a class of Lightning's follows in the order of base classes
 _MEANS, _SUMS = ("mean", "avg"), ("sum", None)
 _STEPS_OF_EVALUATION = [
     *("validation_step", "on_validation_batch_start", "on_validation_batch_end"),
@@ -135,10 +132,9 @@ class TrainerStrategy(_Collectives):
     """Mixed with the Trainer's ``DDPStrategy`` by `lightning_strategy`."""
 
     exact_evaluation = True
-    flushing: Any
-    """A `FlushCallback`."""
+    flushing: Any  # a `FlushCallback`
+    # Whether ranks have unequal numbers of batches of some evaluation.
     _has_uneven_evaluation = False
-    """Whether ranks have unequal numbers of batches of some evaluation."""
 
     def setup_environment(self) -> None:
         """See Lightning's ``Strategy.setup_environment``. *Collective.*"""
@@ -258,8 +254,8 @@ class FabricStrategy(_Collectives):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Modules that were set up without an optimizer: to evaluate them.
         self._alone: list[nn.Module] = []
-        """Modules that were set up without an optimizer: to evaluate them."""
 
     def setup_environment(self) -> None:
         """See Fabric's ``Strategy.setup_environment``. *Collective.*"""

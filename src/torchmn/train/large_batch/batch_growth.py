@@ -9,17 +9,13 @@ The size is a function of the samples seen, so it is the same on all ranks, for 
 and after resuming. A batch that has begun before a milestone keeps its size.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from torchmn.comm import Communicator
 from torchmn.data.global_sampler import GlobalSampler, SamplerState
 from torchmn.errors import UnknownNameError, UsageError
-
-if TYPE_CHECKING:
-    from torchmn.comm import Communicator
 
 Unit = Literal["epochs", "samples"]
 

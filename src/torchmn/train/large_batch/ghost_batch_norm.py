@@ -8,8 +8,6 @@ after another; evaluation uses them as batch normalization does.
 With ``ghost_batch`` samples per rank it is what ranks do with plain batch normalization.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -9,8 +9,6 @@ Only the global batch changes what is learned. The others follow from it, from t
 and from the memory that a pass may use, and the mean gradient is the same for all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -25,17 +23,14 @@ from torch.optim import Optimizer
 
 from torchmn.cluster.units import counted
 from torchmn.comm import Communicator
+from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings
 from torchmn.data.global_sampler import GlobalSampler
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
-from torchmn.nn.batch_norm import (
-    MultiNodeBatchNorm1d,
-    MultiNodeBatchNorm2d,
-    MultiNodeBatchNorm3d,
-)
+from torchmn.nn.batch_norm import MultiNodeBatchNorm1d, MultiNodeBatchNorm2d, MultiNodeBatchNorm3d
 from torchmn.nn.micro_batches import samples_to_cut, split
 from torchmn.record import recording
 from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
@@ -62,8 +57,7 @@ class _Plan:
 
     shares: tuple[int, ...]
     num_passes: int
-    pass_size: int
-    """The most samples of a pass on any rank."""
+    pass_size: int  # the most samples of a pass on any rank
 
 
 class GlobalBatch:
@@ -311,13 +305,7 @@ class GlobalBatch:
         if self.growth is not None:
             make = partial(GrowingSampler, growth=self.growth)
         self._sampler = make(
-            length,
-            self.comm,
-            self.initial,
-            seed,
-            shuffle,
-            drop_last=drop_last,
-            pad_last=pad_last,
+            length, self.comm, self.initial, seed, shuffle, drop_last=drop_last, pad_last=pad_last
         )
         self._sampler.batch = self
         return self._sampler
@@ -345,13 +333,13 @@ class GlobalBatch:
         train with, and there is a multi-node optimizer of these ranks; ranks make different numbers
         of passes (on all ranks), and the model has batch normalization over all ranks.
         """
-        if optimizer is None and self.comm.num_steps is not None and self.comm.size > 1:
+        if optimizer is None and training_steps(self.comm).count is not None and self.comm.size > 1:
             self._raise_if_training()
         if self.growth is not None:
             self._note_settings()
         num_own = samples_to_cut(samples, "the batch")
         ours = optimizer if isinstance(optimizer, MultiNodeOptimizer) else None
-        is_sum = ours is not None and ours.reducer.buffers.reduction == "sum"
+        is_sum = ours is not None and ours.reducer.exchange.reduction == "sum"
         if ours is not None and not is_sum:
             ours.set_weight(num_own)
         num_passes = min(self._num_passes_of(num_own, ours), num_own)

@@ -13,8 +13,6 @@ ratio is 1; biases and the parameters of normalization, which have one dimension
 ratio of 1 and no weight decay, as in section 4 of the paper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -13,8 +13,6 @@ as in the authors' later work (arXiv 1904.00962, section 4). The rate is inside 
 paper: after it has changed, the momentum keeps the old one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -16,8 +16,6 @@ rank the sum of w |g|² has the expected value |G|² + a tr(Σ), with a = sum w 
 has |G|² + m tr(Σ), with m = sum w² / b. For equal batches these are the paper's equations.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping
@@ -32,8 +30,7 @@ from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.record import recording
 from torchmn.record.records import NOISE_SCALE
 
-_MIN_DIFFERENCE = 1e-6
-"""Of a and m, in parts of a: all weight on one rank leaves one equation."""
+_MIN_DIFFERENCE = 1e-6  # of a and m, in parts of a: all weight on one rank leaves one equation
 
 
 class GradientNoiseScale:
@@ -183,7 +180,7 @@ def _raise_if_unknowable(optimizer: MultiNodeOptimizer) -> None:
             f"{label}: GradientNoiseScale with codec {codec.name}, whose error would be taken for "
             "noise. Measure in a short run without a codec, or with float16 or bfloat16."
         )
-    if reducer.buffers.reduction == "sum":
+    if reducer.exchange.reduction == "sum":
         raise UsageError(
             f"{label}: GradientNoiseScale with reduction='sum': a sum grows with the batch. Let "
             "the loss be a mean over samples, with reduction='mean' and weight='samples'."

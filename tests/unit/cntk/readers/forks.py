@@ -1,7 +1,5 @@
 """A function in a process that was forked from this one."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """CTF files."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import random
@@ -21,8 +19,8 @@ from tests.unit.cntk.readers.forks import forked
 from torchmn.cntk.readers import ctf_index, ctf_parse
 from torchmn.cntk.readers.assembly import gather
 from torchmn.cntk.readers.ctf import CTFDeserializer
+from torchmn.cntk.readers.deserializer import StreamDef, StreamDefs
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
-from torchmn.cntk.readers.streams import StreamDef, StreamDefs
 from torchmn.errors import DataError, UnsupportedError, UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy

@@ -1,7 +1,5 @@
 """Images from map files and from base64."""
 
-from __future__ import annotations
-
 import base64
 import io
 import os
@@ -15,9 +13,9 @@ import pytest
 import torch
 
 from torchmn.cntk.readers import decoding, deserializer, images
+from torchmn.cntk.readers.deserializer import StreamDef
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
-from torchmn.cntk.readers.streams import StreamDef
 from torchmn.cntk.readers.transforms import color, crop, scale
 from torchmn.errors import DataError, UnsupportedError, UsageError
 

@@ -1,7 +1,5 @@
 """Sources under StandardUpdater, DataLoader and ordinary loops, on one rank and on several."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

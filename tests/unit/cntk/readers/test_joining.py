@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pickle
 from typing import Any
 
@@ -7,11 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchmn.cntk.readers import (
-    ChunkInfo,
-    MinibatchSource,
-    StreamInformation,
-)
+from torchmn.cntk.readers import ChunkInfo, MinibatchSource, StreamInformation
 from torchmn.errors import DataError, UsageError
 
 
@@ -35,9 +29,7 @@ class Keyed:
         parts = [self._part(n) for n in range(-(-len(self.keys) // self.chunk_size))]
         return [
             ChunkInfo(
-                num_sequences=len(part),
-                num_samples=len(part),
-                keys=part if self.has_keys else None,
+                num_sequences=len(part), num_samples=len(part), keys=part if self.has_keys else None
             )
             for part in parts
         ]

@@ -1,7 +1,5 @@
 """Mean images: XML of OpenCV."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

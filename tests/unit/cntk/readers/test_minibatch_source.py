@@ -1,7 +1,5 @@
 """Arguments, streams, states, threads and errors of `MinibatchSource`."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Transforms of images, beside their formulas."""
 
-from __future__ import annotations
-
 import colorsys
 from pathlib import Path
 from typing import Any

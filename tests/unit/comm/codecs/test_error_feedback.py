@@ -83,3 +83,22 @@ def test_invalid_arguments() -> None:
         create_codec("int8").encode_stripe(
             torch.zeros(10), anonymous_layout(10, torch.float32), torch.zeros(24, dtype=torch.uint8)
         )
+
+
+def test_a_stripe_that_its_owner_adds_unencoded_keeps_no_residual() -> None:
+    codec = create_codec("int8")
+    values = torch.linspace(-1, 1, LAYOUT.end)
+    step(codec, values)  # as a worker, when another rank owned it
+    held = residual(codec, torch.float32)
+    assert held.any()
+    for is_valid in (False, True):  # a sum that is discarded has taken nothing
+        flushed = values.clone()
+        codec.flush_residual_into(flushed, LAYOUT)
+        assert torch.equal(flushed, values + held)
+        codec.finish(is_valid=is_valid)
+    assert codec.state_dict()["residuals"] == []
+    for _ in range(2):
+        codec.flush_residual_into(flushed, LAYOUT)
+        codec.finish(is_valid=True)
+    assert codec.state_dict()["residuals"] == []
+    assert torch.equal(flushed, values + held)

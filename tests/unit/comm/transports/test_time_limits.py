@@ -37,7 +37,7 @@ def test_on_finalize_runs_before_the_communicator_ends() -> None:
     def job(comm) -> list[str]:
         order: list[str] = []
         comm.on_finalize(lambda: order.append(comm.allreduce_obj("a")))
-        channels = comm.new_transport("own")
+        channels = comm.groups.new_transport("own")
         assert (channels.rank, channels.size) == (comm.rank, comm.size)
         comm.finalize()
         comm.finalize()

@@ -1,7 +1,5 @@
 """A server of small archives, in place of the official addresses."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import threading

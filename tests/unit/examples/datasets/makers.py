@@ -1,7 +1,5 @@
 """Small files in the official formats of CIFAR-10 and MNIST, and real photos of flowers."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import pickle

@@ -1,7 +1,5 @@
 """CIFAR-10 in all its forms, whole and damaged."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

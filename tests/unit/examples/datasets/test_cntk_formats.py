@@ -1,7 +1,5 @@
 """The archives as CNTK's map files and text: what is read from them is what is in the archives."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Downloads from a server on this machine: complete and right, or an error and no file."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Iterator

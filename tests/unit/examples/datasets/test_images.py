@@ -1,7 +1,5 @@
 """load_images: from a name to tensors, on one process and on several ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys
@@ -14,11 +12,7 @@ import torch
 from examples.datasets import default_data_root, load_images
 from examples.datasets import images as module
 
-from tests.unit.examples.datasets.makers import (
-    cifar_parts,
-    write_cifar_folder,
-    write_mnist_folder,
-)
+from tests.unit.examples.datasets.makers import cifar_parts, write_cifar_folder, write_mnist_folder
 from torchmn.errors import DataError, TorchmnError, UnknownNameError
 from torchmn.testing import run_ranks
 

@@ -1,7 +1,5 @@
 """MNIST's idx files, whole and damaged."""
 
-from __future__ import annotations
-
 import gzip
 from pathlib import Path
 

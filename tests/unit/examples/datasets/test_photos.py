@@ -1,7 +1,5 @@
 """Photos of a folder, of a map file and of shards are the same samples."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from pathlib import Path

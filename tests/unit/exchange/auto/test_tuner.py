@@ -62,7 +62,7 @@ def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, cap
         assert "lossy" in allowed or tried == {"float32"}
         schedules = {trial.plan.schedule for trial in chosen.trials}
         assert schedules <= {"every_step", *(ALLOWED[kind] for kind in allowed if kind in ALLOWED)}
-        assert optimizer.reducer.buffers.bucket_bytes == chosen.plan.bucket_bytes
+        assert optimizer.reducer.exchange.bucket_bytes == chosen.plan.bucket_bytes
         return chosen.plan, chosen.reason, values(model)
 
     results = run_ranks(rank_main, topology.size, name=name, topology=topology)

@@ -228,7 +228,7 @@ def test_any_element_of_any_parameter_is_seen_in_turn(parameter: torch.Tensor) -
         watch.watch([*others, ("it", changed)])
         for step in range(num_steps):
             watch.note(EVERY * step, 2)
-            checksum = watch.now.checksum
+            checksum = watch.checksum
             assert checksum is not None
             found.append(int(checksum))
         return found

@@ -1,7 +1,5 @@
 """The table of a training, what it refuses, and the source documents' rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

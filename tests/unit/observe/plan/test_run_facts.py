@@ -1,7 +1,5 @@
 """The facts of a recorded run, and predictions from them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +15,7 @@ from torchmn.observe.read.run_reader import read_run
 from torchmn.record.records import Line, Step
 
 RUN = ImitatedRun(
-    num_ranks=2,
-    settings={"schedule": "every_step", "codec": "float32", "bucket_bytes": "4000000"},
+    num_ranks=2, settings={"schedule": "every_step", "codec": "float32", "bucket_bytes": "4000000"}
 )
 ALONE = replace(RUN, num_ranks=1, bucket_nbytes=(), seed=1)
 

@@ -1,7 +1,5 @@
 """Records are read whole or sampled, while they are written and after a kill."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

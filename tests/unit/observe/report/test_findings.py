@@ -1,7 +1,5 @@
 """Findings name the fault that a run was given, what it costs, and nothing in a healthy run."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -109,11 +107,7 @@ def test_two_late_ranks_are_two_findings(tmp_path: Path) -> None:
         ({"extra": {"encode": (1, 0.02)}}, "phase", "encode"),
         ({"extra": {"checkpoint": (10, 0.2)}}, "phase", "checkpoint"),
         ({"extra": {"other": (12, 0.4)}}, "slow steps", "other"),
-        (
-            {"slow_steps": dict.fromkeys((15, 30, 45), (2, "data", 0.5))},
-            "slow steps",
-            "data",
-        ),
+        ({"slow_steps": dict.fromkeys((15, 30, 45), (2, "data", 0.5))}, "slow steps", "data"),
     ],
 )
 def test_what_limits_all_ranks_comes_first(
@@ -195,8 +189,7 @@ def test_short_runs(tmp_path: Path, num_ranks: int, num_steps: int) -> None:
 
 def test_slowest_steps_and_their_causes(tmp_path: Path) -> None:
     imitated = ImitatedRun(
-        slow_steps={20: (2, "data", 1.0), 31: (0, "backward", 0.4)},
-        extra={"checkpoint": (50, 0.3)},
+        slow_steps={20: (2, "data", 1.0), 31: (0, "backward", 0.4)}, extra={"checkpoint": (50, 0.3)}
     )
     slow = summary_of(imitated, tmp_path).slowest_steps()
     assert [(each.step, each.rank, each.phase) for each in slow] == [

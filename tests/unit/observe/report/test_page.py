@@ -1,7 +1,5 @@
 """The page: one file without anything from elsewhere, whose charts plotly accepts."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,8 +11,8 @@ from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.charts import Chart, run_charts, scaling_charts
 from torchmn.observe.report.findings import find
 from torchmn.observe.report.page import page
-from torchmn.observe.report.scaling import scaling_of
 from torchmn.observe.report.summary import Summary, summarize
+from torchmn.observe.report.tables import scaling_of
 
 
 def summary_of(imitated: ImitatedRun, folder: Path) -> Summary:

@@ -1,15 +1,13 @@
 """Speed-up, efficiency and the fit of Amdahl's law."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from tests.unit.recorded_runs import PHASE_S, ImitatedRun
 from torchmn.observe.read.run_reader import read_run
-from torchmn.observe.report.scaling import Scaling, scaling_of
 from torchmn.observe.report.summary import Summary, summarize
+from torchmn.observe.report.tables import Scaling, scaling_of
 
 ONE_STEP_S = sum(PHASE_S.values())
 

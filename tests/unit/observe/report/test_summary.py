@@ -1,7 +1,5 @@
 """Records that are incomplete are summarized as far as they go, and the summary says so."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

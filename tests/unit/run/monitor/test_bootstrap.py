@@ -1,7 +1,5 @@
 """Under the bootstrap a script behaves as under plain Python, and the agent gets its reports."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

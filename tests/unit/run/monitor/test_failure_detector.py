@@ -1,7 +1,5 @@
 """When a job must end, and when the status of all ranks is requested first."""
 
-from __future__ import annotations
-
 import pytest
 
 from torchmn.control.messages import (

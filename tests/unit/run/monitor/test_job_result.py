@@ -1,7 +1,5 @@
 """Which rank failed first, the exit code and the summary."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

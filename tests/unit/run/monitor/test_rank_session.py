@@ -1,7 +1,5 @@
 """The selector of a session's connections, which is kept from one wait to the next."""
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import socket
@@ -102,9 +100,7 @@ def test_a_lost_connection_is_processed_once(found: tuple[RankSession, Listener]
     peers[1].close()
 
 
-def test_a_connection_with_the_number_of_a_closed_one(
-    found: tuple[RankSession, Listener],
-) -> None:
+def test_a_connection_with_the_number_of_a_closed_one(found: tuple[RankSession, Listener]) -> None:
     session, listener = found
     first = listener.connect(0)
     wait(session, 5.0)

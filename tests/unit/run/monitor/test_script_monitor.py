@@ -1,7 +1,5 @@
 """What a script reports to its agent. Whole processes are tested in test_crash.py."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

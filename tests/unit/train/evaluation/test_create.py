@@ -1,7 +1,5 @@
 """The multi-node evaluator gives the result of one process on the whole set, for any shards."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -17,11 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from tests.limits import limit
 from torchmn.comm import Communicator
-from torchmn.errors import (
-    CommunicationError,
-    RankMismatchError,
-    UsageError,
-)
+from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train.evaluation import Ratio, create_multi_node_evaluator
 

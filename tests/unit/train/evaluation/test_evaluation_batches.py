@@ -1,7 +1,5 @@
 """Chainer's iterators in evaluators: one whole pass at each evaluation."""
 
-from __future__ import annotations
-
 from collections import namedtuple
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rounds of local results, put together once at the root."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

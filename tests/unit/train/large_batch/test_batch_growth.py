@@ -1,13 +1,12 @@
 """A growing batch loses and repeats no sample, also on another number of ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
+from torchmn.comm.training_start import training_steps
 from torchmn.errors import UsageError
 from torchmn.train.large_batch import BatchGrowth, GlobalBatch, GrowingSampler
 
@@ -73,7 +72,7 @@ def test_stopped_and_resumed_anywhere_on_any_ranks(
             assert ranks[0][1].received_batch == len(step)
             found.append(step)
         for _, sampler in ranks:  # a loop that has taken a step per batch
-            sampler._comm.num_steps = 99
+            training_steps(sampler._comm).count = 99
         (state,) = {tuple(sampler.state_dict().items()) for _, sampler in ranks}
         state = dict(state)
     assert found == whole[: len(found)]

@@ -1,7 +1,5 @@
 """One global batch, divided among any number of ranks and passes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

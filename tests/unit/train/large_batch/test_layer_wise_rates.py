@@ -1,7 +1,5 @@
 """LARS and LAMB against the formulas of their papers, and across ranks."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The gradient noise scale, where it is known and against gradients of one process."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

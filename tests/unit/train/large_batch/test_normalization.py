@@ -1,7 +1,5 @@
 """Ghost batch normalization, and weight decay without normalization."""
 
-from __future__ import annotations
-
 import copy
 import math
 

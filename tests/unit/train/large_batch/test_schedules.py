@@ -1,7 +1,5 @@
 """Learning rates are functions of the samples seen."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

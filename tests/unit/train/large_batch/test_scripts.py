@@ -4,8 +4,6 @@ The comparison is plain torch on whole batches without this package, or one rank
 about what plain torch has not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,7 @@ import torchmn
 from tests.unit.data.test_global_sampler import Placement
 from torchmn.comm import Communicator
 from torchmn.testing import run_ranks
-from torchmn.train.large_batch import (
-    LAMB,
-    BatchGrowth,
-    Cosine,
-    GlobalBatch,
-    GradualWarmup,
-)
+from torchmn.train.large_batch import LAMB, BatchGrowth, Cosine, GlobalBatch, GradualWarmup
 
 NUM_SAMPLES, NUM_EPOCHS, BATCH = 45, 3, 14
 Parameters = list[Tensor]
@@ -83,10 +75,7 @@ def whole_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y:
 
 
 def steps(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: GlobalBatch,
-    loader: DataLoader[Any],
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: GlobalBatch, loader: DataLoader[Any]
 ) -> Iterator[None]:
     """One epoch as scripts write it; yields after each step."""
     for samples in loader:
@@ -98,10 +87,7 @@ def steps(
 
 
 def trained(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: GlobalBatch,
-    loader: DataLoader[Any],
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: GlobalBatch, loader: DataLoader[Any]
 ) -> Parameters:
     """The parameters after all epochs."""
     for _ in range(NUM_EPOCHS):

@@ -33,6 +33,7 @@ from torchmn.comm.codecs.kernels.wire_format import (
     Noise,
     StripePlan,
 )
+from torchmn.comm.streams import streams_of
 
 __all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 
@@ -70,7 +71,9 @@ def encode(
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=values.device)
     keys_there = tables.blocks  # not read without noise
     if noise is not None:
-        keys_there = torch.from_numpy(noise.keys(plan.stripe).astype(np.int64)).to(values.device)
+        keys = torch.from_numpy(noise.keys(plan.stripe).astype(np.int64))
+        keys_there = torch.empty(keys.shape, dtype=keys.dtype, device=values.device)
+        streams_of(values.device).send(keys, keys_there)
     with torch.cuda.device_of(out):  # Triton launches on the current device
         if len(tables.blocks):
             _encode_block[(len(tables.blocks),)](

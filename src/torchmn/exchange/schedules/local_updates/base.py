@@ -49,6 +49,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.checksums import checksum
 from torchmn.comm.codecs import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.weights import weight_scale
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank
 from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
@@ -75,7 +76,6 @@ from torchmn.exchange.schedules.local_updates.outer_momentum import (
     take_partial_step,
 )
 from torchmn.exchange.schedules.local_updates.resharding import reshard_blocks
-from torchmn.exchange.weights import weight_scale
 
 IntraNode = Literal["every_step"]
 BlockSize = float | GrowingBlocks
@@ -219,7 +219,7 @@ class LocalUpdateSchedule(Schedule):
             self._reducer.suspend()
 
     def rebuild(self) -> None:
-        parameters = averageable(self._reducer.parameters.trained())
+        parameters = averageable(self._reducer.exchange.trained())
         self.anchors = {
             name: self.anchors.get(name, torch.empty_like(p, requires_grad=False))
             for name, p in parameters
@@ -247,7 +247,7 @@ class LocalUpdateSchedule(Schedule):
             result = self._node.step(closure)
         else:
             result = self._inner.step(closure)
-            mesh = self._reducer.parameters.mesh  # whose ranks must end their blocks together
+            mesh = self._reducer.exchange.mesh  # whose ranks must end their blocks together
             own = self._reducer.contribution
             (num_samples,) = mesh.means(own.num_samples)
             self._count_samples(num_samples, own.mean_samples)
@@ -408,7 +408,7 @@ class LocalUpdateSchedule(Schedule):
             return
         buckets = fragment.buckets
         buckets.drain()
-        if self._reducer.means.record_nonfinite(buckets) is not None:
+        if self._reducer.exchange.record_nonfinite(buckets) is not None:
             self._discard_block(fragment)
             return
         num_samples = buckets.total_weight

@@ -8,7 +8,7 @@ number of its samples.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from torchmn.comm.checksums import checksum
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import local_part
 from torchmn.errors import UsageError
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.bucket_set import BucketSet
-from torchmn.exchange.buckets import NamedParameter, plan_buckets
+from torchmn.exchange.buckets import NamedParameter, Slot, plan_buckets
 from torchmn.exchange.codec_state import codec_state, load_codec_state
-from torchmn.exchange.footer import NUM_FOOTER
 from torchmn.exchange.sharded_parameters import whole_of
-from torchmn.exchange.weights import PassContext
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +42,25 @@ class PseudoGradient:
     """Where the block began. The outer step moves it, in place, to where the next one begins."""
     mean: Tensor
     """The mean of ``anchor - w_i`` over ranks, weighted by samples; the shape of the anchor."""
+
+
+class _BlockRate(Agreement):
+    """The learning rates of ranks, of which the mean is of use: at the end of a block they differ.
+
+    Ranks may have made different numbers of steps.
+    """
+
+    rate = 0.0
+    """That of this rank."""
+
+    @property
+    def mean(self) -> float:
+        """The mean over ranks."""
+        return self.sums[0] / self.comm.size
+
+    def contribute(self, context: PassContext) -> Sequence[float]:
+        """See `Agreement.contribute`."""
+        return (self.rate,)
 
 
 class Fragment:
@@ -68,16 +87,19 @@ class Fragment:
         """Until the pending exchange is waited for."""
         self._starts: list[Tensor] | None = None
         """The parameters when the pending exchange started; None without overlap."""
+        self._rate = _BlockRate()
+        footer = Footer(comm, [self._rate])
         self.buckets = BucketSet(
             comm,
-            comm.allreduce_algorithm(codec),
+            comm.route.allreduce_algorithm(codec),
             plan_buckets(
                 parameters,
-                granularity=comm.granularity,
-                bucket_bytes=comm.bucket_bytes,
-                num_footer=NUM_FOOTER,
-                allocate=comm.new_buffer,
+                granularity=comm.route.granularity,
+                bucket_bytes=comm.route.bucket_bytes,
+                num_footer=footer.num_values,
+                allocate=comm.route.new_buffer,
             ),
+            footer=footer,
             what="pseudo-gradients of a block",
         )
         self.buckets.warm_up()
@@ -99,26 +121,13 @@ class Fragment:
         A weight of zero contributes nothing, even where the parameters are NaN. ``rate``: the
         learning rate of this rank.
         """
-        buckets = self.buckets
-        buckets.restart()
-        context = PassContext(
-            step=step,
-            weight=weight,
-            num_samples=weight,
-            is_active=is_active,
-            rate=rate,
-            may_rate_differ=True,  # ranks may have made different numbers of steps
-        )
-        buckets.begin(context, self.scale)
-        factor = weight / (buckets.comm.size * self.scale)
-        for slot in buckets.slots:
-            if factor == 0.0:
-                slot.tensor.zero_()
-            else:
-                anchor = self._anchor_of[slot.name]
-                torch.sub(anchor, slot.parameter, out=slot.tensor).mul_(factor)
-            buckets.finiteness.note(slot)
-        buckets.write_footer()
+        self._rate.rate = rate
+        context = PassContext(step=step, weight=weight, num_samples=weight, is_active=is_active)
+
+        def write(slot: Slot, factor: float) -> None:
+            torch.sub(self._anchor_of[slot.name], slot.parameter, out=slot.tensor).mul_(factor)
+
+        self.buckets.fill(context, self.scale, write)
         self.num_samples = 0.0
 
     @torch.no_grad()
@@ -137,7 +146,7 @@ class Fragment:
     @property
     def mean_rate(self) -> float:
         """The mean over ranks of the learning rate, in the exchange that was waited for."""
-        return self.buckets.sum_of_rates / self.buckets.comm.size
+        return self._rate.mean
 
     def pseudo_gradients(self) -> list[PseudoGradient]:
         """The means, after the exchange was waited for."""
@@ -211,10 +220,13 @@ class Fragment:
         if not exchange:
             return False
         total_weight, starts = exchange["total_weight"], exchange["starts"]
-        self.buckets.load_means(exchange["means"], exchange["record"], total_weight=total_weight)
         rates = exchange.get("mean_rate", 0.0) * self.buckets.comm.size
-        context = replace(self.buckets.context, rate=rates, may_rate_differ=True)
-        self.buckets.write_footer(context=context)
+        self.buckets.load_means(
+            exchange["means"],
+            exchange["record"],
+            total_weight=total_weight,
+            sums={self._rate: (rates,)},
+        )
         self.steps_left = exchange["steps_left"]
         self._starts = starts
         if starts is not None:

@@ -7,8 +7,6 @@ server. Requests have one tag, responses another. A server has a thread for each
 rank; its own rank calls it, on the thread of an engine.
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -29,16 +27,15 @@ from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
 
 _REQUEST, _RESPONSE = 1, 2
 _YEAR_S = 365 * 86400.0
+# The longest pause between polls, for transports that poll; times the number of threads.
 _PAUSE_S = 0.001
-"""The longest pause between polls, for transports that poll; times the number of threads."""
-_WITH_PARAMETERS = ("push", "skip", "finish")
-"""Requests whose response has the parameters."""
+_WITH_PARAMETERS = ("push", "skip", "finish")  # requests whose response has the parameters
 _ERRORS: dict[str, type[CommunicationError]] = {
     error.__name__: error for error in (TimeLimitError, PeerLostError)
 }
 
+# A kind, an object, and buffers whose sizes the receiver knows from the kind.
 Message = tuple[str, Any, Sequence[Tensor]]
-"""A kind, an object, and buffers whose sizes the receiver knows from the kind."""
 
 
 class Messages:

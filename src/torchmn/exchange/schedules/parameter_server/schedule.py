@@ -16,8 +16,6 @@ learning rate schedule. Here gradients are pushed, each push is one update by th
 at the server, with the worker's hyper-parameters at that step; a shard holds whole parameters.
 """
 
-from __future__ import annotations
-
 import atexit
 import time
 import warnings
@@ -29,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import StripeCodec
 from torchmn.comm.engine import Engine, Work
@@ -53,7 +52,6 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     hyper_parameters,
 )
 from torchmn.exchange.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
-from torchmn.record import recording
 
 _GRACE_S = 2.0
 
@@ -157,7 +155,7 @@ class ParameterServer(Schedule):
         num_servers = comm.size if self.servers == "all" else self.servers
         servers = list(range(comm.size - num_servers, comm.size))
         self.is_server = self.servers != "all" and comm.rank in servers
-        self._parameters = list(reducer.parameters.trained())
+        self._parameters = list(reducer.exchange.trained())
         shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
         self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
@@ -174,14 +172,16 @@ class ParameterServer(Schedule):
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
         if comm.size > 1:
-            self._messages = Messages(comm.new_transport("servers"), comm.timeout_s, comm.trust)
+            self._messages = Messages(
+                comm.groups.new_transport("servers"), comm.timeout_s, comm.trust
+            )
         if comm.rank in servers:
             self._start_server(shards[comm.rank])
         self._client = ServerClient(
             self._messages, self._memory, self._server, self._codec, comm.rank, comm.rank_label
         )
         self._engine = Engine(torch.device("cpu"))
-        comm.on_finalize(self.close)
+        self._forget_close = comm.on_finalize(self.close)
         # Before the interpreter takes down its threads, and before MPI is finalized.
         atexit.register(self.close)
 
@@ -215,7 +215,7 @@ class ParameterServer(Schedule):
             return
         self._is_closed = True
         atexit.unregister(self.close)
-        self._comm.cancel_on_finalize(self.close)
+        self._forget_close()
         is_stuck = self._work is not None and not self._work.done
         if not is_stuck:  # else an error ended the loop while a request waits for its responses
             self._client.leave(_GRACE_S)
@@ -239,7 +239,7 @@ class ParameterServer(Schedule):
         self._engine.close()
         self._client.close()
         if transport is not None and not any(t.is_alive() for t in self._threads):
-            self._comm.close_transport(transport)
+            self._comm.groups.close_transport(transport)
 
     # ---- a step ----
 
@@ -269,14 +269,14 @@ class ParameterServer(Schedule):
         if self.pipeline:
             self._work = self._engine.submit(lambda: self._client.request(kind, requests))
         else:
-            with recording.timed("exchange"):
+            with events.during("exchange"):
                 replies = self._client.request(kind, requests)
             self._pulled(replies)
         self._call_hooks("_optimizer_step_post_hooks")
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
-        zero_fill, codec = self._reducer.buffers.zero_fill, self._codec
+        zero_fill, codec = self._reducer.exchange.zero_fill, self._codec
         keeps_residuals = codec is not None and codec.keeps_residuals
         metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
@@ -435,7 +435,7 @@ class ParameterServer(Schedule):
         reducer, problem = self._reducer, None
         if nonfinite:
             problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-        reducer.means.nonfinite.record(problem)
+        reducer.exchange.nonfinite.record(problem)
         self._call_hooks("_optimizer_step_pre_hooks")
 
     def _call_hooks(self, which: str) -> None:

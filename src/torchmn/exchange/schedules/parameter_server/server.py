@@ -15,8 +15,6 @@ and optimizer, so that whatever was loaded or changed in between takes effect.
 Called from one thread per worker; everything happens under one lock.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
@@ -36,14 +34,13 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     optimizer_like,
 )
 
+# Makes a waiting worker ask again, so that it knows its server to be alive; without the lock.
 Stay = Callable[[], None]
-"""Makes a waiting worker ask again, so that it knows its server to be alive; without the lock."""
 
+# What a worker pulled: the version, and the values if they are needed again.
 _Pulled = tuple[int, ShardMemory | None]
-"""What a worker pulled: the version, and the values if they are needed again."""
 _NO_WORKER = 2**62
-_ASKS_PER_LIMIT = 4
-"""How often a waiting worker asks within the time limit."""
+_ASKS_PER_LIMIT = 4  # how often a waiting worker asks within the time limit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +50,7 @@ class Reply:
     version: int
     num_updates_late: int = 0
     num_steps_ahead: int = 0
-    lost: tuple[int, ...] = ()
-    """Workers that died; training continues without them."""
+    lost: tuple[int, ...] = ()  # workers that died; training continues without them
     records: dict[int, Any] = field(default_factory=dict)
 
 
@@ -85,8 +81,7 @@ class ShardServer:
         )
         self._changed = threading.Condition()
         self._alive = set(range(num_workers))
-        self.lost: dict[int, str] = {}
-        """Workers that died, with the reason."""
+        self.lost: dict[int, str] = {}  # workers that died, with the reason
         self._time_limit_error: TimeLimitError | None = None
         self._closed: CommunicationError | None = None
         self._failure: CommunicationError | None = None

@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from torchmn.exchange.buckets import NamedParameter, elements_of, plan_buckets
 
+# The plain options of every parameter group, such as the learning rate.
 Hyper = list[dict[str, Any]]
-"""The plain options of every parameter group, such as the learning rate."""
 
+# Options of a group that refer to tensors, or to how a device computes the update.
 _NOT_SENT = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Options of a group that refer to tensors, or to how a device computes the update."""
 
 
 def assign_shards(
@@ -126,10 +126,9 @@ def device_copy(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     }
 
 
-_NUM_SAMPLED = 4096
-"""The least number of elements that are compared of a parameter, if it has them."""
+_NUM_SAMPLED = 4096  # the least number of elements that are compared of a parameter, if it has them
+# By how many of them a change that was taken back, as by a sharpness-aware step, may be off.
 _NUM_ROUNDINGS = 16
-"""By how many of them a change that was taken back, as by a sharpness-aware step, may be off."""
 
 
 class PulledParameters:

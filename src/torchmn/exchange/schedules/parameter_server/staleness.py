@@ -1,7 +1,5 @@
 """Staleness: how many updates came between the pull and the push of a gradient."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,8 +51,8 @@ class Staleness:
 class StalenessRecord:
     """The record of one worker."""
 
+    # Number of pushes by how many updates they were late.
     counts: Counter[int] = field(default_factory=Counter)
-    """Number of pushes by how many updates they were late."""
     max_steps_ahead: int = 0
 
     def add(self, num_updates_late: int, num_steps_ahead: int) -> None:

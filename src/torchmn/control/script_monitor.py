@@ -1,9 +1,0 @@
-"""Until exchange/ emits events itself."""
-
-from torchmn import events
-
-
-def exchange_failed(error: BaseException) -> None:
-    """Tell observers."""
-    for observer in events.observers:
-        observer.failed(error)

@@ -1,0 +1,29 @@
+"""How many gradients are not finite."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.finiteness import Finiteness
+
+
+class FiniteGradients(Agreement):
+    """How many gradients of a rank are not finite. One object for each set of buckets.
+
+    Nothing is raised here: what is not finite is named by the ranks that have it.
+    """
+
+    def __init__(self) -> None:
+        self.finiteness = Finiteness()
+
+    @property
+    def are_all_finite(self) -> bool:
+        """Whether they are, on all ranks, and so is what was made of them on the way."""
+        return self.finiteness.is_valid and self.sums[0] == 0
+
+    def write_values(self, values: Tensor, context: PassContext) -> None:
+        """See `Agreement.write_values`."""
+        num_nonfinite = self.finiteness.count(values.device)
+        if num_nonfinite is not None:
+            values[0] = num_nonfinite

@@ -1,0 +1,131 @@
+"""The footer of an exchange: the values of its agreements, summed with the last bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast
+
+import torch
+
+from torchmn.comm import Communicator
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.agreements.finite_gradients import FiniteGradients
+from torchmn.exchange.agreements.weights import Weights
+
+A = TypeVar("A", bound=Agreement)
+
+
+class Footer:
+    """The agreements of one set of buckets, and their values. All methods but `report` are local.
+
+    Args:
+        comm: the ranks.
+        agreements: in the order in which they are checked. Weights and whether gradients are finite
+            are part of every footer and are not in it.
+        weights: the weights of ranks, checked last.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        agreements: Sequence[Agreement] = (),
+        *,
+        weights: Weights | None = None,
+    ) -> None:
+        self.weights = weights or Weights()
+        self.finite = FiniteGradients()
+        self.agreements = [self.finite, *agreements, self.weights]
+        self._by_class = {type(each): each for each in self.agreements}
+        self._slices: dict[Agreement, slice] = {}
+        end = 0
+        for agreement in self.agreements:
+            agreement.comm, agreement.sums = comm, (0.0,) * agreement.num_values
+            start, end = end, end + agreement.num_values
+            self._slices[agreement] = slice(start, end)
+        self.num_values = end
+        self.values = torch.zeros(end, device="cpu")
+        """What is summed: the end of the last bucket, once it is there."""
+        self.to_report: list[Agreement] = []
+        """What `check` has found, and `report` has not reported."""
+        self._own: list[float] = []
+        self._sums: list[float] = [0.0] * end
+        # Only what a class overrides is called: an exchange may cost few calls.
+        self._begin = self._overriding("begin")
+        self._contribute = self._overriding("contribute")
+        self._on_device = self._overriding("write_values")
+        self._check = self._overriding("check")
+
+    def _overriding(self, method: str) -> list[Agreement]:
+        base = getattr(Agreement, method)
+        return [each for each in self.agreements if getattr(type(each), method) is not base]
+
+    def find(self, kind: type[A]) -> A | None:
+        """The agreement of a class, None if it is not in this footer."""
+        return cast("A | None", self._by_class.get(kind))
+
+    def get(self, kind: type[A]) -> A:
+        """The agreement of a class that is in this footer."""
+        return cast("A", self._by_class[kind])
+
+    def begin(self, context: PassContext) -> None:
+        """An exchange begins."""
+        for agreement in self._begin:
+            agreement.begin(context)
+
+    def write(self, context: PassContext) -> None:
+        """Write what this rank contributes."""
+        row = self._own = [0.0] * self.num_values
+        slices = self._slices
+        for agreement in self._contribute:
+            if not agreement.is_idle:
+                row[slices[agreement]] = agreement.contribute(context)
+        self.values.copy_(torch.tensor(row, dtype=torch.float64, device="cpu"))
+        for agreement in self._on_device:
+            if not agreement.is_idle:
+                agreement.write_values(self.values[slices[agreement]], context)
+
+    def hold(self, sums: Mapping[Agreement, Sequence[float]]) -> None:
+        """Make these the sums of an exchange that was awaited; all others become zero."""
+        row = [0.0] * self.num_values
+        for agreement, values in sums.items():
+            row[self._slices[agreement]] = values
+        self.values.copy_(torch.tensor(row, dtype=torch.float64, device="cpu"))
+        self.read()
+
+    def read(self) -> None:
+        """Give every agreement its sums, which have arrived."""
+        sums = self._sums = self.values.tolist()
+        num_active = round(sums[self._slices[self.weights]][1])
+        for agreement, part in self._slices.items():
+            agreement.sums, agreement.num_active = sums[part], num_active
+
+    def check(self, context: PassContext) -> None:
+        """Raise or warn if the ranks do not agree, by the sums that were read last."""
+        self.to_report = []
+        own, sums, num_active = self._own, self._sums, self.weights.num_active
+        for agreement in self._check:
+            part = self._slices[agreement]
+            if any(sums[part]) or agreement is self.weights:
+                # Again: another set may share the agreement.
+                agreement.own, agreement.sums = own[part], sums[part]
+                agreement.num_active = num_active
+                if agreement.check(context):
+                    self.to_report.append(agreement)
+
+    def report(self, context: PassContext) -> None:
+        """Raise or warn of what the last `check` has found. *Collective*, if it found anything."""
+        found, self.to_report = self.to_report, []
+        for agreement in found:
+            agreement.report(context)
+
+    def is_used(self) -> bool:
+        """Whether there will be means of the sums that have arrived. Called by the engine."""
+        sums, slices = self.values.tolist(), self._slices
+        is_void = any(
+            sums[part.start] for agreement, part in slices.items() if agreement.voids_exchange
+        )
+        return sums[slices[self.weights].start] > 0 and not is_void
+
+    def is_finite(self) -> bool:
+        """Whether no rank has contributed what is not finite. Called by the engine."""
+        return bool(self.values[self._slices[self.finite].start] == 0)

@@ -1,0 +1,44 @@
+"""The learning rates, which must be the same on all ranks at an exchange of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torchmn.errors import RankMismatchError
+from torchmn.exchange.agreements.base import Agreement, PassContext
+
+_TOLERANCE = 1e-6
+"""For each rank, of the square of the sum of rates: float32 rounds sums of n to 1e-7 n."""
+
+
+class LearningRates(Agreement):
+    """The sum of the learning rates of a rank's parameter groups, and its square.
+
+    Args:
+        rate: returns this sum.
+    """
+
+    num_values = 2
+
+    def __init__(self, rate: Callable[[], float]) -> None:
+        self._rate = rate
+
+    def contribute(self, context: PassContext) -> Sequence[float]:
+        """See `Agreement.contribute`."""
+        if not context.is_active:
+            return (0.0, 0.0)
+        rate = self._rate()
+        return rate, rate**2
+
+    def check(self, context: PassContext) -> None:
+        """See `Agreement.check`."""
+        # By Cauchy and Schwarz this is 0 only where all are equal, and the same on all ranks.
+        total, squares = self.sums
+        if self.num_active * squares - total**2 > self.comm.size * _TOLERANCE * total**2:
+            raise RankMismatchError(
+                f"{self.comm.rank_label}: the learning rates of the ranks differ: {self.own[0]:g} "
+                f"here, {total / max(1, self.num_active):g} in the mean over ranks (sums of the "
+                "groups). The parameters would become others on each rank. Step schedulers on all "
+                "ranks in the same way, and ReduceLROnPlateau by a value that all ranks share, "
+                "such as comm.sum_over_ranks(loss_sum, n)."
+            )

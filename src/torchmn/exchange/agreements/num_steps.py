@@ -1,0 +1,37 @@
+"""The optimizer steps between two exchanges, which a script may leave out on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchmn.errors import RankMismatchError
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.replica_divergence import UNKNOWN, ReplicaWatch
+
+_MAX_STEPS = 64
+
+
+class NumSteps(Agreement):
+    """How many steps a rank's optimizer has made since the exchange before."""
+
+    def __init__(self, watch: ReplicaWatch) -> None:
+        self._watch = watch
+
+    def contribute(self, context: PassContext) -> Sequence[float]:
+        """See `Agreement.contribute`."""
+        if not context.is_active:
+            return (0.0,)
+        steps = self._watch.num_steps
+        return (UNKNOWN if steps is None else float(min(steps, _MAX_STEPS)),)
+
+    def check(self, context: PassContext) -> None:
+        """See `Agreement.check`."""
+        (steps,), (total,), num_active = self.own, self.sums, self.num_active
+        if context.is_active and total >= 0 and total != steps * num_active:
+            raise RankMismatchError(
+                f"{self.comm.rank_label}: the ranks have made different numbers of optimizer steps "
+                f"since the exchange of gradients before: {steps:g} here, {total / num_active:g} "
+                "in the mean over ranks, so that their parameters differ. Leave a step out on all "
+                "ranks or on none: decide by a value that all ranks share, such as "
+                "comm.allreduce(loss.detach(), 'mean')."
+            )

@@ -1,0 +1,41 @@
+"""A checksum of a part of the parameters or buffers, which are replicas on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.replica_divergence import UNKNOWN, ReplicaWatch, Watched
+
+
+class ReplicaChecksum(Agreement):
+    """The checksum of a part of a rank's tensors, and its square. One object for each exchange.
+
+    With both, the sums alone show whether all ranks have the same, and a GPU is not waited for.
+    """
+
+    num_values = 2
+
+    def __init__(self, watch: ReplicaWatch) -> None:
+        self._watch = watch
+        self._checksum: Tensor | None = None
+        self._part: Watched | None = None
+
+    def contribute(self, context: PassContext) -> Sequence[float]:
+        """See `Agreement.contribute`."""
+        self._checksum, self._part = self._watch.checksum, self._watch.part
+        return (UNKNOWN if context.is_active and self._checksum is None else 0.0, 0.0)
+
+    def write_values(self, values: Tensor, context: PassContext) -> None:
+        """See `Agreement.write_values`."""
+        if context.is_active and self._checksum is not None:
+            values[0] = self._checksum
+            values[1] = self._checksum * self._checksum
+
+    def check(self, context: PassContext) -> None:
+        """See `Agreement.check`."""
+        total, squares = self.sums
+        if context.is_active and total >= 0 and self.num_active * squares != total**2:
+            self._watch.warn(self.comm, self._part, context.step)

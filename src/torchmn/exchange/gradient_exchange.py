@@ -1,0 +1,365 @@
+"""What a schedule does with the gradients of a backward pass: hand over, wait, assign, discard."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchmn.comm import Communicator
+from torchmn.comm.codecs import Codec
+from torchmn.exchange.agreements.base import Agreement
+from torchmn.exchange.agreements.footer import Footer
+from torchmn.exchange.agreements.joint_pass import JointPass
+from torchmn.exchange.agreements.late_ranks import LateRanks
+from torchmn.exchange.agreements.presence import Presence
+from torchmn.exchange.agreements.weights import Weights
+from torchmn.exchange.assign_means import assign_means, assign_sparse_means, spread_nonfinite
+from torchmn.exchange.bucket_set import BucketSet, Reduction
+from torchmn.exchange.buckets import NamedParameter, plan_buckets
+from torchmn.exchange.exchanged_parameters import ExchangedParameters
+from torchmn.exchange.finiteness import NonfiniteGradients, NonfiniteLog
+from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
+from torchmn.exchange.gradient_norms import NormListener
+from torchmn.exchange.sharded_parameters import ModelMesh
+from torchmn.exchange.sparse_gradients import mean_sparse_gradients
+
+_COUNTS_ZEROS = (
+    "this rank called step() without backward(), which other ranks called, so that it counts in "
+    "their mean as gradients of zero with weight {:g}. That is right if the loss of its batch is "
+    "zero. If its batch is empty, or the loss is a mean over something that the batch has none of "
+    "(positives, labelled samples, tokens), call optimizer.set_weight(their number) before each "
+    "backward(), and set_weight(0) before a step() without one."
+)
+
+
+class GradientExchange:
+    """The exchanges of one reducer: the bucket sets that are filled in turns, and their means.
+
+    A schedule calls `start`, `reduce` or `send` when its backward pass has ended, which return the
+    sums under way, and `assign` or `discard` for each of these, in the same order on all ranks.
+
+    Args:
+        parameters: those that are exchanged.
+        num_sets: with two, the means of one step are in use while the sums of the next are under
+            way.
+        zero_fill: whether a parameter without a gradient on any rank gets one of zeros; if not,
+            ranks tell each other in the footer which gradients they have.
+        reduction: whether the result is the ranks' mean or their sum.
+        as_view: whether the slots themselves become the gradients.
+    """
+
+    comm: Communicator
+    """The ranks, since `lay_out`."""
+
+    def __init__(
+        self,
+        parameters: ExchangedParameters,
+        num_sets: int,
+        *,
+        zero_fill: bool,
+        reduction: Reduction,
+        as_view: bool,
+    ) -> None:
+        self.num_sets = num_sets
+        self.bucket_bytes: int | None = None
+        """At least this many in a bucket, but for the last, if not as the communicator has it."""
+        self.scale: float | None = None
+        """The `weight_scale` of the next exchange; None: to be agreed on."""
+        self.zero_fill = zero_fill
+        self.reduction = reduction
+        self.sets: list[BucketSet] = []
+        self.filling: BucketSet
+        """The set that the current backward pass fills."""
+        self.memory = GradientMemory()
+        """Of what scripts see as ``p.grad``."""
+        self.nonfinite = NonfiniteLog()
+        self.norm_listener: NormListener | None = None
+        self.are_late_on_some = False
+        """Whether some ranks made the last exchange in `step`; see `ranks_without_backward`."""
+        self.are_joint = False
+        """Whether the last exchange was made in a backward pass that other optimizers share."""
+        self._parameters = parameters
+        self._as_view = as_view
+        self._late_states: list[GradientState] = []
+        self._has_warned = False
+        self._own_gradients: dict[Tensor, Tensor] | None = None
+        """What this rank's last backward pass has computed, if a schedule wants it."""
+        self.is_plain = False
+        """Whether a ``p.grad`` is the mean of an earlier pass only if it is its slot, and need not
+        be kept when it is packed."""
+
+    # ---- what is exchanged ----
+
+    def trained(self) -> list[NamedParameter]:
+        """The parameters of the optimizer by name, in the order of registration. Local."""
+        return self._parameters.trained()
+
+    @property
+    def sparse(self) -> list[NamedParameter]:
+        """The exchanged parameters whose gradients are sparse."""
+        return self._parameters.sparse
+
+    @property
+    def mesh(self) -> ModelMesh:
+        """The ranks that hold the model among them."""
+        return self._parameters.mesh
+
+    @property
+    def are_sharded(self) -> bool:
+        """Whether some parameters are DTensors, of which each rank holds a part."""
+        return self._parameters.are_sharded
+
+    @property
+    def num_added(self) -> int:
+        """How many gradients a result adds up: 1 for a mean."""
+        return self.comm.size if self.reduction == "sum" else 1
+
+    @property
+    def own_weight(self) -> float:
+        """This rank's weight in the exchange that is being filled."""
+        return self.filling.context.weight
+
+    # ---- layout ----
+
+    def lay_out(
+        self,
+        comm: Communicator,
+        codec: Codec | None,
+        parameters: Sequence[NamedParameter],
+        sparse: Sequence[NamedParameter],
+        watched: Sequence[nn.Parameter],
+        agreements: Callable[[], Sequence[Agreement]] = tuple,
+    ) -> None:
+        """Make the sets again, for these parameters. *Collective.*
+
+        ``sparse`` are in no bucket. ``watched`` are those with a hook, see `BucketSet.number`.
+        ``agreements`` is called for each set: what ranks must have in common at its exchanges.
+        """
+        self.comm = comm
+        self.memory.clear()
+        algorithm = comm.route.allreduce_algorithm(codec)
+
+        def new_set() -> BucketSet:
+            presence = [] if self.zero_fill else [Presence(len(parameters))]
+            weights = Weights(may_be_zero=self.reduction == "sum")
+            footer = Footer(comm, [*agreements(), *presence], weights=weights)
+            buckets = plan_buckets(
+                parameters,
+                granularity=comm.route.granularity,
+                bucket_bytes=self.bucket_bytes or comm.route.bucket_bytes,
+                num_footer=footer.num_values,
+                footer_device=sparse[0][1].device if sparse else None,
+                allocate=comm.route.new_buffer,
+            )
+            return BucketSet(comm, algorithm, buckets, footer=footer, reduction=self.reduction)
+
+        self.sets = [new_set() for _ in range(self.num_sets)]
+        for each in self.sets:
+            each.number(watched)
+        self.filling = self.sets[0]
+        self.filling.warm_up()
+        self._find_out_if_plain()
+        self.forget_scale()
+
+    def forget_scale(self) -> None:
+        """Agree again on the scale of weights at the next exchange. *Collective.*"""
+        self.scale = None if self.filling.is_narrow else 1.0
+
+    def adopt_scale(self, sums: BucketSet) -> None:
+        """Scale the next gradients as suits the weights of these. *Collective*, sends nothing."""
+        if self.filling.is_narrow:
+            self.scale = sums.next_scale
+
+    def _find_out_if_plain(self) -> None:
+        are_lent = self._as_view or all(slot.may_lend for slot in self.filling.slots)
+        self.is_plain = len(self.sets) == 1 and are_lent and self._own_gradients is None
+
+    def is_mean(self, parameter: nn.Parameter) -> bool:
+        """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
+        grad = parameter.grad
+        return grad is not None and (
+            self.memory.is_mean(parameter)
+            or any(
+                (slot := each.slot_of.get(parameter)) is not None and slot.tensor is grad
+                for each in self.sets
+            )
+        )
+
+    # ---- what a rank itself has computed ----
+
+    def keep_own_gradients(self) -> None:
+        """Keep what each backward pass computes on this rank for `take_own_gradients`. Local."""
+        self._own_gradients = {}
+        self._find_out_if_plain()
+
+    def take_own_gradients(self) -> dict[Tensor, Tensor]:
+        """This rank's dense gradients of the pass that has ended; empty if none are kept. Local."""
+        if self._own_gradients is None:
+            return {}
+        own, self._own_gradients = self._own_gradients, {}
+        return own
+
+    def note_own(self, parameter: nn.Parameter, *, is_mean: bool) -> None:
+        """Keep a gradient that is about to be packed; ``is_mean``: it was added to a mean."""
+        grad = parameter.grad
+        if self._own_gradients is not None and grad is not None:
+            is_reused = is_mean or self._as_view
+            self._own_gradients[parameter] = grad.clone() if is_reused else grad
+
+    # ---- handing over ----
+
+    def start(self) -> BucketSet:
+        """Hand over what is left, and return the sums under way.
+
+        It returns at once or, with sparse gradients, when all is summed.
+        """
+        self.filling.start_remaining()
+        self.exchange_sparse(self.own_weight)
+        return self._swap()
+
+    def reduce(self) -> BucketSet:
+        """Sum what is left, on the calling thread if it can be, and return the sums."""
+        self.filling.reduce_remaining()
+        self.exchange_sparse(self.own_weight)
+        return self._swap()
+
+    def send(self) -> BucketSet:
+        """`reduce` if nothing else is under way, for `assign` follows; else `start`."""
+        return self.reduce() if self.comm.engine.is_idle else self.start()
+
+    def exchange_sparse(self, weight: float) -> None:
+        """Exchange the sparse gradients of this pass, after all sums on every rank."""
+        if self.sparse:
+            self.filling.sparse_means = mean_sparse_gradients(
+                self.comm,
+                [parameter for _, parameter in self.sparse],
+                weight,
+                zero_fill=self.zero_fill,
+                reduction=self.reduction,
+            )
+
+    def load_means(
+        self, means: dict[str, Tensor | None], record: dict[str, Any] | None
+    ) -> BucketSet:
+        """Saved means, as if they had been summed just now. Raises UsageError: of others. Local."""
+        self.filling.load_means(means, record)
+        return self._swap()
+
+    def take_back(self, sums: BucketSet) -> None:
+        """Fill these next, after all: nobody needs what was summed in them. Local."""
+        self.filling = sums
+        sums.restart()
+
+    def _swap(self) -> BucketSet:
+        """Declare the set being filled as handed over and continue with the next one."""
+        handed_over = self.filling
+        self.filling = self.sets[(self.sets.index(handed_over) + 1) % len(self.sets)]
+        self.filling.restart()
+        return handed_over
+
+    # ---- what has arrived ----
+
+    def assign(self, sums: BucketSet) -> None:
+        """Wait for the sums and make every ``p.grad`` its mean, and None where there is none.
+
+        There is none if no rank had a gradient (zero_fill off), and for a parameter that became
+        trainable after these sums were started. Buckets are copied while others arrive.
+        *Collective*, though it sends nothing unless something was not finite.
+        """
+        is_current = len(self.sets) == 1 and sums in self.sets  # summed in this pass
+        assign_means(sums, self.memory, as_view=self._as_view, is_current=is_current)
+        if sums.footer.to_report:
+            sums.footer.report(sums.context)
+        self._clear_absent(sums)
+        assign_sparse_means(sums)
+        found = self.discard(sums)
+        if found is not None and found.is_elsewhere:
+            spread_nonfinite(sums)
+
+    def discard(self, sums: BucketSet) -> NonfiniteGradients | None:
+        """Take note of sums that no gradient becomes. *Collective*, see `record_nonfinite`."""
+        self._note_late_ranks(sums)
+        self.adopt_scale(sums)
+        if self.norm_listener is not None and (norms := sums.norms()) is not None:
+            self.norm_listener.measured(norms)
+        return self.record_nonfinite(sums)
+
+    def clear(self) -> None:
+        """Make every ``p.grad`` None. Local."""
+        for parameter in self.filling.slot_of:
+            parameter.grad = None
+        for _, parameter in self.sparse:
+            parameter.grad = None
+
+    def _clear_absent(self, sums: BucketSet) -> None:
+        """Clear every ``p.grad`` that has no mean among these."""
+        if not self.zero_fill:
+            presence = sums.presence
+            if False in presence:
+                for slot, is_present in zip(sums.slots, presence, strict=True):
+                    if not is_present:
+                        slot.parameter.grad = None
+        if sums not in self.sets:  # of an earlier layout
+            for parameter in self.filling.slot_of:
+                if parameter not in sums.slot_of:
+                    parameter.grad = None
+
+    # ---- ranks that exchange in `step` ----
+
+    def _note_late_ranks(self, sums: BucketSet) -> None:
+        """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
+        late = sums.footer.get(LateRanks)
+        self.are_late_on_some = late.are_some_late
+        self.are_joint = self.are_late_on_some and sums.footer.get(JointPass).is_joint
+        self._late_states = self.gradient_states() if self.are_late_on_some else []
+        weight = sums.context.weight
+        counts_zeros = late.is_late and not late.has_gradients and self.reduction == "mean"
+        if self.are_late_on_some and counts_zeros and weight and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"{self.comm.rank_label}: {_COUNTS_ZEROS.format(weight)}", stacklevel=2)
+
+    @property
+    def were_changed(self) -> bool:
+        """Whether the script has changed gradients since, where `are_late_on_some`."""
+        return self._late_states != self.gradient_states()
+
+    def gradient_states(self) -> list[GradientState]:
+        """What tells whether a script has changed gradients since. Local."""
+        sparse = (parameter for _, parameter in self.sparse)
+        return [gradient_state(p) for p in (*self.filling.slot_of, *sparse)]
+
+    # ---- what is not finite ----
+
+    def record_nonfinite(self, sums: BucketSet) -> NonfiniteGradients | None:
+        """Take note of what is not finite in them. *Collective*, if there is something.
+
+        See `record_problem`.
+        """
+        found = sums.nonfinite() or self._nonfinite_sparse(sums)
+        return self.record_problem(found, sums.context.step)
+
+    def record_problem(
+        self, found: NonfiniteGradients | None, step: int
+    ) -> NonfiniteGradients | None:
+        """Take note of what this rank has found, or of what those have that hold other parts.
+
+        *Collective over the ranks of the model*, which must all do the same about it.
+        """
+        if self.mesh.any(found is not None) and found is None:
+            found = NonfiniteGradients(step, is_elsewhere=True)
+        return self.nonfinite.record(found)
+
+    def _nonfinite_sparse(self, sums: BucketSet) -> NonfiniteGradients | None:
+        """What is not finite among the sparse means, which are the same on all ranks. Local."""
+        if not self.sparse:
+            return None
+        names = [
+            name
+            for name, parameter in self.sparse
+            if (mean := sums.sparse_means.get(parameter)) is not None
+            and not mean._values().isfinite().all()
+        ]
+        return NonfiniteGradients(sums.context.step, in_sum=names) if names else None
