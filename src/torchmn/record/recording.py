@@ -49,7 +49,7 @@ from torchmn.record.records import (
     say,
 )
 from torchmn.record.step_recorder import StepRecorder
-from torchmn.record.step_trace import RequestedTrace, StepTrace, TracedComm, running
+from torchmn.record.step_trace import RequestedTrace, StepTrace, running
 from torchmn.record.timeline import clock_of
 
 _PERIOD_S = 1.0
@@ -58,15 +58,7 @@ _CLOCK_PERIOD_S = 60.0
 _VERSIONED = ("torch", "numpy", "mpi4py")
 
 
-class HasAddresses(Protocol):
-    """The connections of a communicator."""
-
-    @property
-    def addresses(self) -> list[str]:
-        """Those at which the other ranks reach this one."""
-
-
-class World(events.Communicator, TracedComm, Protocol):
+class World(events.Communicator, Protocol):
     """What is used of a communicator."""
 
     rank: int
@@ -74,10 +66,8 @@ class World(events.Communicator, TracedComm, Protocol):
     intra_rank: int
     inter_rank: int
     device: torch.device
-
-    @property
-    def groups(self) -> HasAddresses:
-        """Its connections."""
+    groups: Any  # its connections, with the addresses at which other ranks reach this one
+    flight_recorder: Any  # its last collectives
 
     @property
     def settings(self) -> dict[str, str]:
@@ -181,7 +171,8 @@ class Recording:
     def new_trace(self, name: str) -> StepTrace:
         """A profile of this rank, in a file of this name."""
         path = self.folder / PROFILE_FOLDER / f"{name}.json"
-        return StepTrace(self.recorder, self.comm, path, self.comm.rank, lambda: self._offset)
+        recent = self.comm.flight_recorder.recent_collectives
+        return StepTrace(self.recorder, recent, path, self.comm.rank, lambda: self._offset)
 
     def profile(self, request: ProfileRequest) -> None:
         """Do what ``torchmn run --profile`` asks for."""

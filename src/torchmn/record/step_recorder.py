@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _MAX_MARKS = 4096
 _MAX_OTHERS = 2
+# Phases that include all that is done in them, such as exchanges.
 _WHOLE = ("evaluation", "checkpoint")
-"""Phases that include all that is done in them, such as exchanges."""
 _UNTRAINED: frozenset[Phase] = frozenset({"data", "other", "evaluation"})
 
 
@@ -72,12 +72,10 @@ class StepRecorder(Observer):
         self.clock = clock
         self.exchanges: deque[Exchange] = deque()
         """Those that have ended, in the order of their end. Written by engines."""
-        self._ready: dict[int, Mark] = {}
-        self._queued: dict[int, Exchange] = {}
-        """By the bucket."""
+        self._ready: dict[int, Mark] = {}  # by the bucket
+        self._queued: dict[int, Exchange] = {}  # by the bucket, until its sum is there
         self._running: Exchange | None = None
-        self._coding: dict[int, float] = {}
-        """When each thread began to encode or decode."""
+        self._coding: dict[int, float] = {}  # when each thread began to encode or decode
         self.num_steps = 0
         """Steps that have ended since the recorder was made."""
         self.on_step: list[Callable[[int], None]] = []
@@ -87,11 +85,10 @@ class StepRecorder(Observer):
         self._write = write
         self._training = threading.get_ident()
         self._phase: Phase = "other"
+        # The phases that have not ended, each with the one that it has interrupted.
         self._stack: list[tuple[str, Phase]] = []
-        """The phases that have not ended, each with the one that it has interrupted."""
         self._whole = 0
-        self._is_data_told = False
-        """Whether a loader has told of its batches in this step."""
+        self._is_data_told = False  # whether a loader has told of its batches in this step
         self._has_begun = False
         self._step = self._new_step(clock.mark())
         self._ended: deque[_Step] = deque()
@@ -302,18 +299,19 @@ class StepRecorder(Observer):
     def exchange(self, comm: Communicator, block: Any, bucket: int, stage: Stage) -> None:
         """See `Observer.exchange`. Any thread."""
         key = id(block)
+        # A mark costs something on a GPU: where a bucket was ready it needs none when it is queued.
+        now = self._ready.pop(key, None) if stage == "queued" else None
+        now = self.clock.mark() if now is None else now
         if stage == "ready":
-            self._ready[key] = self.clock.mark()
+            self._ready[key] = now
         elif stage == "queued":
-            ready = self._ready.pop(key, None)
-            ready = self.clock.mark() if ready is None else ready
-            self._queued[key] = Exchange(self, comm, bucket, block.buffer.nbytes, ready)
+            self._queued[key] = Exchange(bucket, block.buffer.nbytes, ready=now)
         elif stage == "started" and key in self._queued:
-            self._running = self._queued.pop(key)
-            self._running.begin()
-        elif stage == "ended" and self._running is not None:
-            ended, self._running = self._running, None
-            ended.end()
+            self._running = running = self._queued[key]
+            running.started, running.sent_nbytes = now, -comm.num_sent_nbytes
+        elif stage == "ended" and key in self._queued:
+            ended, self._running = self._queued.pop(key), None
+            ended.ended, ended.sent_nbytes = now, ended.sent_nbytes + comm.num_sent_nbytes
             self.exchanges.append(ended)
 
     def settings(self, step: int, values: dict[str, str]) -> None:

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from torchmn.events import Communicator
 from torchmn.record.records import Bucket
 
-if TYPE_CHECKING:
-    from torchmn.record.step_recorder import StepRecorder
-
-
-Mark = Any
-"""Of one clock: its own business, but that None is no mark."""
+Mark = Any  # of one clock: its own business, but that None is no mark
 
 
 class StepClock(Protocol):
@@ -98,34 +93,17 @@ DIGITS = 7
 """Of seconds in the record: tenths of microseconds."""
 
 
+@dataclass(slots=True)
 class Exchange:
-    """One sum of gradients: made when it is queued, run by the engine. Any thread."""
+    """One sum of gradients, from when it is queued."""
 
-    __slots__ = (
-        *("_comm", "_recorder", "_sent_before", "coding_s", "ended", "nbytes", "number", "ready"),
-        *("sent_nbytes", "started"),
-    )
-
-    def __init__(
-        self, recorder: StepRecorder, comm: Communicator, number: int, nbytes: int, ready: Mark
-    ) -> None:
-        self._recorder, self._comm = recorder, comm
-        self.number, self.nbytes = number, nbytes
-        self.ready = ready
-        self.started: Mark = None
-        self.ended: Mark = None
-        self.sent_nbytes = 0
-        self.coding_s = {"encode": 0.0, "decode": 0.0}
-
-    def begin(self) -> None:
-        """The engine begins with it."""
-        self._sent_before = self._comm.num_sent_nbytes
-        self.started = self._recorder.clock.mark()
-
-    def end(self) -> None:
-        """The sum is there, or has failed."""
-        self.ended = self._recorder.clock.mark()
-        self.sent_nbytes = self._comm.num_sent_nbytes - self._sent_before
+    number: int
+    nbytes: int
+    ready: Mark
+    started: Mark = None
+    ended: Mark = None
+    sent_nbytes: int = 0
+    coding_s: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "decode": 0.0})
 
     def line(self, clock: StepClock, begin: Mark) -> Bucket:
         """As it is written, in the step that has begun at a mark."""

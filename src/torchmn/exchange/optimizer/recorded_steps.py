@@ -32,12 +32,10 @@ class RecordedSteps:
     def __init__(self, optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> None:
         self._found = weakref.ref(optimizer)  # it has this: no cycle, it is freed when closed
         self._models = models
-        self._observers: tuple[events.Observer, ...] = ()
-        """Those that know the settings."""
+        self._observers: tuple[events.Observer, ...] = ()  # those that know the settings
         self._number = 0
         self._hooks = ModelHooks()
-        self._facts: dict[Tensor, events.Gradient] = {}
-        """Of the gradients that are timed in the step that runs."""
+        self._facts: dict[Tensor, events.Gradient] = {}  # of gradients that are timed in this step
         self._watches: list[RemovableHandle] = []
         self._noted: tuple[object, object] = (None, None)
 
