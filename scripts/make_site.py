@@ -99,6 +99,7 @@ SECTIONS = (
             "explain/beside-other-libraries",
             "explain/number-of-ranks",
             "explain/choosing",
+            "explain/gpus",
             "explain/recipes",
             "explain/resume",
         ),

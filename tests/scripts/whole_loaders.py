@@ -221,15 +221,7 @@ def checkpointed_with_loader(worker: Worker) -> nn.Module:
     return model
 
 
-@script(
-    "Parts of the model are called, `model[:2]` and `model[2:]`, never the model",
-    **everywhere(
-        Refused(
-            "the model's forward must see a tensor with a batch dimension",
-            cure="call the model itself, or `optimizer.set_weight(len(x))` before `backward()`",
-        )
-    ),
-)
+@script("Parts of the model are called, `model[:2]` and `model[2:]`, never the model")
 def parts_called(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, y in _loader(worker, 9):
@@ -383,14 +375,14 @@ class _WithPrompts(nn.Module):
 
 
 @script(
-    "Four constant tensors come first, and a rank has a multiple of four samples at first",
+    "Four constant tensors come first, and the parts have two samples and one",
     **_OUT_OF_PROPORTION,
 )
 def constants_first(worker: Worker) -> nn.Module:
     model = _WithPrompts()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     prompts, _ = whole_batch(9, 4)
-    for x, _ in _loader(worker):
+    for x, _ in _loader(worker, 3):
         optimizer.zero_grad()
         model(prompts, x).square().mean().backward()
         optimizer.step()
@@ -422,13 +414,99 @@ def zipped_out_of_proportion(worker: Worker) -> nn.Module:
     return model
 
 
-@script("Two loaders zipped, whose batches the model takes as one")
-def zipped_into_one(worker: Worker) -> nn.Module:
+def _train_as_one(worker: Worker, *, has_weights: bool, has_two_means: bool) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for x, _, more in _zipped_unevenly(worker):
         optimizer.zero_grad()
-        model(torch.cat([x, more])).square().mean().backward()
+        if has_weights:
+            worker.set_weight(optimizer, len(x) + len(more))
+        squares = model(torch.cat([x, more])).square()
+        loss = squares.mean()
+        if has_two_means:
+            loss = squares[: len(x)].mean() + squares[len(x) :].mean()
+        loss.backward()
         optimizer.step()
+    return model
+
+
+@script("Two loaders zipped, whose batches the model takes as one, with `set_weight()`")
+def zipped_into_one(worker: Worker) -> nn.Module:
+    return _train_as_one(worker, has_weights=True, has_two_means=False)
+
+
+_ZIPPED = everywhere(
+    Refused(
+        "has batches of several loaders",
+        cure="batch sizes that are multiples of the number of ranks, `drop_last=True`; for one "
+        "mean over all samples `optimizer.set_weight(len(x) + len(more))`",
+    )
+)
+
+
+@script("The same without `set_weight()`, parts that are not in the same proportion", **_ZIPPED)
+def zipped_into_one_unweighted(worker: Worker) -> nn.Module:
+    return _train_as_one(worker, has_weights=False, has_two_means=False)
+
+
+@script("FixMatch: two loaders in one forward pass, a mean over each, parts as before", **_ZIPPED)
+def zipped_with_two_means(worker: Worker) -> nn.Module:
+    return _train_as_one(worker, has_weights=False, has_two_means=True)
+
+
+@script(
+    "Accumulation under `no_sync()` with a short last batch",
+    **everywhere(
+        Refused(
+            "no multiple of the samples of its batch",
+            cure="`drop_last=True`, or no `no_sync()`: each batch then has its own weight",
+        )
+    ),
+)
+def accumulated_unevenly(worker: Worker) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
+    batches = iter(worker.scatter_loader(DataLoader(_data(), 7)))  # the last one has 2 samples
+    for (x, y), (more_x, more_y) in zip(batches, batches, strict=True):
+        optimizer.zero_grad()
+        with worker.no_sync(optimizer):
+            (mse_loss(model(x), y) / 2).backward()
+        (mse_loss(model(more_x), more_y) / 2).backward()
+        optimizer.step()
+    return model
+
+
+@script(
+    "A batch that one rank leaves out by itself, as where its part of the loss is not finite",
+    **everywhere(
+        Refused(
+            "the ranks exchange gradients of different batches",
+            cure="decide by a value that all ranks share, or call `set_weight(0)`",
+        )
+    ),
+)
+def left_out_on_one_rank(worker: Worker) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker)
+    for number, (x, y) in enumerate(_loader(worker)):
+        if number == 3 and worker.rank == 1:
+            continue
+        take_step(model, optimizer, x, y)
+    return model
+
+
+@script(
+    "A task that each rank chooses by its own random numbers",
+    **everywhere(
+        Refused(
+            "the ranks exchange gradients of different batches",
+            cure="draw it from a generator with the same seed on all ranks",
+        )
+    ),
+)
+def task_of_own(worker: Worker) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker)
+    tasks = [iter(_loader(worker)) for _ in range(2)]
+    for number in range(8):
+        x, y = next(tasks[(number + worker.rank * (number > 2)) % 2])
+        take_step(model, optimizer, x, y)
     return model
 
 
@@ -464,10 +542,7 @@ def left_out(worker: Worker) -> nn.Module:
     return model
 
 
-@script(
-    "Trained in `eval()`",
-    **everywhere(Refused("in train() mode", cure="`optimizer.set_weight(len(x))`")),
-)
+@script("Trained in `eval()`")
 def trained_in_eval(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     model.eval()

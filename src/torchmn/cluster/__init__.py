@@ -8,7 +8,7 @@ from torchmn.cluster.cpus import (
     available_processors,
     cores_near_gpu,
 )
-from torchmn.cluster.gpus import count_gpus, gpu_localities, memory_nodes
+from torchmn.cluster.gpus import count_gpus, gpu_localities, may_share_gpus, memory_nodes
 from torchmn.cluster.hostlists import Host, parse_hostfile, parse_hosts, select_hosts
 from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted, read_launcher_env
 from torchmn.cluster.network import (
@@ -40,6 +40,7 @@ __all__ = [
     "is_this_host",
     "local_address_among",
     "local_address_for",
+    "may_share_gpus",
     "memory_nodes",
     "parse_hostfile",
     "parse_hosts",

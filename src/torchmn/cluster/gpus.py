@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
+
 
 def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     """Number of GPUs after ``CUDA_VISIBLE_DEVICES``. Local.
@@ -31,6 +33,16 @@ def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
         else:
             break
     return count if num_gpus else 0
+
+
+def may_share_gpus(env: Mapping[str, str]) -> bool:
+    """Whether NCCL was prepared for several ranks on one GPU, which it otherwise refuses.
+
+    Example:
+        >>> may_share_gpus({})
+        False
+    """
+    return env.get(SHARE_GPU_VARIABLE) == "1"
 
 
 _GPUS = "proc/driver/nvidia/gpus"

@@ -25,7 +25,6 @@ from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.group import Group, Groups
 from torchmn.comm.point_to_point import PointToPoint, Replies
 from torchmn.comm.routes.base import Route
-from torchmn.comm.scattered_loaders import DividedBatches
 from torchmn.comm.training_start import share_training_steps, training_start
 from torchmn.comm.transports.base import Transport
 from torchmn.comm.transports.join import make_process_group, mesh_of_groups
@@ -108,8 +107,6 @@ class Communicator(Collectives):
         self._messages = PointToPoint(self.world, trust, device)
         self.replies = Replies(self.world, trust, device)
         self._on_finalize: list[Callable[[], None]] = []
-        self.divided_batches = DividedBatches()
-        """What `scatter_loader` divides among its ranks."""
         self.route = route(self.groups, topology, device, codec)
         for observer in events.observers:
             observer.communicator(self, begins=True)

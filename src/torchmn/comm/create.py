@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from torchmn import events
-from torchmn.cluster import RankPlacement, Topology
+from torchmn.cluster import RankPlacement, Topology, may_share_gpus
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
     RECORD_VARIABLE,
@@ -467,7 +467,8 @@ def _own_device(
     device = torch.device("cuda", place.intra_rank % len(gpus[world.rank]))
     torch.cuda.set_device(device)
     if isinstance(world, TorchDistributedTransport):
-        may_use_nccl = len(set(used)) == len(used) and (world.has_nccl or not is_own)
+        has_own = len(set(used)) == len(used) or may_share_gpus(os.environ)
+        may_use_nccl = has_own and (world.has_nccl or not is_own)
         world.use_gpu(device, may_use_nccl=may_use_nccl)
     return device
 

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, TypeVar, cast
+from typing import Generic, NoReturn, TypeVar, cast
 
 import torch
 
@@ -152,6 +152,7 @@ class Engine:
         self._broken: BaseException | None = None
         self._num_refused = 0
         self._failure: BaseException | None = None
+        self._has_raised_failure = False
         self._runner_id = -1
         self.watcher = Watcher(self.streams, self._fail)
 
@@ -177,10 +178,16 @@ class Engine:
         return self.streams.fetch(values, self.raise_failure)
 
     def raise_failure(self) -> None:
-        """Raise what the watcher has found, as it is, once: then the engine is unusable."""
-        error, self._failure = self._failure, None
-        if error is not None:
-            raise error
+        """Raise what the watcher has found: nothing that was queued since means anything.
+
+        As it is the first time, then CommunicationError.
+        """
+        if self._failure is None:
+            return
+        if not self._has_raised_failure:
+            self._has_raised_failure = True
+            raise self._failure
+        self._refuse(self._failure)
 
     def raise_if_capturing(self) -> None:
         """Raise UnsupportedError if the caller records a CUDA graph. Before anything is started."""
@@ -286,7 +293,8 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
         self.watcher.close()
-        self.raise_failure()
+        if not self._has_raised_failure:
+            self.raise_failure()
 
     def _fail(self, error: BaseException) -> None:
         """Queued work has failed: the next call raises it. Called on the watcher's thread."""
@@ -297,15 +305,18 @@ class Engine:
         self.raise_failure()
         self.raise_if_capturing()
         if self._broken is not None:
-            self._num_refused += 1
-            if self._num_refused == _MAX_REFUSED:
-                for observer in events.observers:
-                    observer.failed(self._broken)
-            raise CommunicationError(
-                f"This communicator cannot be used after an exchange failed: {self._broken}"
-            ) from self._broken
+            self._refuse(self._broken)
         if self._is_closed:
             raise CommunicationError("This communicator was finalized. Create a new one.")
+
+    def _refuse(self, error: BaseException) -> NoReturn:
+        self._num_refused += 1
+        if self._num_refused == _MAX_REFUSED:
+            for observer in events.observers:
+                observer.failed(error)
+        raise CommunicationError(
+            f"This communicator cannot be used after an exchange failed: {error}"
+        ) from error
 
     def _loop(self) -> None:
         self._background_id = threading.get_ident()

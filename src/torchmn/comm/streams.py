@@ -13,9 +13,9 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -92,6 +92,14 @@ class Streams(ABC):
     def wait(self, event: Event | None) -> None:
         """Let later work of the current stream wait for an event. The host does not wait."""
 
+    def current(self) -> Hashable:
+        """The current stream; the same value for the same stream."""
+        return None
+
+    def wait_for(self, stream: Hashable) -> None:
+        """Let later work of the current stream wait for all that is queued on another one now."""
+        return
+
     @abstractmethod
     def exchanging(self) -> AbstractContextManager[object]:
         """Inside, the current stream is the one on which this rank's exchanges run."""
@@ -105,15 +113,30 @@ class Streams(ABC):
         """Whether the current stream records a CUDA graph and runs nothing."""
 
     @abstractmethod
-    def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
-        """Start to copy numbers to the host, behind what is queued on the current stream."""
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Host memory (numel,) for copies that are queued, which no queued copy still uses."""
 
     @abstractmethod
+    def give_back(self, host: Tensor, event: Event) -> None:
+        """Let `pinned` use memory again, once the event is over."""
+
+    def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
+        """Start to copy numbers to the host, behind what is queued on the current stream."""
+        host = self.pinned(values.numel(), values.dtype)
+        host.copy_(values.detach().reshape(-1), non_blocking=True)
+        return Deferred(host, self.record(), check=check, give_back=self.give_back)
+
     def send(self, values: Tensor, into: Tensor) -> None:
         """Copy numbers of the host into memory of the device, in order with the current stream.
 
         ``values`` may be changed when it returns. The host waits for nothing.
         """
+        host = self.pinned(values.numel(), values.dtype)
+        host.copy_(values.reshape(-1))
+        into.copy_(host.view(into.shape), non_blocking=True)
+        event = self.record()
+        if event is not None:
+            self.give_back(host, event)
 
     def enter_thread(self) -> None:
         """Called once by a thread that will work with this device."""
@@ -140,6 +163,12 @@ class HostStreams(Streams):
     def is_capturing(self) -> bool:
         return False
 
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def give_back(self, host: Tensor, event: Event) -> None:
+        return
+
     def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
         """The values as they are now."""
         return Deferred(values.detach().clone(), check=check)
@@ -164,6 +193,12 @@ class CudaStreams(Streams):
         if event is not None:
             event.wait(torch.cuda.current_stream(self.device))  # type: ignore[attr-defined]
 
+    def current(self) -> Hashable:
+        return torch.cuda.current_stream(self.device)
+
+    def wait_for(self, stream: Hashable) -> None:
+        torch.cuda.current_stream(self.device).wait_stream(cast(torch.cuda.Stream, stream))
+
     def exchanging(self) -> AbstractContextManager[object]:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self.device)
@@ -176,16 +211,11 @@ class CudaStreams(Streams):
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
-    def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
-        host = _pinned(values.numel(), values.dtype)
-        host.copy_(values.detach().reshape(-1), non_blocking=True)
-        return Deferred(host, self.record(), check=check, give_back=_give_back)
+    def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return _memory.take(numel, dtype)
 
-    def send(self, values: Tensor, into: Tensor) -> None:
-        host = _pinned(values.numel(), values.dtype)
-        host.copy_(values.reshape(-1))
-        into.copy_(host.view(into.shape), non_blocking=True)
-        _give_back(host, self.record())
+    def give_back(self, host: Tensor, event: Event) -> None:
+        _memory.give_back(host, event)
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
@@ -205,7 +235,6 @@ def streams_of(device: torch.device) -> Streams:
 
 _Event = torch.cuda.Event
 _free_events: defaultdict[torch.device, deque[_Event]] = defaultdict(deque)
-_free_memory: defaultdict[tuple[torch.dtype, int], deque[tuple[Tensor, Event]]] = defaultdict(deque)
 
 
 class _PooledEvent:
@@ -235,19 +264,33 @@ class _PooledEvent:
         self._free.append(self._event)
 
 
-def _pinned(numel: int, dtype: torch.dtype) -> Tensor:
-    """Pinned memory (numel,) that no queued copy uses any more."""
-    free = _free_memory[dtype, numel]
-    for _ in range(len(free)):
-        try:
-            host, event = free.popleft()
-        except IndexError:  # another thread has taken it
-            break
-        if event.query():
-            return host
-        free.append((host, event))
-    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+class MemoryPool:
+    """Host memory that queued copies use, each piece with the event after its last copy."""
+
+    def __init__(self, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
+        self._allocate = allocate
+        self._free: defaultdict[tuple[int, torch.dtype], deque[tuple[Tensor, Event]]]
+        self._free = defaultdict(deque)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory (numel,) that no queued copy uses any more."""
+        free = self._free[numel, dtype]
+        for _ in range(len(free)):
+            try:
+                host, event = free.popleft()
+            except IndexError:  # another thread has taken it
+                break
+            if event.query():
+                return host
+            free.append((host, event))
+        with torch.inference_mode(False):  # it is used again in other modes
+            return self._allocate(numel, dtype)
+
+    def give_back(self, host: Tensor, event: Event) -> None:
+        """Use this memory again when the event is over."""
+        self._free[host.numel(), host.dtype].append((host, event))
 
 
-def _give_back(host: Tensor, event: Event) -> None:
-    _free_memory[host.dtype, host.numel()].append((host, event))
+_memory = MemoryPool(
+    lambda numel, dtype: torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
+)

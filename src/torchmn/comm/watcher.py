@@ -46,7 +46,12 @@ class Held:
         return
 
     def is_over(self) -> bool:
-        return self._event.query()
+        try:
+            return self._event.query()
+        except RuntimeError as error:
+            if "captur" in str(error):  # a script records a CUDA graph: ask later
+                return False
+            raise
 
     def drop(self) -> None:
         return
@@ -84,13 +89,16 @@ class Watcher:
 
     def _loop(self) -> None:
         self._streams.enter_thread()
-        while self._await_item():
-            try:
-                self._look_at_first()
-            except Exception as error:
-                # Before the rest is dropped: its memory may be in use, and a later call must fail.
-                self._on_failure(error)
-                self._drop_all()
+        # Looking at work of NCCL lets the current stream wait for it, and the stream that every
+        # thread begins with must not be touched while a script records a CUDA graph.
+        with self._streams.exchanging():
+            while self._await_item():
+                try:
+                    self._look_at_first()
+                except Exception as error:
+                    # First, so that no later call believes in what is queued.
+                    self._on_failure(error)
+                    self._drop_all()
 
     def _await_item(self) -> bool:
         with self._condition:

@@ -9,18 +9,20 @@ and resume on another without losing or repeating a sample.
 from __future__ import annotations
 
 import copy
-import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler, default_collate
+from torch.utils.data import default_collate
 
+from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
+from torchmn.data.counted_loader import PassSampler
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
+from torchmn.data.divided_batches import LoaderPass
 from torchmn.data.permutations import Order, keyed_permutation
-from torchmn.data.sampler_position import IteratingLoader, SamplerPass, iterating_loader
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
 from torchmn.errors import RankMismatchError, UsageError
@@ -36,7 +38,7 @@ class SamplerState(TypedDict):
     position: int
 
 
-class GlobalSampler(Sampler[list[int]]):
+class GlobalSampler(PassSampler):
     """This rank's parts of the global batches, for ``DataLoader(batch_sampler=...)``.
 
     The constructor is *collective* (the arguments are compared); everything else is *local*.
@@ -45,18 +47,18 @@ class GlobalSampler(Sampler[list[int]]):
     the end of the epoch; the next pass is the next epoch. All ranks make the same number of steps,
     ``len(sampler)`` in a full epoch.
 
-    The position counts the batches that the loop has received, not those that a DataLoader with
-    workers has prefetched, so ``state_dict()`` after a step is the state after that step. A pass
-    that is left early without an optimizer step, as ``next(iter(loader))``, is a peek at the data
-    and does not change the position. (As long as there is no multi-node optimizer over ``comm``, a
-    peek is a pass that was left with its first batch.) Loaders other than torch's DataLoader are
-    counted by what they have drawn: save ``state_after(n)`` if they prefetch.
+    Give the DataLoader to `scatter_loader`: the position then counts the batches that the loop has
+    received, and ``state_dict()`` after a step is the state after that step. In a plain DataLoader
+    it counts what was drawn, which is ahead of the loop where workers prefetch: a warning says so,
+    and ``state_after(n)`` is the state after n batches. A pass that is left early without an
+    optimizer step, as ``next(iter(loader))``, is a peek at the data and does not change the
+    position. (As long as there is no multi-node optimizer over ``comm``, a peek is a pass that was
+    left with its first batch.)
 
     If the last global batch of an epoch has fewer samples than there are ranks, the part of the
-    last ranks is empty. Choose ``drop_last`` or ``pad_last``, or give the DataLoader
-    ``collate_fn=EmptyBatchCollate(dataset)``, which makes a batch of 0 rows, and let such a rank
-    participate in the step with weight 0. A DataLoader that cannot make an empty batch is rejected
-    on all ranks when the pass begins.
+    last ranks is empty. With `scatter_loader` they get a batch of 0 rows and participate in the
+    step with weight 0. Else choose ``drop_last`` or ``pad_last``, or give the DataLoader
+    ``collate_fn=EmptyBatchCollate(dataset)``.
 
     Args:
         dataset_length: the whole data set, which ranks then compare, or the number of its samples.
@@ -135,11 +137,13 @@ class GlobalSampler(Sampler[list[int]]):
         self.pad_last = pad_last
         self.rank = comm.rank
         self.size = comm.size
-        self._comm = comm
+        self._begins_with(comm, "GlobalSampler")
         self.batch: HasBatchSettings | None = None
         """The `GlobalBatch` that has made this sampler, if one has."""
         self._start = SamplerState(epoch=0, position=0)
-        self._pass: SamplerPass | None = None
+        self._num_steps_before: int | None = None
+        """Steps of optimizers when the last pass began."""
+        self._is_ahead = self._has_warned = False
 
     @property
     def epoch(self) -> int:
@@ -194,20 +198,22 @@ class GlobalSampler(Sampler[list[int]]):
     @property
     def received_batch(self) -> int:
         """Samples over all ranks of the batch that the loop has received last; 0 before one."""
-        num = 0 if self._pass is None else self._pass.num_handed_out
+        num = 0 if self._pass is None else self._pass.num_received
         if num == 0:
             return 0
         return self._end_of(self._start, num) - self._end_of(self._start, num - 1)
 
-    def __iter__(self) -> Iterator[list[int]]:
-        source = iterating_loader(self, sys._getframe(1))
-        start = self._reached(is_left=True)
-        self._raise_if_no_batch_can_be_made(start, source)
-        self._start = start
-        self._pass = SamplerPass(self._comm, source)
-        return self._pass.batches(self._parts(start))
+    def _started(self, one_pass: LoaderPass) -> None:
+        # The DataLoader of a loop with workers requests two iterators before it draws.
+        last = self._pass
+        self._is_ahead = not one_pass.is_of_loader and last is not None and last.num_drawn == 0
+        self._start = self._reached(is_left=True)
+        self._num_steps_before = training_steps(self._comm).count
 
-    def _parts(self, state: SamplerState) -> Iterator[list[int]]:
+    def _parts(self, one_pass: LoaderPass) -> Iterator[list[int]]:
+        return self._parts_from(self._start, one_pass)
+
+    def _parts_from(self, state: SamplerState, one_pass: LoaderPass) -> Iterator[list[int]]:
         """This rank's parts from a state to the end of its epoch."""
         order, position = self.order(state["epoch"]), state["position"]
         for num_batches, size in self._segments(state):
@@ -217,9 +223,15 @@ class GlobalSampler(Sampler[list[int]]):
                 if self.pad_last and len(batch) < self.size:
                     batch = np.resize(batch, self.size)  # repeats from its first sample
                 begin, end = self._share(len(batch))
+                if torch.is_grad_enabled():
+                    one_pass.add(end - begin, len(batch))
                 yield [int(index) for index in batch[begin:end]]
         if self.dataset_length == 0:
-            self._start, self._pass = SamplerState(epoch=state["epoch"] + 1, position=0), None
+            self._go_to(state["epoch"] + 1)
+
+    def _go_to(self, epoch: int, position: int = 0) -> None:
+        """The next pass begins here."""
+        self._start, self._pass = SamplerState(epoch=epoch, position=position), None
 
     def order(self, epoch: int) -> Order:
         """The permutation of an epoch, shape ``(dataset_length,)``."""
@@ -235,7 +247,7 @@ class GlobalSampler(Sampler[list[int]]):
         if epoch < 0:
             raise UsageError(f"epoch={epoch} must be 0 or more.")
         if epoch != self.epoch:
-            self._start, self._pass = SamplerState(epoch=epoch, position=0), None
+            self._go_to(epoch)
 
     def state_dict(self) -> SamplerState:
         """The state after the batches that the loop has received. The same on all ranks."""
@@ -275,17 +287,41 @@ class GlobalSampler(Sampler[list[int]]):
                 f"Epoch {epoch}, position {position} is outside of a data set of "
                 f"{self.dataset_length} samples. Was the state saved with another data set?"
             )
-        self._start, self._pass = SamplerState(epoch=epoch, position=position), None
+        self._go_to(epoch, position)
+
+    def misfit(self, comm: Communicator) -> str:
+        """For `scatter_loader`: why it cannot divide among these ranks; empty if it can. Local."""
+        if (comm.rank, comm.size) == (self.rank, self.size):
+            return ""
+        return (
+            f"a DataLoader whose GlobalSampler divides among {self.size} ranks, and the "
+            f"communicator has {comm.size}. Pass both the same communicator."
+        )
 
     def _reached(self, *, is_left: bool) -> SamplerState:
         """The state now; ``is_left``: the loop has left the pass."""
         if self._pass is None:
             return self._normalised(self._start)
-        num = self._pass.num_handed_out
+        num = self._pass.num_received
         has_ended = self._pass.has_ended and num == self._num_batches(self._start)
-        if is_left and not has_ended and self._pass.was_peek:
+        if is_left and not has_ended and self._was_peek(num):
             num = 0
+        elif self._is_ahead and num and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"{self._comm.rank_label}: the position of this GlobalSampler counts the batches "
+                "that workers of a DataLoader have prefetched, too: a training that continues from "
+                "its state would leave them out. Use loader = torchmn.scatter_loader(loader, "
+                "comm), which counts what the loop has received, or state_after(n).",
+                stacklevel=3,
+            )
         return self.state_after(num)
+
+    def _was_peek(self, num_received: int) -> bool:
+        """Whether no step was taken on the batches of the last pass, given that it was left."""
+        if training_steps(self._comm).count is None:
+            return num_received <= 1
+        return training_steps(self._comm).count == (self._num_steps_before or 0)
 
     def _size_at(self, state: SamplerState) -> tuple[int, int]:
         """The size of the global batch that begins here, and the position up to which it holds."""
@@ -315,21 +351,6 @@ class GlobalSampler(Sampler[list[int]]):
             position += min(num, num_batches) * size
             num_batches -= min(num, num_batches)
         return min(position, self.dataset_length)
-
-    def _raise_if_no_batch_can_be_made(
-        self, state: SamplerState, source: IteratingLoader | None
-    ) -> None:
-        """Raise on all ranks, before the first batch, if a rank would get a batch of no samples."""
-        num = self._num_batches(state)
-        last = self._end_of(state, num) - self._end_of(state, num - 1) if num else 0
-        is_short = 0 < last < self.size and not (self.drop_last or self.pad_last)
-        if is_short and source is not None and source.iterator._collate_fn is default_collate:
-            raise UsageError(
-                f"The last global batch of the epoch has {last} samples for {self.size} ranks, and "
-                "the DataLoader cannot make a batch of no samples. Give GlobalSampler "
-                "drop_last=True or pad_last=True, or the DataLoader collate_fn="
-                "EmptyBatchCollate(dataset), which makes a batch of 0 rows."
-            )
 
     def _share(self, batch_size: int) -> tuple[int, int]:
         return shard_bounds(batch_size, self.size, self.rank, force_equal_length=False)

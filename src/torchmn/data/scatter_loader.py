@@ -7,10 +7,8 @@ process, and the samples of a step do not depend on the number of ranks.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import operator
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +17,16 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from torchmn.cluster.units import counted
 from torchmn.comm.collectives import bcast_for
-from torchmn.comm.scattered_loaders import PassParts
 from torchmn.data import rank_seeds, rng_state
+from torchmn.data.counted_loader import CountedLoader, PassSampler, counted_copy
 from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
+from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
-from torchmn.data.sampler_position import SamplerPass, iterating_loader
+from torchmn.data.pass_facts import pass_facts
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SubDataset
@@ -73,8 +72,9 @@ def scatter_loader(
     `torchmn.seed_ranks` it is that of one process with the same ``torch.manual_seed``. A pass
     begins on all ranks together (*collective*); each ``for`` is a new pass, as with any DataLoader.
 
-    Parts may differ by one sample, so optimizers that `create_multi_node_optimizer` makes for
-    ``comm`` weight the ranks by their samples unless ``weight=`` is given: means are exact.
+    Parts may differ by one sample, so an optimizer that `create_multi_node_optimizer` makes for
+    ``comm`` weights the ranks in each step by their parts of the batches that the step is of,
+    unless ``weight=`` is given: means are exact.
 
     Where a batch has fewer samples than there are ranks, the last ranks get a batch of 0 rows, so
     that all make the same number of steps. Under ``torch.no_grad()`` or ``inference_mode()``, in an
@@ -86,6 +86,9 @@ def scatter_loader(
     random numbers of the pass, not its order; a sampler that does not draw the same order from them
     again is refused. A loader that has these methods itself, as torchdata's StatefulDataLoader, has
     this state, which counts batches over all ranks, also after ``break``.
+
+    A DataLoader whose ``batch_sampler`` is a `GlobalSampler` of ``comm`` keeps it, with its state:
+    the position is then exact also where workers prefetch.
 
     Args:
         loader: on every rank, a DataLoader of the same data set with the same options; or several
@@ -108,42 +111,41 @@ def scatter_loader(
     """
     is_one = isinstance(loader, DataLoader) or not isinstance(loader, Sequence)
     loaders: list[Any] = [loader] if is_one else list(loader)
-    gathered = comm.allgather_obj([_facts(each) for each in loaders])
+    gathered = comm.allgather_obj([_facts(each, comm) for each in loaders])
     _raise_if_unfit(gathered)
     datasets = [(each.dataset, each.num_workers == 0) for each in loaders]
     raise_if_datasets_differ("scatter_loader", datasets, comm)
-    comm.divided_batches.note()
+    divided_batches(comm).note()
     scattered = tuple(_scattered(each, comm) for each in loaders)
     return scattered[0] if is_one else scattered
 
 
 def _scattered(loader: DataLoader[Any], comm: Communicator) -> DataLoader[Any]:
-    """The copy, whose constructor is not called: a subclass may have another one."""
-    mine = copy.copy(loader)
-    batches = ScatteredBatches(loader.batch_sampler, comm, loader.dataset)  # type: ignore[arg-type]
+    """The copy, with this rank's parts."""
+    batches: Any = loader.batch_sampler
+    if not isinstance(batches, GlobalSampler):
+        batches = ScatteredBatches(batches, comm, loader.dataset)
     own: dict[str, Any] = {
         "batch_sampler": batches,
         "_iterator": None,  # of persistent workers
     }
-    if hasattr(loader, "load_state_dict"):
+    if hasattr(loader, "load_state_dict") and isinstance(batches, ScatteredBatches):
         # The state of a loader like torchdata's StatefulDataLoader, after `break` as well. Its own
         # counts the batches of an order that only rank 0 draws.
         own |= {"state_dict": batches.last_state, "load_state_dict": batches.load_state_dict}
-    if comm.size > 1:
+    if comm.size > 1 and not isinstance(loader.collate_fn, EmptyBatchCollate):
         own["collate_fn"] = EmptyBatchCollate(loader.dataset, loader.collate_fn)  # type: ignore[arg-type]
     if comm.rank > 0 and loader.generator is not None:
         # It seeds the workers, whose augmentation would be the same on all ranks.
         seed = rank_seeds.rank_seed(loader.generator.initial_seed(), comm.rank)
         own["generator"] = torch.Generator(device="cpu").manual_seed(seed)
-    vars(mine).update(own)  # a DataLoader lets no attribute of these be set
-    return mine
+    return counted_copy(loader, **own)
 
 
 @dataclass
-class _Pass:
-    """One ``for`` over the loader."""
+class _Order:
+    """The order of one pass, as rank 0 draws it."""
 
-    counted: SamplerPass
     resumed: LoaderState | None
     before: torch.Tensor | None
     """torch's generator when a resumed pass began, before the loader drew a seed of workers."""
@@ -159,15 +161,10 @@ class _Pass:
     """What making it has raised."""
     marks: GeneratorMarks | None = None
     """Of the sampler's generators, on rank 0."""
-    parts: PassParts = field(init=False)
     indices: list[Any] = field(default_factory=list)
     """In an evaluation, the samples of each part that the loader has drawn."""
     num_drawn: int = 0
     """Batches over all ranks whose parts the loader has drawn, those that it skipped included."""
-
-    def __post_init__(self) -> None:
-        counted = self.counted
-        self.parts = PassParts(lambda: counted.num_handed_out, lambda: counted.has_ended)
 
     def begin(self, batches: Iterable[Sequence[Any]]) -> None:
         """Make the sampler's iterator when one process does: some draw the whole order then."""
@@ -185,7 +182,7 @@ class _Pass:
         return 0 if self.resumed is None else self.resumed["batches"]
 
 
-class ScatteredBatches(Sampler[list[Any]]):
+class ScatteredBatches(PassSampler):
     """This rank's parts of the batches that rank 0 draws; made by `scatter_loader`.
 
     What the batch sampler of the original loader has, such as ``set_epoch``, is found here too, and
@@ -219,13 +216,12 @@ class ScatteredBatches(Sampler[list[Any]]):
         self, batches: Iterable[Sequence[Any]], comm: Communicator, dataset: Any = None
     ) -> None:
         self.batches = batches
-        self._comm, self._dataset = comm, dataset
-        self._number = comm.divided_batches.new_loader()
-        self._pass: _Pass | None = None
+        self._dataset = dataset
+        self._begins_with(comm, "scatter_loader")
+        self._order: _Order | None = None
+        """Of the last pass; None before there is one, or since a state was loaded."""
         self._resumed: LoaderState | None = None
         """What was loaded and no pass has continued yet."""
-        self._before: torch.Tensor | None = None
-        """See `_Pass.before`."""
 
     def __len__(self) -> int:
         return len(self.batches)  # type: ignore[arg-type]
@@ -248,46 +244,48 @@ class ScatteredBatches(Sampler[list[Any]]):
 
     def received_indices(self) -> list[Any]:
         """The indices of each batch that the last loop of an evaluation has received. Local."""
-        own = self._pass
-        return [] if own is None else own.indices[: own.counted.num_handed_out]
+        if self._order is None or self._pass is None:
+            return []
+        return self._order.indices[: self._pass.num_received]
+
+    def _started(self, one_pass: LoaderPass) -> None:
+        left, order = self._pass, self._order
+        if left is not None and order is not None and order.marks and not left.is_exhausted:
+            # One process would not have drawn the rest of a pass that was left.
+            order.marks.rewind(order.num_drawn)
+        before = None
+        if self._resumed is not None:
+            with rng_state.in_turn:
+                before = torch.get_rng_state()
+        self._order = _Order(self._resumed, before)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        source = iterating_loader(self, sys._getframe(1))
-        if (left := self._pass) is not None and not left.counted.is_exhausted and left.marks:
-            # One process would not have drawn the rest of a pass that was left.
-            left.marks.rewind(left.num_drawn)
-        # A loader with workers calls this twice and draws their seed in between.
-        if self._resumed is not None and self._before is None:
-            with rng_state.in_turn:
-                self._before = torch.get_rng_state()
-        own = self._pass = _Pass(SamplerPass(self._comm, source), self._resumed, self._before)
-        if self._comm.rank == 0 and own.resumed is None:
-            own.begin(self.batches)
-        own.parts.loader, counted = self._number, own.counted
-        own.parts.thread = lambda: counted.thread
-        self._comm.divided_batches.add_pass(own.parts)
-        return own.counted.batches(self._parts(own))
+        batches = super().__iter__()
+        order = self._order
+        if self._comm.rank == 0 and order is not None and order.resumed is None:
+            order.begin(self.batches)
+        return batches
 
     def state_dict(self) -> LoaderState:
         """Where the loop is that runs over the loader, the same on all ranks. Local.
 
         Between two passes, and after one that was left early, it is the beginning of a pass.
         """
-        own = self._pass
-        if own is not None and own.state and own.counted.was_left:
+        order, last = self._order, self._pass
+        if order is not None and order.state and last is not None and last.was_left:
             return LoaderState(batches=0)
         return self.last_state()
 
     def last_state(self) -> LoaderState:
         """Where the last pass is, or was when it was left, as `state_dict`. Local."""
-        own = self._pass
-        if own is None or not own.state:  # nothing was drawn since a state was loaded, if one was
-            resumed = self._resumed or (own and own.resumed)
+        order, last = self._order, self._pass
+        if order is None or last is None or not order.state:  # nothing drawn since a state, if any
+            resumed = self._resumed or (order and order.resumed)
             return resumed or LoaderState(batches=0)
-        num = own.first + own.counted.num_handed_out
-        if num == own.num_batches:
+        num = order.first + last.num_received
+        if num == order.num_batches or (last.is_of_loader and last.has_ended):
             return LoaderState(batches=0)
-        return LoaderState(**{**own.state, "batches": num})
+        return LoaderState(**{**order.state, "batches": num})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass continue where the state was saved. All ranks must call it, or none.
@@ -304,29 +302,32 @@ class ScatteredBatches(Sampler[list[Any]]):
                 f"{self._comm.rank_label}: {list(state)} is not a state of a loader of "
                 "scatter_loader. Load what loader.batch_sampler.state_dict() has returned."
             )
-        self._pass = self._before = None
+        self._order = self._pass = None
         self._resumed = LoaderState(**state) if num else None  # type: ignore[typeddict-item]
 
-    def _parts(self, own: _Pass) -> Iterator[list[Any]]:
+    def _parts(self, one_pass: LoaderPass) -> Iterator[list[Any]]:
+        assert self._order is not None  # noqa: S101 - `_started` has made it
+        return self._parts_of(one_pass, self._order)
+
+    def _parts_of(self, one_pass: LoaderPass, order: _Order) -> Iterator[list[Any]]:
         """This rank's parts of one pass. The first one is *collective*."""
         rank, size = self._comm.rank, self._comm.size
-        number = 0
-        for drawn in self._drawn(own):
+        for drawn in self._drawn(order):
             for begin, end in drawn.bounds():
-                own.num_drawn = number = number + 1
-                if number <= own.first:
+                order.num_drawn += 1
+                if order.num_drawn <= order.first:
                     continue
                 first, last = shard_bounds(end - begin, size, rank, force_equal_length=False)
                 is_training = torch.is_grad_enabled()
                 if is_training:
-                    own.parts.add(last - first, end - begin)
+                    one_pass.add(last - first, end - begin)
                 # An evaluation needs no step of this rank for a batch of which it has no sample.
                 if last > first or is_training:
                     if not is_training:
-                        own.indices.append(drawn.indices[begin + first : begin + last])
+                        order.indices.append(drawn.indices[begin + first : begin + last])
                     yield drawn.samples(begin + first, begin + last)
 
-    def _drawn(self, own: _Pass) -> Iterator[_Drawn]:
+    def _drawn(self, own: _Order) -> Iterator[_Drawn]:
         """What rank 0 draws: all batches of a pass at once, or some where they have no end."""
         num = None if _is_drawn_at_once(self.batches) else 1
         num_drawn = 0
@@ -340,15 +341,18 @@ class ScatteredBatches(Sampler[list[Any]]):
                 return
             num = None if num is None else min(2 * num, _MAX_BATCHES)
 
-    def _received(self, own: _Pass, num: int | None) -> _Drawn:
+    def _received(self, own: _Order, num: int | None) -> _Drawn:
         """The next batches of rank 0, on all ranks. *Collective.*"""
         is_first = not own.state
-        known = contents(self._dataset) if is_first and torch.is_grad_enabled() else {}
+        begins_training = is_first and torch.is_grad_enabled()
+        known = contents(self._dataset) if begins_training else {}
+        is_compared = begins_training and self._comm.size > 1
+        facts = pass_facts(self._comm).now() if is_compared else {}
         message: dict[str, Any] = {}
         error: Exception | None = None
         if self._comm.rank == 0:
             try:
-                message = {**self._draw(own, num), "contents": known}
+                message = {**self._draw(own, num), "contents": known, "facts": [*facts.items()]}
             except Exception as raised:
                 error = raised
                 message = {"problem": str(raised), "kind": type(raised).__name__}
@@ -362,7 +366,7 @@ class ScatteredBatches(Sampler[list[Any]]):
         if own.before is not None and is_first:
             with rng_state.in_turn:
                 torch.set_rng_state(own.before)
-            self._resumed = self._before = None
+            self._resumed = None
         if error is not None:
             raise error
         if "problem" in message:
@@ -375,10 +379,11 @@ class ScatteredBatches(Sampler[list[Any]]):
         if is_first:
             own.state = message["state"]
             warn_if_changed(self._comm, known, message["contents"])
+            pass_facts(self._comm).compare(self._comm, facts, message["facts"])
             self._warn_if_ranks_get_none(message)
         return _Drawn(message["lengths"], message["samples"], message["is_last"])
 
-    def _draw(self, own: _Pass, num: int | None) -> dict[str, Any]:
+    def _draw(self, own: _Order, num: int | None) -> dict[str, Any]:
         """The next batches of the sampler, on rank 0. Local."""
         is_first, resumed = not own.state, own.resumed
         state = LoaderState()
@@ -485,9 +490,9 @@ def _is_drawn_at_once(batches: Any) -> bool:
     return length is not None and length * int(batch_size or 1) <= _MAX_SAMPLES
 
 
-def _facts(loader: Any) -> dict[str, Any]:
+def _facts(loader: Any, comm: Communicator) -> dict[str, Any]:
     """What must be the same on all ranks, and what is wrong with it."""
-    problem = _problem(loader)
+    problem = _problem(loader, comm)
     if problem:
         return {"problem": problem}
     read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
@@ -514,7 +519,7 @@ def divided_by(loader: Any) -> str:
     return _SCATTER_DATASET if isinstance(data, SubDataset) and data.is_of_one_rank else ""
 
 
-def _problem(loader: Any) -> str:
+def _problem(loader: Any, comm: Communicator) -> str:
     if not isinstance(loader, DataLoader):
         return (
             f"a {type(loader).__name__}. It needs a torch.utils.data.DataLoader, or a tuple or "
@@ -532,6 +537,15 @@ def _problem(loader: Any) -> str:
         return (
             "a DataLoader with batch_size=None, which has no batches to divide. Give it a "
             "batch_size, or a batch_sampler= that yields lists of indices."
+        )
+    batches = loader.batch_sampler
+    if isinstance(batches, GlobalSampler) and not isinstance(loader, CountedLoader):
+        return batches.misfit(comm)
+    if isinstance(getattr(batches, "sampler", None), GlobalSampler):
+        return (
+            "a DataLoader with a GlobalSampler as sampler=, which expects single indices, and it "
+            "yields whole batches. Write DataLoader(dataset, batch_sampler=sampler), without "
+            "batch_size."
         )
     by = divided_by(loader)
     if by and by != _SCATTER_DATASET:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Layout
 from torchmn.comm.engine import Work
 from torchmn.comm.routes.base import Granularity
+from torchmn.comm.streams import Event
 from torchmn.exchange.gradient_memory import CAN_COUNT, num_references
 
 NamedParameter = tuple[str, nn.Parameter]
@@ -47,7 +49,7 @@ class Slot:
     end: int
     address: int = 0
     may_lend: bool = False
-    """Whether the memory can be given up to a script: ordinary CPU memory."""
+    """Whether the memory can be given up to a script: not if ranks share it."""
     is_small: bool = False
     """Whether its gradient is written together with others, when the bucket is full."""
     weak_bucket: weakref.ref[Bucket] = field(init=False)
@@ -107,6 +109,10 @@ class Bucket(ReduceBlock):
     num_packed: int = 0
     waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Small slots and their gradients, which are written when all gradients are there."""
+    streams: set[Hashable] = field(default_factory=set)
+    """Those of a device on which its gradients were computed."""
+    written: Event | None = None
+    """Behind what has written all of them."""
     totals: list[Tensor] = field(default_factory=list)
     """Sums of what was written, which are finite if all of it is."""
     work: Work[None] | None = None
@@ -222,7 +228,7 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
         starts.append(end)
         end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
     buffer = allocate(end + num_footer, dtype, first.device)
-    is_ordinary = buffer.device.type == "cpu" and buffer.untyped_storage().resizable()
+    is_ordinary = buffer.untyped_storage().resizable()
     small_nbytes = _SMALL_NBYTES if buffer.device.type == "cpu" else _SMALL_NBYTES_ON_GPU
     slots = []
     for start, size, (name, parameter) in zip(starts, sizes, group, strict=True):
@@ -241,26 +247,22 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
 def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
     """A tensor in the buffer's memory with the parameter's shape and, if dense, its strides.
 
-    Not a view: `detach_` and `zero_grad` treat it as any gradient. On the CPU it has a storage
-    of its own, which begins and ends with it.
+    Not a view: `detach_` and `zero_grad` treat it as any gradient. It has a storage of its own,
+    which begins and ends with it, so that a script that keeps it can be noticed and saves only it.
     """
     shape = parameter.shape
     strides = (
         parameter.stride() if is_dense(parameter) else torch.empty(shape, device="meta").stride()
     )
-    if buffer.device.type == "cpu" and parameter.numel():
-        alias = torch.frombuffer(
-            buffer.view(torch.uint8).numpy(),
-            dtype=parameter.dtype,
-            count=parameter.numel(),
-            offset=start * buffer.itemsize,
-        )
-        return alias.set_(alias.untyped_storage(), 0, shape, strides)
-    alias = torch.empty(0, dtype=parameter.dtype, device=buffer.device)
-    offset = buffer.storage_offset() + start
+    if not parameter.numel():
+        return torch.empty_strided(shape, strides, dtype=parameter.dtype, device=buffer.device)
     if parameter.dtype.is_complex:
-        offset //= 2  # in elements of the alias
-    return alias.set_(buffer.untyped_storage(), offset, shape, strides)
+        end = start + 2 * parameter.numel()
+        values = torch.view_as_complex(buffer[start:end].view(-1, 2))
+    else:
+        values = buffer[start : start + parameter.numel()]
+    alias = from_dlpack(to_dlpack(values))
+    return alias.set_(alias.untyped_storage(), 0, shape, strides)
 
 
 def shape_in_memory(slot: Tensor) -> tuple[int, ...]:

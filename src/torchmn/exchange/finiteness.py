@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from torchmn import events
+from torchmn.comm.codecs.base import FoundNonfinite, When
+from torchmn.comm.streams import Deferred
 from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.buckets import Bucket, Slot
 
@@ -34,11 +36,9 @@ class Finiteness:
     """What this rank knows of one exchange. Every method is local."""
 
     def __init__(self) -> None:
-        self.is_valid = True
-        """Whether all ranks could decode what was exchanged."""
-        self.in_encoding: list[str] = []
-        """Parameters of which a codec encoded or decoded what is not finite."""
-        self.in_decoding: list[str] = []
+        self._is_valid: bool | Deferred = True
+        self._names: dict[When, list[str]] = {}
+        self._found: FoundNonfinite | None = None
         self._here: list[str] = []
         self._on_device: list[tuple[list[Slot], Tensor]] = []
         """The largest magnitude in each of some slots, where a GPU would have to be waited for."""
@@ -73,11 +73,25 @@ class Finiteness:
             count = count + (~torch.isfinite(norms)).sum().to(device)
         return count
 
+    def exchanged(self, found: FoundNonfinite, is_valid: bool | Deferred) -> None:
+        """Take note of what a codec has found on the way. Called by the engine."""
+        self._found, self._is_valid = found, is_valid
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether what a codec has exchanged was finite on all ranks."""
+        if isinstance(self._is_valid, Deferred):
+            self._is_valid = bool(self._is_valid.get())
+        return self._is_valid
+
+    def names(self, when: When) -> list[str]:
+        """Parameters of which a codec encoded or decoded what is not finite."""
+        return self._names.get(when, []) if self._found is None else self._found.names(when)
+
     def clear(self) -> None:
         """Forget all of it."""
-        self.is_valid = True
-        self.in_encoding, self.in_decoding, self._here = [], [], []
-        self._on_device = []
+        self._is_valid, self._found, self._names = True, None, {}
+        self._here, self._on_device = [], []
 
     @property
     def here(self) -> list[str]:
@@ -92,17 +106,19 @@ class Finiteness:
         """What is known, to be saved."""
         return {
             "here": self.here,
-            "encoded": self.in_encoding,
-            "decoded": self.in_decoding,
+            "encoded": self.names("encoding"),
+            "decoded": self.names("decoding"),
         }
 
     def load(self, record: Mapping[str, Any]) -> None:
         """Continue from a `record`, with ``is_finite`` beside it."""
-        self._on_device = []
-        self.is_valid = record.get("is_finite", self.is_valid)
+        self.clear()
+        self._is_valid = record.get("is_finite", True)
         self._here = list(record.get("here", ()))
-        self.in_encoding = list(record.get("encoded", ()))
-        self.in_decoding = list(record.get("decoded", ()))
+        self._names = {
+            "encoding": list(record.get("encoded", ())),
+            "decoding": list(record.get("decoded", ())),
+        }
 
 
 @dataclass(frozen=True)
@@ -159,20 +175,65 @@ class NonfiniteLog:
         return problem
 
 
+TAKEN = (
+    "The host has learned this one step late, for it does not wait for a GPU: the parameters have "
+    "taken the step. Continue from a checkpoint, or go on if the optimizer can recover."
+)
 OnNonfinite = Literal["raise", "warn", "ignore"]
 _MAX_IN_A_ROW = 100
 """A script that catches the error and meets it in this many steps does not train any longer."""
 
 
+@dataclass(frozen=True)
+class ArrivingFlags:
+    """Which gradients of a step were not finite, known when the flags of a GPU have arrived."""
+
+    step: int
+    names: list[str]
+    flags: Deferred
+
+    def found(self) -> NonfiniteGradients | None:
+        """What was not finite. Waits for the flags."""
+        are_finite = self.flags.get().tolist()
+        names = [name for name, flag in zip(self.names, are_finite, strict=True) if not flag]
+        return NonfiniteGradients(self.step, {0: names}) if names else None
+
+
+def _start_to_look(reducer: GradientReducer) -> None:
+    """Find on a GPU what is not finite; `settle` of the reducer acts on it, a step later."""
+    streams = reducer.comm.engine.streams
+    if streams.is_capturing():  # a replayed graph leaves out the host
+        return
+    reducer.settle()
+    by_kind: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
+    for name, parameter in reducer.exchange.trained():
+        if (grad := parameter.grad) is not None and grad.numel():
+            by_kind.setdefault((grad.device, grad.dtype), {})[name] = grad.detach().to_dense()
+    if not by_kind:
+        return
+    flags = [  # one kernel looks at many gradients
+        torch.isfinite(torch.stack(torch._foreach_norm([*grads.values()], float("inf"))))
+        for grads in by_kind.values()
+    ]
+    names = [name for grads in by_kind.values() for name in grads]
+    whole = torch.cat([each.to(flags[0].device) for each in flags])
+    deferred = reducer.comm.engine.fetch(whole)
+    reducer.exchange.own_flags = ArrivingFlags(reducer.step, names, deferred)
+
+
 def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor]) -> None:
     """Find what is not finite on one rank alone, which exchanges nothing.
 
-    Local; *collective over the ranks of the model* where it is sharded.
+    Local; *collective over the ranks of the model* where it is sharded. On a GPU, for which the
+    host does not wait, the next step raises it.
     """
+    if not reducer.comm.engine.streams.is_host:
+        _start_to_look(reducer)
+        return
     held = (reducer.parameters.of(parameter).grad for parameter in parameters)
     grads = [grad.detach().to_dense() for grad in held if grad is not None]
     names = []
-    if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):  # a GPU is waited for once
+    if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
         names = [  # none, if only the norm was too large
             name
             for name, parameter in reducer.exchange.trained()
@@ -185,7 +246,9 @@ def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor])
 
 def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
     """Raise NonFiniteGradientError or warn, once, if the current means are not finite. Local."""
-    problem = reducer.exchange.nonfinite.take()
+    exchange = reducer.exchange
+    exchange.note_step()
+    problem = exchange.nonfinite.take()
     if problem is None or policy == "ignore":
         return
     text = (
@@ -193,6 +256,8 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
         "scale the loss with torch.amp.GradScaler; with on_nonfinite='warn' or 'ignore' training "
         "continues."
     )
+    if exchange.was_applied:
+        text += f" {TAKEN}"
     if policy == "raise":
         error = NonFiniteGradientError(text)
         if reducer.exchange.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:

@@ -10,21 +10,29 @@ from torch import Tensor, nn
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
-from torchmn.exchange.agreements.base import Agreement
+from torchmn.errors import RankMismatchError, TorchmnError
+from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.agreements.joint_pass import JointPass
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.agreements.presence import Presence
 from torchmn.exchange.agreements.weights import Weights
-from torchmn.exchange.assign_means import assign_means, assign_sparse_means, spread_nonfinite
 from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
-from torchmn.exchange.finiteness import NonfiniteGradients, NonfiniteLog
+from torchmn.exchange.finiteness import (
+    TAKEN,
+    ArrivingFlags,
+    NonfiniteGradients,
+    NonfiniteLog,
+)
 from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
 from torchmn.exchange.gradient_norms import NormListener
+from torchmn.exchange.means import Means
+from torchmn.exchange.packing import Packing
 from torchmn.exchange.sharded_parameters import ModelMesh
 from torchmn.exchange.sparse_gradients import mean_sparse_gradients
+from torchmn.exchange.sums import Sums, load_means
 
 _COUNTS_ZEROS = (
     "this rank called step() without backward(), which other ranks called, so that it counts in "
@@ -32,6 +40,14 @@ _COUNTS_ZEROS = (
     "zero. If its batch is empty, or the loss is a mean over something that the batch has none of "
     "(positives, labelled samples, tokens), call optimizer.set_weight(their number) before each "
     "backward(), and set_weight(0) before a step() without one."
+)
+
+_NOT_TAKEN = "No step was made with these gradients."
+_CHANGED_AND_LATE = (
+    "in the step before, gradients were changed between backward() and step(), as by "
+    "clip_grad_norm_, and a rank without a backward pass had none to change. Its parameters are "
+    "others now. Clip by create_multi_node_optimizer(max_grad_norm=...), or call backward() on all "
+    "ranks: a batch of 0 rows will do."
 )
 
 
@@ -73,6 +89,8 @@ class GradientExchange:
         self.sets: list[BucketSet] = []
         self.filling: BucketSet
         """The set that the current backward pass fills."""
+        self.packing: Packing | None = None
+        """The exchange that has begun and was not handed over."""
         self.memory = GradientMemory()
         """Of what scripts see as ``p.grad``."""
         self.nonfinite = NonfiniteLog()
@@ -85,6 +103,17 @@ class GradientExchange:
         self._as_view = as_view
         self._late_states: list[GradientState] = []
         self._has_warned = False
+        self._num_active, self._num_samples = 0, 0.0
+        self.own_flags: ArrivingFlags | None = None
+        """What one rank alone will know of its gradients, on a GPU."""
+        self._unsettled: Sums | None = None
+        """The last sums, whose `settle` was not called yet."""
+        self._assigned: list[GradientState] = []
+        """The gradients as these have left them."""
+        self.was_applied = False
+        """Whether a step has applied means before the host knew whether they are right."""
+        self._was_changed = False
+        """Whether the script had changed these before."""
         self._own_gradients: dict[Tensor, Tensor] | None = None
         """What this rank's last backward pass has computed, if a schedule wants it."""
         self.is_plain = False
@@ -120,7 +149,7 @@ class GradientExchange:
     @property
     def own_weight(self) -> float:
         """This rank's weight in the exchange that is being filled."""
-        return self.filling.context.weight
+        return self.filled.context.weight
 
     # ---- layout ----
 
@@ -138,7 +167,7 @@ class GradientExchange:
         ``sparse`` are in no bucket. ``watched`` are those with a hook, see `BucketSet.number`.
         ``agreements`` is called for each set: what ranks must have in common at its exchanges.
         """
-        self.comm = comm
+        self.comm, self.packing, self._unsettled = comm, None, None
         self.memory.clear()
         algorithm = comm.route.allreduce_algorithm(codec)
 
@@ -168,7 +197,7 @@ class GradientExchange:
         """Agree again on the scale of weights at the next exchange. *Collective.*"""
         self.scale = None if self.filling.is_narrow else 1.0
 
-    def adopt_scale(self, sums: BucketSet) -> None:
+    def adopt_scale(self, sums: Sums) -> None:
         """Scale the next gradients as suits the weights of these. *Collective*, sends nothing."""
         if self.filling.is_narrow:
             self.scale = sums.next_scale
@@ -211,29 +240,47 @@ class GradientExchange:
 
     # ---- handing over ----
 
-    def start(self) -> BucketSet:
+    def begin(self, context: PassContext, step: int) -> None:
+        """Begin an exchange with what this rank contributes. *Collective*; it waits for nothing."""
+        self.take_own_gradients()  # of a pass that raised
+        listener = self.norm_listener
+        is_measured = listener is not None and listener.wants(step)
+        self.packing = Packing(self.filling, context, self.scale, is_measured=is_measured)
+
+    def start(self) -> Sums:
         """Hand over what is left, and return the sums under way.
 
         It returns at once or, with sparse gradients, when all is summed.
         """
-        self.filling.start_remaining()
-        self.exchange_sparse(self.own_weight)
-        return self._swap()
+        return self._handed_over(self.filled.start())
 
-    def reduce(self) -> BucketSet:
+    def reduce(self) -> Sums:
         """Sum what is left, on the calling thread if it can be, and return the sums."""
-        self.filling.reduce_remaining()
-        self.exchange_sparse(self.own_weight)
-        return self._swap()
+        return self._handed_over(self.filled.reduce())
 
-    def send(self) -> BucketSet:
+    def send(self) -> Sums:
         """`reduce` if nothing else is under way, for `assign` follows; else `start`."""
         return self.reduce() if self.comm.engine.is_idle else self.start()
 
-    def exchange_sparse(self, weight: float) -> None:
+    def give_up(self) -> Sums:
+        """End the exchange with zeros, and wait for it; the same buckets are filled next."""
+        sums = self.filled.give_up()
+        self._exchange_sparse(sums, 0.0)
+        sums.drain()
+        self.packing = None
+        return sums
+
+    @property
+    def filled(self) -> Packing:
+        """The exchange that has begun."""
+        packing = self.packing
+        assert packing is not None  # noqa: S101 - `begin` was called
+        return packing
+
+    def _exchange_sparse(self, sums: Sums, weight: float) -> None:
         """Exchange the sparse gradients of this pass, after all sums on every rank."""
         if self.sparse:
-            self.filling.sparse_means = mean_sparse_gradients(
+            sums.sparse_means = mean_sparse_gradients(
                 self.comm,
                 [parameter for _, parameter in self.sparse],
                 weight,
@@ -241,51 +288,118 @@ class GradientExchange:
                 reduction=self.reduction,
             )
 
-    def load_means(
-        self, means: dict[str, Tensor | None], record: dict[str, Any] | None
-    ) -> BucketSet:
+    def load_means(self, means: dict[str, Tensor | None], record: dict[str, Any] | None) -> Sums:
         """Saved means, as if they had been summed just now. Raises UsageError: of others. Local."""
-        self.filling.load_means(means, record)
-        return self._swap()
+        sums = load_means(self.filling, means, record)
+        self._turn()
+        return sums
 
-    def take_back(self, sums: BucketSet) -> None:
-        """Fill these next, after all: nobody needs what was summed in them. Local."""
-        self.filling = sums
-        sums.restart()
+    def take_back(self, sums: Sums) -> None:
+        """Fill these buckets next, after all: nobody needs what was summed in them. Local."""
+        self.filling = sums.buckets
 
-    def _swap(self) -> BucketSet:
-        """Declare the set being filled as handed over and continue with the next one."""
-        handed_over = self.filling
-        self.filling = self.sets[(self.sets.index(handed_over) + 1) % len(self.sets)]
-        self.filling.restart()
-        return handed_over
+    def _handed_over(self, sums: Sums) -> Sums:
+        self._exchange_sparse(sums, sums.context.weight)
+        self.packing = None
+        self._turn()
+        return sums
+
+    def _turn(self) -> None:
+        """Continue with the next set."""
+        self.filling = self.sets[(self.sets.index(self.filling) + 1) % len(self.sets)]
 
     # ---- what has arrived ----
 
-    def assign(self, sums: BucketSet) -> None:
+    def assign(self, sums: Sums) -> None:
         """Wait for the sums and make every ``p.grad`` its mean, and None where there is none.
 
         There is none if no rank had a gradient (zero_fill off), and for a parameter that became
         trainable after these sums were started. Buckets are copied while others arrive.
         *Collective*, though it sends nothing unless something was not finite.
+
+        On a GPU the host does not wait: `settle` acts on what the sums say about the ranks.
         """
-        is_current = len(self.sets) == 1 and sums in self.sets  # summed in this pass
-        assign_means(sums, self.memory, as_view=self._as_view, is_current=is_current)
-        if sums.footer.to_report:
-            sums.footer.report(sums.context)
-        self._clear_absent(sums)
-        assign_sparse_means(sums)
+        is_current = len(self.sets) == 1 and sums.buckets is self.filling  # summed in this pass
+        defers = is_current and sums.buckets.is_deferred and not sums.is_measured
+        means = Means(sums)
+        means.assign(self.memory, as_view=self._as_view, is_current=is_current, is_on_device=defers)
+        footer = sums.buckets.footer
+        if not defers and footer.to_report:
+            footer.report(sums.context)
+        if not self.zero_fill and not sums.are_all_present:
+            means.clear_absent()
+        if sums.buckets not in self.sets:  # of an earlier layout
+            self._clear_those_not_in(sums)
+        means.assign_sparse()
+        if defers:
+            self._unsettled, self.was_applied = sums, False
+            self._assigned = self.gradient_states()
+            return
         found = self.discard(sums)
         if found is not None and found.is_elsewhere:
-            spread_nonfinite(sums)
+            means.spread_nonfinite()
 
-    def discard(self, sums: BucketSet) -> NonfiniteGradients | None:
+    def discard(self, sums: Sums) -> NonfiniteGradients | None:
         """Take note of sums that no gradient becomes. *Collective*, see `record_nonfinite`."""
+        self._num_active, self._num_samples = sums.num_active, sums.num_samples
         self._note_late_ranks(sums)
         self.adopt_scale(sums)
-        if self.norm_listener is not None and (norms := sums.norms()) is not None:
-            self.norm_listener.measured(norms)
+        if sums.is_measured and self.norm_listener is not None:
+            norms = Means(sums).norms()
+            if norms is not None:
+                self.norm_listener.measured(norms)
         return self.record_nonfinite(sums)
+
+    # ---- what the host learns later than the device ----
+
+    def note_step(self) -> None:
+        """The optimizer is about to apply the means. Local."""
+        if self._unsettled is not None:
+            self.was_applied = True
+            self._was_changed = self._assigned != self.gradient_states()
+
+    def settle(self) -> bool:
+        """Act on what the last sums say about the ranks, if the host did not know it before.
+
+        *Collective*, if something was not finite. Called before the next exchange begins, so that
+        all ranks raise the same error at the same point. Returns whether a step has applied means
+        that were not finite.
+        """
+        own, self.own_flags = self.own_flags, None
+        if own is not None:
+            self.was_applied = self.record_problem(own.found(), own.step) is not None
+            return self.was_applied
+        sums, self._unsettled, self._assigned = self._unsettled, None, []
+        if sums is None:
+            return False
+        try:
+            sums.settle()
+            sums.buckets.footer.report(sums.context)
+            self.discard(sums)
+            if self.are_late_on_some and self.was_applied and self._was_changed:
+                raise RankMismatchError(f"{self.comm.rank_label}: {_CHANGED_AND_LATE}")
+        except TorchmnError as error:
+            applied = TAKEN if self.was_applied else _NOT_TAKEN
+            raise type(error)(f"{error} {applied}") from error
+        finally:
+            self.are_late_on_some, self._late_states = False, []  # too late to share gradients
+        return self.nonfinite.current is not None and self.was_applied
+
+    @property
+    def num_active(self) -> int:
+        """How many ranks had data in the last exchange. On a GPU the host waits for it."""
+        return self._num_active if self._unsettled is None else self._unsettled.num_active
+
+    @num_active.setter
+    def num_active(self, num_active: int) -> None:
+        self._num_active = num_active
+
+    @property
+    def num_samples(self) -> float:
+        """Samples of all ranks in the last exchange, where they are counted; as `num_active`."""
+        return self._num_samples if self._unsettled is None else self._unsettled.num_samples
+
+    # ---- the gradients ----
 
     def clear(self) -> None:
         """Make every ``p.grad`` None. Local."""
@@ -294,26 +408,18 @@ class GradientExchange:
         for _, parameter in self.sparse:
             parameter.grad = None
 
-    def _clear_absent(self, sums: BucketSet) -> None:
-        """Clear every ``p.grad`` that has no mean among these."""
-        if not self.zero_fill:
-            presence = sums.presence
-            if False in presence:
-                for slot, is_present in zip(sums.slots, presence, strict=True):
-                    if not is_present:
-                        slot.parameter.grad = None
-        if sums not in self.sets:  # of an earlier layout
-            for parameter in self.filling.slot_of:
-                if parameter not in sums.slot_of:
-                    parameter.grad = None
+    def _clear_those_not_in(self, sums: Sums) -> None:
+        for parameter in self.filling.slot_of:
+            if parameter not in sums.buckets.slot_of:
+                parameter.grad = None
 
     # ---- ranks that exchange in `step` ----
 
-    def _note_late_ranks(self, sums: BucketSet) -> None:
+    def _note_late_ranks(self, sums: Sums) -> None:
         """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
-        late = sums.footer.get(LateRanks)
+        late = sums.buckets.footer.get(LateRanks)
         self.are_late_on_some = late.are_some_late
-        self.are_joint = self.are_late_on_some and sums.footer.get(JointPass).is_joint
+        self.are_joint = self.are_late_on_some and sums.buckets.footer.get(JointPass).is_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
         weight = sums.context.weight
         counts_zeros = late.is_late and not late.has_gradients and self.reduction == "mean"
@@ -333,7 +439,7 @@ class GradientExchange:
 
     # ---- what is not finite ----
 
-    def record_nonfinite(self, sums: BucketSet) -> NonfiniteGradients | None:
+    def record_nonfinite(self, sums: Sums) -> NonfiniteGradients | None:
         """Take note of what is not finite in them. *Collective*, if there is something.
 
         See `record_problem`.
@@ -352,7 +458,7 @@ class GradientExchange:
             found = NonfiniteGradients(step, is_elsewhere=True)
         return self.nonfinite.record(found)
 
-    def _nonfinite_sparse(self, sums: BucketSet) -> NonfiniteGradients | None:
+    def _nonfinite_sparse(self, sums: Sums) -> NonfiniteGradients | None:
         """What is not finite among the sparse means, which are the same on all ranks. Local."""
         if not self.sparse:
             return None

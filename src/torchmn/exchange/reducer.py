@@ -36,7 +36,7 @@ from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
 from torchmn.exchange.agreements.sample_shares import SampleShares
 from torchmn.exchange.agreements.together import Together
 from torchmn.exchange.backward_pass import AtEnd, BackwardPass
-from torchmn.exchange.bucket_set import BucketSet, Reduction
+from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.buckets import NamedParameter, Slot
 from torchmn.exchange.codec_state import codec_state, load_codec_state
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
@@ -45,6 +45,7 @@ from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.gradient_memory import GradientState, gradient_state
 from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
+from torchmn.exchange.sums import Sums
 from torchmn.exchange.weights import Contribution
 
 
@@ -161,6 +162,7 @@ class GradientReducer:
 
     def progress(self) -> dict[str, Any]:
         """The count of steps and what belongs to it, the same on all ranks. Local."""
+        self.settle()
         return {
             "step": self.step,
             "scale": self.exchange.scale,
@@ -196,7 +198,7 @@ class GradientReducer:
         self.exchange.nonfinite.problems[:] = [
             NonfiniteGradients(**p) for p in progress["problems"]
         ]
-        if self.filling.is_narrow:
+        if self.exchange.filling.is_narrow:
             self.exchange.scale = progress["scale"]
 
     def end_step(self, *, are_replicas: bool = False) -> None:
@@ -206,9 +208,7 @@ class GradientReducer:
         """
         self.step += 1
         self.replicas.step_ended()
-        parameters = self.parameters
-        is_divided = parameters.are_sharded or parameters.mesh.has_parallel_layers
-        if are_replicas and self.is_needed and not is_divided:
+        if are_replicas and self.is_needed:
             self.replicas.note(self.step, self.comm.size)
         if not self.is_needed:  # no backward pass does it
             self.contribution.reset()
@@ -223,13 +223,17 @@ class GradientReducer:
     def rebuild(self) -> None:
         """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
         self.close()
+        self.settle()
         trainable = self.parameters.lay_out(self._unexchanged)
         sparse = self.parameters.sparse
         if self.comm.size > 1:
             raise_if_on_another_gpu([*trainable, *sparse], self.comm)
         if self.is_suspended:
             trainable, sparse = [], []
-        self.replicas.watch([*trainable, *sparse], self._find_buffers())
+        if self.parameters.are_sharded or self.parameters.mesh.has_parallel_layers:
+            self.replicas.watch([])
+        else:
+            self.replicas.watch([*trainable, *sparse], self._find_buffers())
         self._num_exchanges.num = 0
         self._watched = self.parameters.differentiable
         self.exchange.lay_out(
@@ -279,6 +283,7 @@ class GradientReducer:
     def close_for_good(self) -> None:
         """Let go of what has this reducer as well: it is freed without the garbage collector."""
         self.close()
+        self.replicas.watch([])
         self.owner, self.act_on_nonfinite, self._on_backward_end = None, _nothing, _nothing
 
     @property
@@ -297,11 +302,6 @@ class GradientReducer:
     def bucket_bytes(self) -> int:
         """The size of a bucket, at least, but for the last."""
         return self.exchange.bucket_bytes or self.comm.route.bucket_bytes
-
-    @property
-    def filling(self) -> BucketSet:
-        """The buckets that the current backward pass fills."""
-        return self.exchange.filling
 
     # ---- during backward ----
 
@@ -352,7 +352,7 @@ class GradientReducer:
             try:
                 if exchange.is_plain:
                     is_mean = parameter.grad is slot.tensor
-                    exchange.filling.pack(slot)
+                    exchange.packing.pack(slot)
                 else:
                     is_mean = self._pack(slot)
             finally:
@@ -369,9 +369,9 @@ class GradientReducer:
         exchange = self.exchange
         is_mean = exchange.is_mean(slot.parameter)
         exchange.note_own(slot.parameter, is_mean=is_mean)
-        filling = exchange.filling
-        filling.is_accumulating |= is_mean
-        filling.pack(slot)
+        packing = exchange.filled
+        packing.is_accumulating |= is_mean
+        packing.pack(slot)
         return is_mean
 
     def _refuse_second(self, slot: Slot) -> NoReturn:
@@ -396,6 +396,7 @@ class GradientReducer:
                 self._pass.ids.add(backward_id)
                 return self._pass
             self._give_up_pass()
+        self.settle()
         self.is_late = False
         self.exchange.nonfinite.take()
         parameters = self.parameters
@@ -412,14 +413,22 @@ class GradientReducer:
 
     def _begin_exchange(self) -> None:
         """Fix what this rank contributes; once for each exchange."""
-        if not self.filling.is_begun:
-            self.exchange.take_own_gradients()  # of a pass that raised
-            listener = self.exchange.norm_listener
-            is_measured = listener is not None and listener.wants(self.step)
-            self.filling.begin(self._context(), self.exchange.scale, is_measured=is_measured)
+        if self.exchange.packing is None:
+            self.settle()
+            self.exchange.begin(self._context(), self.step)
+
+    def settle(self) -> None:
+        """Raise or warn of what the host has learned of the last exchange since. *Collective.*
+
+        On a CPU nothing is left to do.
+        """
+        if self.exchange.settle():
+            self.act_on_nonfinite()
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
+        has_backward = self._pass is not None or self.has_unexchanged
+        own.begin_exchange(has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
             weight, num_samples = self.parameters.mesh.mean_weights(
@@ -440,10 +449,10 @@ class GradientReducer:
             self._given_up,
             self._other_layout,
             self._loaded,
-            *([] if is_divided else [SampleShares(self.contribution)]),
             NumSteps(self.replicas),
             ReplicaChecksum(self.replicas),
             *self._further_agreements(),
+            *([] if is_divided else [SampleShares(self.contribution)]),
             self._num_exchanges,
             LateRanks(),
             JointPass(),
@@ -460,7 +469,7 @@ class GradientReducer:
             if (
                 ended is not None
                 and ended.is_nested
-                and not all(slot.is_packed for slot in self.filling.slots)
+                and not all(slot.is_packed for slot in self.exchange.filling.slots)
             ):
                 # More of it may come in another one, after this has been handed over.
                 self._pass = ended
@@ -505,25 +514,23 @@ class GradientReducer:
         given it up, unless all have.
         """
         given_up, self._pass = self._pass, None
-        self._end_without_means(self._given_up)
-        self.filling.restart()
+        sums = self._end_without_means(self._given_up)
         try:
-            self.filling.raise_if_ranks_disagree()
+            sums.raise_if_ranks_disagree()
         except RankMismatchError as error:
             if self.exchange.num_sets > 1 and given_up is not None:  # others use the next buckets
                 self._pass, given_up.failure = given_up, error
             raise
 
-    def _end_without_means(self, why: Together) -> None:
+    def _end_without_means(self, why: Together) -> Sums:
         """Send the rest of this exchange with a footer that says why there will be no means."""
         why.note()
-        filling = self.filling
+        exchange = self.exchange
         self._begin_exchange()
-        self.exchange.scale = filling.await_scale(self.exchange.scale)
-        filling.send_nothing()
+        exchange.scale = exchange.filled.await_scale(exchange.scale)
+        sums = exchange.give_up()
         self._num_exchanges.num += 1
-        self.exchange.exchange_sparse(weight=0.0)
-        filling.drain()
+        return sums
 
     def on_zero_grad(self) -> None:
         """Gradients were cleared. Local."""
@@ -555,14 +562,14 @@ class GradientReducer:
             for parameter, state in self._unexchanged.items()
         )
         self.finish_filling()
-        filling = self.filling
-        context = filling.context
-        is_of_sums = filling.is_accumulating and self.exchange.reduction == "sum"
+        packing = self.exchange.filled
+        weight = packing.context.weight
+        is_of_sums = packing.is_accumulating and self.exchange.reduction == "sum"
         try:
             self._on_backward_end()
         finally:
             self.num_passes += 1
-            self.passes_weight += context.weight
+            self.passes_weight += weight
             self.contribution.reset()
         if is_of_sums:
             raise UnsupportedError(
@@ -576,9 +583,7 @@ class GradientReducer:
 
         Raises RankMismatchError on all ranks: not all have changed them.
         """
-        self._end_without_means(self._other_layout)
-        self.filling.restart()
-        self.filling.raise_if_ranks_disagree()
+        self._end_without_means(self._other_layout).raise_if_ranks_disagree()
         self.rebuild()
 
     def finish_filling(self) -> None:
@@ -587,9 +592,10 @@ class GradientReducer:
         if not self._are_compared and self.parameters.have_changed():
             self._lay_out_again()
         self._are_compared = False
-        filling = self.exchange.filling
         self._begin_exchange()
-        self.exchange.scale = filling.await_scale(self.exchange.scale)
+        exchange = self.exchange
+        filling, packing = exchange.filling, exchange.filled
+        exchange.scale = packing.await_scale(exchange.scale)
         for slot in filling.slots:
             if not slot.is_packed:
                 self._pack(slot)
@@ -600,12 +606,12 @@ class GradientReducer:
         late = filling.footer.get(LateRanks)
         late.note(is_late=self.is_late, has_gradients=has_gradients)
         filling.footer.get(JointPass).is_idle = not self._is_joint
-        filling.write_footer()
+        packing.finish()
         self._unexchanged.clear()
         self._num_exchanges.num += 1
         self.replicas.exchanged()
 
-    def shadow_exchange(self) -> BucketSet:
+    def shadow_exchange(self) -> Sums:
         """Take part in an exchange of the other ranks without data. *Collective.*"""
         self.is_late = self.were_own_changed = False
         self.finish_filling()
@@ -623,7 +629,7 @@ class GradientReducer:
 
     def warn_of_second_pass(self) -> None:
         """Warn once, on rank 0, if gradients were added to means. Local."""
-        if self._has_warned or not self.filling.is_accumulating:
+        if self._has_warned or not self.exchange.filled.is_accumulating:
             return
         self._has_warned = True
         if self.comm.rank != 0:

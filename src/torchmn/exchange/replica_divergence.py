@@ -7,6 +7,10 @@ steps each rank has made since the one before, and the last checksum of some par
 of another part after every fourth step, so that all are seen in turn. Nothing more is sent, and a
 GPU is not waited for.
 
+Where a script exchanges nothing between two passes over a loader (it changes parameters by hand, as
+zeroth-order methods and evolution strategies do), the beginning of the next pass compares checksums
+of all parameters with those of rank 0 (`PassFact`).
+
 `torchmn.ReplicaCheck` and checkpoints compare all parameters and name what differs.
 """
 
@@ -55,6 +59,8 @@ class ReplicaWatch:
         self.part: Watched | None = None
         """What the checksum is of."""
         self._watched: list[Watched] = []
+        self._has_exchanged = True
+        """Whether there was an exchange since the last pass over a loader began."""
         self._warned_of: set[bool] = set()
         """Values of `Watched.is_buffer`."""
 
@@ -74,7 +80,7 @@ class ReplicaWatch:
 
     def exchanged(self) -> None:
         """An exchange has taken the number of steps."""
-        self.num_steps = 0
+        self.num_steps, self._has_exchanged = 0, True
 
     def step_ended(self) -> None:
         """The optimizer has stepped."""
@@ -100,17 +106,39 @@ class ReplicaWatch:
         largest = min(_LARGEST_CHECKSUM, math.isqrt(_LARGEST_SUM // num_ranks))
         self.checksum = total % (largest - 1 | 1)
 
+    def at_pass(self) -> dict[str, int] | None:
+        """See `PassFact.at_pass`: a checksum of each parameter, if no exchange has compared any."""
+        has_exchanged, self._has_exchanged = self._has_exchanged, False
+        parameters = [(each.name, each.get()) for each in self._watched if not each.is_buffer]
+        if has_exchanged or not parameters:
+            return None
+        return {
+            name: int(_bits(parameter).sum(dtype=torch.int64))
+            for name, parameter in parameters
+            if parameter is not None
+        }
+
+    def compare(self, comm: Communicator, own: dict[str, int], of_rank_0: dict[str, int]) -> None:
+        """See `PassFact.compare`."""
+        differing = [name for name in own if own[name] != of_rank_0.get(name, own[name])]
+        if differing and False not in self._warned_of:
+            self._warned_of.add(False)
+            text = _OF_PARAMETERS.format(differing[0], "without an exchange of gradients")
+            warnings.warn(f"{comm.rank_label}: {text}", stacklevel=2)
+
     def warn(self, comm: Communicator, part: Watched | None, step: int) -> None:
         """The checksums of a part differ: warn once of parameters, once of buffers."""
         if part is None or part.is_buffer in self._warned_of:
             return
         self._warned_of.add(part.is_buffer)
         what = _OF_BUFFERS if part.is_buffer else _OF_PARAMETERS
-        warnings.warn(f"{comm.rank_label}: {what.format(part.name, step)}", stacklevel=2)
+        warnings.warn(
+            f"{comm.rank_label}: {what.format(part.name, f'after step {step}')}", stacklevel=2
+        )
 
 
 _OF_PARAMETERS = (
-    "the parameters of the ranks differ, as seen in '{}' after step {}. Each rank then trains "
+    "the parameters of the ranks differ, as seen in '{}' {}. Each rank then trains "
     "another model. All ranks must change parameters in the same way: load a state on all of them, "
     "draw random numbers for parameters or gradients from a generator with the same seed, decide "
     "by values that all ranks share, and leave out max_norm= of embeddings. comm.bcast_data(model) "
@@ -118,7 +146,7 @@ _OF_PARAMETERS = (
     "processors an optimizer may round in another way.)"
 )
 _OF_BUFFERS = (
-    "the ranks differ in the buffer '{}' after step {}. Only gradients are exchanged: a buffer "
+    "the ranks differ in the buffer '{}' {}. Only gradients are exchanged: a buffer "
     "that forward changes, such as a codebook that is a moving average or a queue of samples, is "
     "computed from this rank's part of each batch. Compute it in forward from the samples of all "
     "ranks (comm.allreduce of sums and counts, comm.allgather of samples), or call "

@@ -1,118 +1,222 @@
-"""Whether the samples that ranks have counted are in the proportion of their parts of a batch.
+"""What a step is of: this rank's parts of the batches that loaders have handed out since the last.
 
 With the mean of a rank's part as its loss, the weights of ranks must be as their parts p_i of the
-batch of P samples. What is counted is c_i, the first size of the first tensor that the model's
-forward is given. If that is something else, such as the nodes of graphs or a constant tensor, then
-weights are wrong where parts are uneven. By Cauchy and Schwarz
+batch of P samples. The loaders know the parts. What the step is of is known as well where the loop
+trains with each batch before it requests the next one: the batches received since the exchange
+before. A model that sees other samples in the same loop is found by what its forward counts, c_i:
 
     P sum_i c_i^2 / p_i  >=  (sum_i c_i)^2,   with equality where all c_i = k p_i
 
-so that one number per rank, summed in the footer of the exchange, shows it on all ranks. Which
-batch the forward pass was given is not known: it may be the last one that the loop has received or,
-where a loop requests batches in advance, the one before it; with gradient accumulation, all since
-the exchange before. Each of these is tried. How far in advance a loop requests its batches is seen
-from the first exchange of a pass, and does not change within it; more than one is not compared.
+so that one number per rank, summed in the footer of the exchange, shows it on all ranks. Where all
+parts have one size there is nothing to weight, and nothing is compared.
+
+Where the first exchange finds more than one batch (batches are kept in a list, requested early, or
+accumulated), the count is the weight, and must be one of the parts that were handed out, each once,
+or all of them again. Parts of batches of several sizes in one step have no
+weight that is right for each of them, and are refused.
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torchmn.comm.scattered_loaders import DividedBatches, PassParts
+from torchmn.data.divided_batches import DividedBatches, LoaderPass
 
-NUM_TRIED = 4
-"""The last batch and all since the last exchange, requested just before and one in advance."""
-_LAGS = (0, 0, 1, 1)
+NUM_TRIED = 1
+"""Numbers of a rank in the footer."""
 _TOLERANCE = 1e-5
 """Relative, of the square of the sum: float32 rounds sums."""
-_UNFIT = 1e30
-_UNKNOWN = -1e25
+_UNFIT = 1e20
+_UNKNOWN = -1e30
+NOT_COMPARED = (_UNKNOWN,) * NUM_TRIED
+"""In place of `Shares.fits`, from a rank that does not compare: then none does."""
+_MAX_LEFT = 16
+"""Batches that were requested early, and then left out."""
+
+Part = tuple[int, int]
+"""Samples of a batch: of this rank, and of all ranks."""
 
 
 class Shares(NamedTuple):
-    """What a rank knows of one exchange."""
+    """What the batches of loaders say of one exchange on this rank."""
 
+    weight: float
+    num_samples: float
     fits: tuple[float, ...]
-    """c^2 / p, for each of the batches that are tried."""
-    totals: tuple[int, ...]
-    """P."""
-    own: tuple[int, ...]
-    """p."""
-    lags: set[int]
-    """Of this pass: how far in advance its batches may be requested."""
-    has_ended: bool
-    """Whether the loop has requested a batch after the last one."""
+    """c^2 / p, or `NOT_COMPARED`."""
+    own: int
+    total: int
+    """p and P."""
     compared_by: BatchShares
-    loaders: tuple[tuple[int, int], ...] = ()
-    """p and P of each loader, if several were read."""
+    is_miscounted: bool = False
+    """Whether the samples that forward saw are no multiple of any batch that the step may be of."""
+    loaders: tuple[Part, ...] = ()
+    """p and P of each loader, if several were read whose parts are in no common proportion."""
+
+
+@dataclass
+class _Found:
+    """What the next exchange is of."""
+
+    passes: list[LoaderPass]
+    parts: list[Part]
+    """Received since the exchange before; where batches are kept, all that no exchange was of."""
+    is_kept: bool
+    counted: Shares | None = None
+    """Where batches are kept: of the last exchange with a forward pass."""
 
 
 class BatchShares:
-    """Compares the counts of one optimizer with the parts of the batches, exchange by exchange.
+    """Follows the batches of a communicator's loaders for one optimizer, exchange by exchange.
 
-    Where several loaders were read since the last exchange, and the model was called more than
-    once, each loss has the weights of its own loader: the parts must be in the same proportion.
+    Args:
+        batches: of the loaders.
+        size: the number of ranks.
     """
 
-    def __init__(self, batches: DividedBatches) -> None:
-        self._batches = batches
-        self._received: dict[int, int] = {}
+    def __init__(self, batches: DividedBatches, size: int) -> None:
+        self._batches, self._size = batches, size
+        self._received: weakref.WeakKeyDictionary[LoaderPass, int] = weakref.WeakKeyDictionary()
         """Batches that the loop had received of each pass at the exchange before."""
-        self._number = 0
-        self._range = 0, 0
-        self._lags = {0, 1}
-        self._num_passes = 0
+        for each in batches.passes:
+            if not each.is_over:  # the batch in hand may be the first that this optimizer sees
+                self._received[each] = max(0, each.num_parts - 1)
+            elif each.is_in_step:
+                self._received[each] = each.num_parts
+        self._thread = threading.get_ident()
+        self._last: _Found | None = None
+        self._first_passes: weakref.WeakSet[LoaderPass] | None = None
         self._has_warned = False
 
     @property
+    def are_used(self) -> bool:
+        """Whether there is a loader that divides batches. The same on all ranks."""
+        return self._batches.is_used
+
+    @property
     def is_in_first_pass(self) -> bool:
-        """Whether no other pass has been compared before."""
-        return self._num_passes <= 1
+        """Whether the last exchange was of the first pass, or passes, that any was of."""
+        last, first = self._last, self._first_passes
+        return last is None or first is None or all(each in first for each in last.passes)
 
-    def of(self, num_counted: float, num_forwards: int) -> Shares | None:
-        """What this rank contributes to the next comparison; None if nothing is compared. Local."""
-        under_way = self._batches.under_way()
-        received = {
-            number: min(parts.num_received(), len(parts)) for number, parts in under_way.items()
-        }
-        read = [number for number in received if received[number] > self._received.get(number, 0)]
-        if len(read) == 1:
-            self._range = self._received.get(read[0], 0), received[read[0]]
-            if read[0] != self._number:
-                self._number = read[0]
-                self._num_passes += 1
-                self._begin_pass(under_way[read[0]], num_counted)
-        self._received = received
-        if len(read) > 1 and num_forwards > 1:
-            parts = [under_way[each].between(received[each] - 1, received[each]) for each in read]
-            return self._of_several(parts)
-        if len(read) > 1 or self._number not in under_way or not self._lags:
+    def look(self, num_counted: float, num_forwards: int, *, is_used: bool = True) -> Shares | None:
+        """What the next exchange is of, if it is of batches of loaders. Local; notes nothing."""
+        found = self._find()
+        return None if found is None else self._shares(found, num_counted, num_forwards, is_used)
+
+    def take(self, num_counted: float, num_forwards: int, *, is_used: bool = True) -> Shares | None:
+        """As `look`, for an exchange that begins. Local.
+
+        Args:
+            num_counted: samples that the model's forward has seen since the exchange before.
+            num_forwards: how often it was called.
+            is_used: whether this rank had a backward pass.
+        """
+        found = self._find()
+        if found is None:
             return None
-        current = under_way[self._number]
-        tried = _tried(current, *self._range, num_counted)
-        return Shares(*tried, self._lags, current.has_ended(), self)
+        if not found.is_kept and any(not each.is_over for each in found.passes):
+            self._batches.settle()
+        for each in self._batches.passes:
+            self._received[each] = each.num_parts
+        self._last = found
+        if self._first_passes is None:
+            self._first_passes = weakref.WeakSet(found.passes)
+        shares = self._shares(found, num_counted, num_forwards, is_used)
+        if shares.is_miscounted and not self.is_in_first_pass:  # too late to be refused
+            shares = shares._replace(is_miscounted=False)
+            if shares.fits == NOT_COMPARED and self.first_warning():
+                warnings.warn(miscount(num_counted), stacklevel=2)
+        return shares
 
-    def _begin_pass(self, parts: PassParts, num_counted: float) -> None:
-        """See from the first exchange how far in advance the loop requests its batches."""
-        first, last = self._range
-        largest = max(parts.between(each, each + 1)[0] for each in range(first, last))
-        if last - first == 1:
-            self._lags = {0}
-        elif last - first == 2 or num_counted > largest:  # the latter with gradient accumulation
-            self._lags = {0, 1}
-        else:  # batches are kept in a list, requested by a thread, or were left out
-            self._lags = set()
+    def _find(self) -> _Found | None:
+        last = self._last
+        left = last.parts[-_MAX_LEFT:] if last is not None and last.is_kept else []
+        new = {each: each.parts(self._received.get(each, 0)) for each in self._batches.passes}
+        new = {each: parts for each, parts in new.items() if parts}
+        in_hand = [each for each in new if not each.is_over]
+        for each in in_hand:
+            if each.is_in_step is None:
+                is_first = each.num_parts == 1 and not left
+                each.is_in_step = is_first and each.thread == self._thread
+        passes = in_hand or [each for each in new if each.is_in_step] or [*new]
+        parts = [part for each in passes for part in new[each]]
+        if any(each.is_in_step for each in passes):
+            return _Found(passes, parts, is_kept=False)
+        if passes:
+            return _Found(passes, [*left, *parts], is_kept=True)
+        if last is None or (not last.is_kept and not all(each.is_over for each in last.passes)):
+            return last
+        if last.is_kept and last.parts:
+            return replace(last)
+        # What was handed out comes again, as from itertools.cycle.
+        again = [part for each in last.passes for part in each.parts()]
+        return _Found(last.passes, again, is_kept=True, counted=last.counted)
 
-    def _of_several(self, parts: Sequence[tuple[int, int]]) -> Shares | None:
-        (own, total), *others = parts
-        if all(own * other_total == other * total for other, other_total in others):
-            return None
-        fits, totals, owns = (_UNFIT,) * NUM_TRIED, (total,) * NUM_TRIED, (own,) * NUM_TRIED
-        return Shares(fits, totals, owns, set(), False, self, tuple(parts))
+    def _shares(
+        self, found: _Found, num_counted: float, num_forwards: int, is_used: bool
+    ) -> Shares:
+        if not (is_used or num_counted):  # no gradient of this rank, whatever the others have
+            return Shares(0.0, 0.0, NOT_COMPARED, 0, 1, self)
+        parts, are_proportional = found.parts, self._have_one_proportion(found.parts)
+        if found.is_kept:
+            # What a thread requests is not the same on all ranks at a step.
+            is_of_thread = any(each.thread != self._thread for each in found.passes)
+            if is_of_thread or not are_proportional:
+                return self._of_kept(found, num_counted, num_forwards)
+            found.parts = parts[1:]
+        own, total = parts[0] if found.is_kept else parts[-1]
+        weight = float(own)
+        if are_proportional and not found.is_kept:
+            weight = float(sum(each for each, _ in parts))
+        elif not are_proportional and len(found.passes) > 1:
+            latest = tuple(each.parts(each.num_parts - 1)[0] for each in found.passes)
+            return Shares(weight, num_counted, (_UNFIT,), own, total, self, loaders=latest)
+        if are_proportional and total % self._size == 0:
+            return Shares(weight, num_counted or weight, NOT_COMPARED, own, total, self)
+        # Else batches were left out, or were accumulated, which then shows.
+        counted = num_counted or own
+        fit = counted**2 / own if own else (_UNFIT if counted else 0.0)
+        is_miscounted = counted % own != 0 if own else counted > 0
+        return Shares(weight, counted, (fit,), own, total, self, is_miscounted)
+
+    def _of_kept(self, found: _Found, num_counted: float, num_forwards: int) -> Shares:
+        """The count as the weight, if it is that of a batch that was kept, or of several."""
+        if not num_counted and found.counted is not None:
+            return found.counted  # a second backward pass of the same forward pass
+        parts = found.parts
+        runs = [
+            (i, i + n) for n in dict.fromkeys((1, max(1, num_forwards))) for i in range(len(parts))
+        ]
+        sums = [sum(own for own, _ in parts[first:last]) for first, last in runs]
+        equal = [run for run, own in zip(runs, sums, strict=True) if own == num_counted]
+        several = [
+            run for run, own in zip(runs, sums, strict=True) if own and num_counted % own == 0
+        ]
+        first, last = next(iter([*equal, *several]), (0, 0))
+        chosen = parts[first:last]
+        found.parts = [*parts[:first], *parts[first + 1 :]] if chosen else parts
+        is_miscounted = not chosen or not self._have_one_proportion(chosen)
+        own, total = (chosen or parts)[0]
+        shares = Shares(num_counted, num_counted, NOT_COMPARED, own, total, self, is_miscounted)
+        found.counted = shares if num_counted else None
+        return shares
+
+    def _have_one_proportion(self, parts: Sequence[Part]) -> bool:
+        """Whether the parts of each rank are the same fraction of all of these batches.
+
+        Parts of one batch differ by at most one sample.
+        """
+        totals = {total for _, total in parts}
+        return len(totals) == 1 or all(total % self._size == 0 for total in totals)
 
     def is_proportional(self, sums: Sequence[float], num_counted: float, shares: Shares) -> bool:
-        """Whether counts are as the parts of one of the batches. The same on all ranks.
+        """Whether counts are as the parts of the batch. The same on all ranks.
 
         Args:
             sums: of `Shares.fits` over ranks.
@@ -120,15 +224,7 @@ class BatchShares:
             shares: of this rank.
         """
         square = num_counted**2
-        fitting = {
-            lag
-            for lag, fit, total in zip(_LAGS, sums, shares.totals, strict=True)
-            if total and total * fit - square <= _TOLERANCE * square
-        }
-        if 0 in fitting and shares.has_ended:
-            fitting.add(1)  # a loop has no batch to request in advance at its end
-        shares.lags.intersection_update(fitting)
-        return bool(shares.lags)
+        return shares.total * sums[0] - square <= _TOLERANCE * square
 
     def first_warning(self) -> bool:
         """Whether nothing was warned of before. Later calls return False."""
@@ -136,22 +232,38 @@ class BatchShares:
         return is_first
 
 
-def _tried(
-    parts: PassParts, before: int, now: int, num_counted: float
-) -> tuple[tuple[float, ...], tuple[int, ...], tuple[int, ...]]:
-    """Fits, totals and own parts of what is tried."""
-    ranges = ((now - 1, now), (before, now), (now - 2, now - 1), (max(before - 1, 0), now - 1))
-    fits, totals, owns = [], [], []
-    for first, last in ranges:
-        own, total = parts.between(first, last) if 0 <= first < last else (0, 0)
-        owns.append(own)
-        totals.append(total)
-        if own:
-            fits.append(num_counted**2 / own)
-        else:
-            fits.append(_UNFIT if num_counted else 0.0)
-    return tuple(fits), tuple(totals), tuple(owns)
+_COUNT_RULE = (
+    "What a rank counts is the first size of the first tensor that forward is given; here that is "
+    "not the batch, or there are other samples in it. Call optimizer.set_weight(number_of_samples) "
+    "before each backward(), or pass weight='samples' if the loss is a mean over what is counted, "
+    "or weight='rank' if this model is trained with other data than the loader's. (Batches of "
+    "different sizes that are accumulated in one step have no common weight: leave out no_sync(), "
+    "or give the loader drop_last=True.)"
+)
 
 
-NOT_COMPARED = (_UNKNOWN,) * NUM_TRIED
-"""In place of `Shares.fits`, from a rank that does not compare: then none does."""
+def miscount(num_samples: float) -> str:
+    """What is wrong where `Shares.is_miscounted`, and the cure."""
+    return (
+        "the model's forward saw no multiple of the samples of its batch of scatter_loader "
+        f"(here it saw {num_samples:g}). {_COUNT_RULE}"
+    )
+
+
+def disproportion(num_samples: float, num_all: float, shares: Shares) -> str:
+    """What is wrong where `BatchShares.is_proportional` is False, and the cure."""
+    if shares.loaders:
+        parts = " and ".join(f"{own} of {total}" for own, total in shares.loaders)
+        return (
+            f"this step has batches of several loaders of scatter_loader, of which this rank's "
+            f"parts are {parts}: not in proportion on all ranks, and one weight cannot be right "
+            "for a loss of each. Use batch sizes that are multiples of the number of ranks, with "
+            "drop_last=True; or, if the loss is one mean over the samples of all of them, call "
+            "optimizer.set_weight(number_of_samples) before each backward()."
+        )
+    return (
+        f"the model's forward saw {num_samples:g} samples here and {num_all:g} on all ranks, and "
+        f"this rank's part of the batch of scatter_loader is {shares.own} of {shares.total}: not "
+        "in proportion on all ranks, so that the mean of gradients would have wrong weights. "
+        f"{_COUNT_RULE}"
+    )

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from torchmn.comm import Communicator
 from torchmn.comm.local_tensors import division_of, from_part, is_distributed, local_part
-from torchmn.errors import UnsupportedError
 
 
 class ModelMesh:
     """The axes of the meshes of some parameters. *Collective over the ranks of the model.*
 
-    Raises UnsupportedError: they are sharded on GPUs.
+    What they agree on goes through host memory where the groups of the mesh allow it. A group of
+    NCCL alone has the host wait for the GPU.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -37,17 +37,11 @@ class ModelMesh:
             mesh: Any = getattr(parameter, "device_mesh", None)
             if mesh is None:
                 continue
-            if mesh.device_type != "cpu":
-                raise UnsupportedError(
-                    f"Sharded parameters (DTensors) on {mesh.device_type} are not exchanged yet: "
-                    "fully_shard reduces their gradients on a stream of its own, for which the "
-                    "exchange would not wait. Use torch's HSDP there (fully_shard with a mesh of "
-                    "two axes and a torch optimizer), or train on CPUs."
-                )
             for dim in range(mesh.ndim):
                 group = mesh.get_group(dim)
                 groups.setdefault(tuple(dist.get_process_group_ranks(group)), group)
         self._groups = [group for ranks, group in groups.items() if len(ranks) > 1]
+        self._devices = [_device_of(group) for group in self._groups]
         self._comms = list(divisions)
         self._has_warned = False
         self.size = math.prod(g.size() for g in self._groups) * math.prod(
@@ -93,11 +87,18 @@ class ModelMesh:
 
     def _sum(self, *values: float) -> list[float]:
         totals = torch.tensor(values, dtype=torch.float64, device="cpu")
-        for group in self._groups:
-            dist.all_reduce(totals, group=group)
+        for group, device in zip(self._groups, self._devices, strict=True):
+            there = totals.to(device)
+            dist.all_reduce(there, group=group)
+            totals = there.cpu()
         for comm in self._comms:
             totals = comm.allreduce(totals)
         return totals.tolist()
+
+
+def _device_of(group: dist.ProcessGroup) -> str:
+    """Where a group can sum: on the CPU if it has gloo, as "cpu:gloo,cuda:nccl" or "gloo"."""
+    return "cpu" if "gloo" in dist.get_backend_config(group) else "cuda"
 
 
 # ---- how this rank exchanges its own part ----
@@ -112,6 +113,8 @@ class ModelMesh:
 #
 # ``p.grad`` is final when torch calls the parameter's hooks: `fully_shard` calls them itself once
 # it has reduced a gradient over the ranks of its mesh, at the end of the backward pass for some.
+# On a GPU it does so on the stream on which it reduces, which is then the current one: what a hook
+# queues comes after the gradient, and a bucket waits for all streams that wrote into it.
 
 NamedParameter = tuple[str, nn.Parameter]
 

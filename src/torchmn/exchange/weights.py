@@ -28,10 +28,12 @@ class Contribution:
         """The mean over ranks of `num_samples`, where all ranks know it: blocks end by it."""
         self.is_set = False
         """Whether the weight was given, so that what forward sees is not counted."""
-        self.shares: BatchShares | None = None
-        """Where loaders divide batches: compares what is counted with this rank's parts."""
+        self.batches: BatchShares | None = None
+        """Where the script left weights to the library: the batches of loaders."""
         self.was_ever_known = False
         """Whether anything was counted or set since the beginning."""
+        self.shares: Shares | None = None
+        """What the exchange under way is of, if that is batches of loaders."""
         self._set_weight = self._set_samples = 0.0
         self._counted = 0.0
         self._num_forwards = 0
@@ -46,9 +48,15 @@ class Contribution:
 
     @property
     def num_samples(self) -> float:
-        """What was set, or else what forward has seen."""
+        """What was set, or else what forward has seen, or the batches in hand if it saw nothing."""
         if self.is_set:
             return self._set_samples
+        if self.shares is not None:
+            return self.shares.num_samples
+        return self._num_counted
+
+    @property
+    def _num_counted(self) -> float:
         return self._counted if self._has_counted else self._before_zero_grad or 0.0
 
     @property
@@ -56,10 +64,20 @@ class Contribution:
         """Of this rank in the next mean."""
         if self.is_set:
             return self._set_weight
+        if self.shares is not None:
+            return self.shares.weight
         if not self.is_by_samples:
             return 1.0
         # A second backward pass of the same forward pass: two losses, or a graph cut in two.
-        return self.num_samples if self._is_counted else self._last_counted
+        return self._num_counted if self._is_counted else self._last_counted
+
+    @property
+    def loss_weight(self) -> float | None:
+        """The weight as far as it is known in backward; None if it is not that of batches."""
+        shares = self.shares
+        if shares is None and self.batches is not None and not self.is_set:
+            shares = self.batches.look(self._num_counted, self._num_forwards)
+        return self._set_weight if self.is_set else None if shares is None else shares.weight
 
     @property
     def _is_counted(self) -> bool:
@@ -73,12 +91,22 @@ class Contribution:
     @property
     def given(self) -> tuple[float, float] | None:
         """What `set` was called with for the next exchange, if it was."""
-        return (self._set_weight, self.num_samples) if self.is_set else None
+        return (self._set_weight, self._set_samples) if self.is_set else None
 
     def set(self, weight: float, num_samples: float) -> None:
         """Stop counting until `reset`: it is known."""
         self._set_weight, self._set_samples = weight, num_samples
         self.is_set = self.was_ever_known = True
+
+    def begin_exchange(self, *, has_backward: bool) -> None:
+        """Fix the weight of the exchange that begins. Local.
+
+        ``has_backward``: whether a backward pass of this rank has begun it.
+        """
+        if self.batches is not None:
+            is_used = has_backward and not self.is_set
+            shares = self.batches.take(self._num_counted, self._num_forwards, is_used=is_used)
+            self.shares = None if self.is_set else shares
 
     def reset(self) -> None:
         """The exchange has taken it: the next one begins with nothing.
@@ -86,10 +114,10 @@ class Contribution:
         But for the weight of a backward pass without a forward pass of its own, until `end_step`.
         """
         if self._is_counted:
-            self._last_counted = self.num_samples
+            self._last_counted = self._num_counted
         self.is_set, self._counted, self._has_counted = False, 0.0, False
         self._num_forwards = 0
-        self._before_zero_grad = self.mean_samples = None
+        self._before_zero_grad = self.mean_samples = self.shares = None
 
     def zero_grad(self) -> None:
         """Gradients were cleared: forward passes before it count only if none comes after it.
@@ -102,20 +130,18 @@ class Contribution:
             self._counted, self._has_counted = 0.0, False
             self._num_forwards = 0
 
-    def compare(self, num_samples: float) -> Shares | None:
-        """What to compare with the parts of batches, in an exchange of ``num_samples``."""
-        if self.is_set or self.shares is None:
-            return None
-        return self.shares.of(num_samples, self._num_forwards)
-
-    def is_miscounted(self, shares: Shares | None) -> bool:
-        """Whether forward has seen no multiple of what a loader gave, asked for the first time."""
+    def is_miscounted(self) -> bool:
+        """Whether forward has seen no multiple of the batch in hand, asked for the first time."""
         is_first, self.is_checked = not self.is_checked, True
-        if not is_first or shares is None or shares.loaders:
+        if not is_first or self.is_set or self.batches is None:
             return False
-        num_samples = self.num_samples
-        parts = [part for part in shares.own if part]
-        return all(num_samples % part for part in parts) if parts else num_samples > 0
+        shares, counted = (
+            self.batches.take(self._num_counted, self._num_forwards),
+            self._num_counted,
+        )
+        if shares is None:
+            return False
+        return counted % shares.own != 0 if shares.own else counted > 0
 
     def resume(self, num_samples: float) -> None:
         """Continue counting from ``num_samples``."""
@@ -144,36 +170,3 @@ class Contribution:
             self._counted += num_samples
             self._num_forwards += 1
             self.was_ever_known = self._has_counted = True
-
-
-_COUNT_RULE = (
-    "What a rank counts is the first size of the first tensor that forward is given; here that is "
-    "not the batch, or there are other samples in it. Call optimizer.set_weight(number_of_samples) "
-    "before each backward(), or pass weight='samples' if the loss is a mean over what is counted."
-)
-
-
-def miscount(num_samples: float) -> str:
-    """What is wrong where `Contribution.is_miscounted`, and the cure."""
-    return (
-        "the model's forward saw no multiple of the samples of its batch of scatter_loader in the "
-        f"first pass (here it saw {num_samples:g}). {_COUNT_RULE}"
-    )
-
-
-def disproportion(num_samples: float, num_all: float, shares: Shares) -> str:
-    """What is wrong where `BatchShares.is_proportional` is not so, and the cure."""
-    if shares.loaders:
-        parts = " and ".join(f"{own} of {total}" for own, total in shares.loaders)
-        return (
-            f"this step has batches of several loaders of scatter_loader, of which this rank's "
-            f"parts are {parts}: not in proportion on all ranks, and one weight cannot be right "
-            "for a loss of each. Use batch sizes that are multiples of the number of ranks, with "
-            "drop_last=True, or call the model once, with the batches put together."
-        )
-    return (
-        f"the model's forward saw {num_samples:g} samples here and {num_all:g} on all ranks, and "
-        f"this rank's part of the batch of scatter_loader is {shares.own[0]} of "
-        f"{shares.totals[0]}: not in proportion on all ranks, so that the mean of gradients would "
-        f"have wrong weights. {_COUNT_RULE}"
-    )

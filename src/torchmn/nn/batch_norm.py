@@ -172,13 +172,6 @@ def convert_batch_norm(
 create_mnbn_model = convert_batch_norm
 
 
-def weigh_losses_by_samples(model: nn.Module) -> None:
-    """Let every layer of a model assume that ranks' losses are weighted by their samples. Local."""
-    for layer in model.modules():
-        if isinstance(layer, _MultiNode):
-            layer.loss_weight = "samples"
-
-
 def weigh_losses_by(model: nn.Module, given_weight: Callable[[], float | None]) -> None:
     """Let every layer ask in backward for the weight that this rank's loss was given. Local.
 

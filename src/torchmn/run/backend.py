@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from torchmn.cluster import count_gpus
+from torchmn.cluster import count_gpus, may_share_gpus
 from torchmn.cluster.units import counted
 from torchmn.errors import UnknownNameError, UnsupportedError
 from torchmn.run.job import Backend
@@ -38,8 +38,13 @@ class Machine:
     """
 
     num_gpus: int = 0
+    can_share_gpus: bool = False
     mpirun: str | None = None
     has_mpi4py: bool = False
+
+    def has_gpus_for(self, num_ranks: int) -> bool:
+        """Whether NCCL finds a GPU for each rank."""
+        return self.num_gpus >= (1 if self.can_share_gpus else num_ranks)
 
     @property
     def missing_for_mpi(self) -> str:
@@ -61,6 +66,7 @@ def this_machine(env: Mapping[str, str]) -> Machine:
     """
     return Machine(
         num_gpus=count_gpus(env),
+        can_share_gpus=may_share_gpus(env),
         mpirun=find_mpirun(env),
         has_mpi4py=PathFinder.find_spec("mpi4py") is not None,
     )
@@ -108,7 +114,7 @@ def choose_backend(
         if mpi_problem:
             raise UnsupportedError(f"--backend mpi: {mpi_problem}. Or use --backend gloo.")
         return "mpi", "as requested"
-    if machine.num_gpus >= num_ranks:
+    if machine.has_gpus_for(num_ranks):
         return "nccl", "a GPU for every rank"
     why = "no GPU" if machine.num_gpus == 0 else f"fewer GPUs ({machine.num_gpus}) than ranks"
     if machine.missing_for_mpi:
@@ -119,7 +125,7 @@ def choose_backend(
 
 
 def _check_num_gpus(machine: Machine, num_ranks: int) -> None:
-    if machine.num_gpus >= num_ranks:
+    if machine.has_gpus_for(num_ranks):
         return
     found = "no CUDA GPU" if machine.num_gpus == 0 else counted(machine.num_gpus, "CUDA GPU")
     cure = f"-n {machine.num_gpus} or " if machine.num_gpus else ""

@@ -201,7 +201,7 @@ def _checked(num_ranks: int, backend: str) -> Literal["gloo", "nccl", "mpi"]:
     if backend not in _BACKENDS:
         raise UnknownNameError("backend", backend, _BACKENDS)
     machine = replace(this_machine(os.environ), mpirun=None, has_mpi4py=False)
-    if backend == "nccl" and machine.num_gpus < num_ranks:
+    if backend == "nccl" and not machine.has_gpus_for(num_ranks):
         raise UnsupportedError(
             f'backend="nccl" needs a GPU for each of the {counted(num_ranks, "rank")}, and this '
             f"machine has {machine.num_gpus or 'no'} CUDA GPU{'s' * (machine.num_gpus > 1)}: start "

@@ -336,7 +336,7 @@ def _backend(
     """
     machine, max_ranks = this_machine(env), max(host.slots for host in hosts)
     if options.backend == "auto" and launcher not in ("auto", "mpirun"):
-        backend: Backend = "nccl" if machine.num_gpus >= max_ranks else "gloo"
+        backend: Backend = "nccl" if machine.has_gpus_for(max_ranks) else "gloo"
         why = "a GPU for every rank"
         if backend == "gloo":
             why = f"no GPU for every rank, and {launcher} does not start MPI"

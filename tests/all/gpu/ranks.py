@@ -18,11 +18,13 @@ import torch
 
 from tests.all.processes.runner import AS_ROOT, PYTHON_PATH, free_port
 from tests.limits import limit
+from torchmn.cluster import may_share_gpus
 
 Over = Literal["gloo", "mpi", "nccl"]
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 150.0
 _TAIL = 1500
+ENDS_AT_ONCE = ("stuck_stream", "missing_rank")
 
 
 def needed(over: Over, size: int) -> str | None:
@@ -30,9 +32,10 @@ def needed(over: Over, size: int) -> str | None:
     from torchmn.run.backend import find_mpirun
 
     num_gpus = torch.cuda.device_count()
-    if over == "nccl" and num_gpus < size:
+    if over == "nccl" and num_gpus < size and not (num_gpus and may_share_gpus(os.environ)):
         return (
             f"NCCL refuses two ranks on one GPU: {size} ranks need {size} GPUs, here is {num_gpus}"
+            " (TORCHMN_SHARE_GPU=1, see gpu-check.md)"
         )
     if over == "mpi" and find_mpirun(os.environ) is None:
         return "no mpirun: install it with 'make setup'"
@@ -65,6 +68,7 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
     ]
     env = {**os.environ, "PYTHONPATH": f"{PYTHON_PATH}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
     if over != "nccl":
+        env.pop("TORCHMN_SHARE_GPU", None)
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         env["CUDA_VISIBLE_DEVICES"] = first
     if over == "mpi":
@@ -109,6 +113,8 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
             process.kill()
             process.wait()
     done = len(list(folder.glob("done*")))
+    if over == "mpi" and function in ENDS_AT_ONCE:
+        statuses = []  # mpirun takes a rank without MPI_Finalize for one that has failed
     assert not any(statuses), f"exit status {statuses}: {_tails(outputs)}"
     assert done == size, f"{done} of {size} ranks have come to the end: {_tails(outputs)}"
 
@@ -127,7 +133,7 @@ def _rank(function: str, folder: str, route: str, timeout_s: str) -> None:
     )
     getattr(work, function)(comm)
     (Path(folder) / f"done{comm.rank}").touch()
-    if function in ("stuck_stream", "missing_rank"):
+    if function in ENDS_AT_ONCE:
         sys.stdout.flush()
         os._exit(0)  # a stuck GPU and lost peers are not what an orderly end is for
     comm.finalize()

@@ -222,7 +222,7 @@ def test_what_is_not_finite_is_counted_and_named_without_a_wait() -> None:
             slot.tensor.fill_(1e300 if slot.name == "a" else 1.0)  # finite, and not in float32
             if slot.name == "b":
                 slot.tensor[7] = float("nan")
-            found.note(slot)
+        found.check(bucket)
     assert float(found.count(GPU)) == 1.0
     assert found.here == ["b"]
 

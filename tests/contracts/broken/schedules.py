@@ -103,10 +103,9 @@ class CountsFinishedRanks(EveryStep):
     """Divides by all ranks, also by those that have left their loop."""
 
     def backward_ended(self):
-        means = self._reducer.filling
         super().backward_ended()
-        for slot in means.slots:
-            slot.parameter.grad.mul_(means.num_active / self._reducer.comm.size)
+        for slot in self._reducer.exchange.sets[0].slots:
+            slot.parameter.grad.mul_(self.num_active / self._reducer.comm.size)
 
 
 class KeepsNoResidual(EveryStep):

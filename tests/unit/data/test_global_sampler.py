@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import warnings
 import weakref
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Callable
@@ -19,8 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn import create_multi_node_optimizer
 from torchmn.comm.training_start import training_steps
-from torchmn.data import EmptyBatchCollate, GlobalSampler
-from torchmn.data.sampler_position import SamplerPass
+from torchmn.data import EmptyBatchCollate, GlobalSampler, scatter_loader
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
@@ -35,6 +35,9 @@ class Placement:
 
     def allgather_obj(self, value: object) -> list[object]:
         return [value] * self.size
+
+    def bcast_obj(self, value: object, root: int = 0) -> object:
+        return value
 
 
 def samplers(size: int, length: int, global_batch: int, **options: object) -> list[GlobalSampler]:
@@ -142,31 +145,53 @@ def alone_with_steps(
     place = Placement(0, 1)
     training_steps(place).count = 0
     sampler = GlobalSampler(num_samples, place, 4)
-    return place, sampler, DataLoader(torch.arange(num_samples), batch_sampler=sampler, **options)
+    return place, sampler, counted(sampler, num_samples, **options)
+
+
+def counted(sampler: GlobalSampler, num_samples: int, **options: Any) -> DataLoader[Any]:
+    """A loader of ours with this sampler."""
+    loader = DataLoader(torch.arange(num_samples), batch_sampler=sampler, **options)
+    return scatter_loader(loader, Placement(sampler.rank, sampler.size))
 
 
 @pytest.mark.parametrize("options", LOADERS)
 def test_the_state_counts_what_the_loop_has_got_and_not_what_was_drawn(
-    options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any],
 ) -> None:
     (sampler,) = samplers(1, 40, 4)
-    data = torch.arange(40)
-    drawn: list[int] = []
-    monkeypatch.setattr(SamplerPass, "count_drawn", lambda self: drawn.append(1))
     seen: list[int] = []
-    for num, batch in enumerate(DataLoader(data, batch_sampler=sampler, **options), start=1):
+    for num, batch in enumerate(counted(sampler, 40, **options), start=1):
         seen += batch.tolist()
         assert sampler.state_dict() == sampler.state_after(num)
         assert sampler.position == 4 * num % 40
         if num == 2:
-            assert len(drawn) == (2 if not options else 2 + options.get("num_workers", 0) * 3)
+            assert sampler._pass.num_drawn == 2 + options.get("num_workers", 0) * 3
             state = sampler.state_dict()
     assert sampler.state_dict() == {"epoch": 1, "position": 0}
     assert seen == sampler.order(0).tolist()
     (again,) = samplers(1, 40, 4)
     again.load_state_dict(state)
-    rest = [i for batch in DataLoader(data, batch_sampler=again, **options) for i in batch.tolist()]
+    rest = [i for batch in counted(again, 40, **options) for i in batch.tolist()]
     assert seen[:8] + rest == sampler.order(0).tolist()
+
+
+@pytest.mark.parametrize("options", LOADERS)
+def test_a_plain_loader_counts_what_was_drawn_and_says_so_where_that_is_ahead(
+    options: dict[str, Any],
+) -> None:
+    (sampler,) = samplers(1, 40, 4)
+    batches = iter(DataLoader(torch.arange(40), batch_sampler=sampler, **options))
+    next(batches)
+    num_ahead = options.get("num_workers", 0) * options.get("prefetch_factor", 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert sampler.position == 4 + 4 * num_ahead
+        assert sampler.state_after(1) == {"epoch": 0, "position": 4}
+    assert ["torchmn.scatter_loader" in str(each.message) for each in caught] == [True] * bool(
+        num_ahead
+    )
+    list(batches)
+    assert sampler.state_dict() == {"epoch": 1, "position": 0}
 
 
 @pytest.mark.parametrize("position", [0, 4])
@@ -180,7 +205,7 @@ def test_a_look_at_the_last_batch_does_not_end_the_epoch(
     training_steps(place).count = num_steps
     sampler = GlobalSampler(4 + position, place, 4)
     sampler.load_state_dict({"epoch": 0, "position": position})
-    loader = DataLoader(torch.arange(4 + position), batch_sampler=sampler, **options)
+    loader = counted(sampler, 4 + position, **options)
     for _ in range(2):
         next(iter(loader))
         assert sampler.state_dict() == {"epoch": 0, "position": position}
@@ -229,7 +254,7 @@ def test_a_loop_over_persistent_workers_is_one_until_it_is_left() -> None:
 
 def test_an_iterator_is_not_kept_alive() -> None:
     (sampler,) = samplers(1, 8, 4)
-    iterator = iter(DataLoader(torch.arange(8), batch_sampler=sampler))
+    iterator = iter(counted(sampler, 8))
     alive = weakref.ref(iterator)
     gc.disable()
     try:
@@ -290,10 +315,12 @@ def test_an_optimizer_counts_the_steps() -> None:
     assert run_ranks(train, 2) == [[0, 0, 4]] * 2
 
 
-def test_a_sampler_given_as_sampler_is_refused() -> None:
+def test_a_sampler_given_as_sampler_or_of_other_ranks_is_refused() -> None:
     (sampler,) = samplers(1, 8, 4)
     with pytest.raises(UsageError, match="batch_sampler=sampler"):
-        next(iter(DataLoader(torch.arange(8), sampler=sampler, batch_size=2)))
+        scatter_loader(DataLoader(torch.arange(8), sampler=sampler, batch_size=2), Placement(0, 1))
+    with pytest.raises(UsageError, match="divides among 1 ranks, and the communicator has 2"):
+        scatter_loader(DataLoader(torch.arange(8), batch_sampler=sampler), Placement(0, 2))
 
 
 # ---- the last global batch
@@ -345,15 +372,11 @@ def test_pad_last_leaves_a_batch_that_is_large_enough_alone() -> None:
     assert list(zip(*ranks, strict=True))[1] == ([8], [9], [8])
 
 
-def test_a_loader_that_could_not_make_an_empty_batch_is_refused_on_all_ranks() -> None:
-    data = torch.arange(17)
-    for sampler in samplers(2, 17, 8):
-        with pytest.raises(UsageError, match="has 1 samples for 2 ranks.*pad_last=True"):
-            next(iter(DataLoader(data, batch_sampler=sampler)))
-    (sampler, _) = samplers(2, 18, 8)
-    assert len(list(DataLoader(data, batch_sampler=sampler))) == 3
-    (sampler, _) = samplers(2, 17, 8)
-    assert len(list(DataLoader(data, batch_sampler=sampler, collate_fn=EmptyBatchCollate(data))))
+def test_a_loader_of_ours_makes_the_empty_batch_of_a_short_last_one() -> None:
+    for sampler, num in zip(samplers(2, 17, 8), (1, 0), strict=True):
+        assert [len(batch) for batch in counted(sampler, 17)] == [4, 4, num]
+        own = counted(sampler, 17, collate_fn=EmptyBatchCollate(range(3)))
+        assert len([*own][2]) == num
 
 
 def test_what_contradicts_itself_about_the_last_batch() -> None:

@@ -190,6 +190,7 @@ def test_options_and_class_are_kept() -> None:
         scattered = scatter_loader(loader, comm)
         assert isinstance(scattered, Mine)
         assert loader.batch_sampler is not scattered.batch_sampler
+        assert type(scattered).__name__ == "ScatteredMine"
         others = {"batch_sampler", "collate_fn"}
         assert {*vars(scattered)} == {*vars(loader)}
         return {
@@ -282,20 +283,19 @@ def test_weights_that_were_asked_for_stay() -> None:
             torchmn.create_multi_node_optimizer(
                 torch.optim.SGD(model.parameters(), 0.1), comm, model, **options
             )
-            for options in ({"weight": "rank"}, {"reduction": "sum"}, {"schedule": "diloco"})
+            for options in ({"weight": "rank"}, {"weight": "samples"}, {"reduction": "sum"})
         ]
-        scatter_loader(DataLoader(data()), comm)
+        assert all(each.reducer.contribution.batches is None for each in made)
         model = nn.Linear(5, 3)
         closed = torchmn.create_multi_node_optimizer(
             torch.optim.SGD(model.parameters(), 0.1), comm, model
         )
         hooks = len(model._forward_pre_hooks)
         closed.close()
-        comm.divided_batches.note()
+        scatter_loader(DataLoader(data()), comm)
         assert len(model._forward_pre_hooks) <= hooks
-        return [optimizer.reducer.contribution.is_by_samples for optimizer in made]
 
-    assert run_ranks(rank_main, 2) == [[False] * 3] * 2
+    run_ranks(rank_main, 2)
 
 
 # ---- state ----
@@ -454,7 +454,9 @@ class Broken(Sampler[int]):
             "DistributedSampler gives each rank its part already",
         ),
         (
-            lambda comm: DataLoader(data(), batch_sampler=GlobalSampler(NUM, comm, 4)),
+            lambda comm: scatter_loader(
+                DataLoader(data(), batch_sampler=GlobalSampler(NUM, comm, 4)), comm
+            ),
             "GlobalSampler gives each rank its part already",
         ),
         (

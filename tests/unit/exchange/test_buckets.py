@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from tests.contracts.suites.communicator_contracts import seeded
 from torchmn.comm.allreduce import create_allreduce
+from torchmn.comm.streams import HostStreams
 from torchmn.exchange.agreements.base import PassContext
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import plan_buckets
+from torchmn.exchange.packing import Packing
 
 
 def parameters(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list:
@@ -87,21 +91,27 @@ def test_slots_are_in_the_buffer_without_overlap(dtype: torch.dtype) -> None:
 class OneRank:
     """What a `BucketSet` needs of a communicator to be filled."""
 
-    rank, size, overlaps_backward, rank_label = 0, 1, False, "rank 0"
+    rank, size, rank_label = 0, 1, "rank 0"
+    route = SimpleNamespace(overlaps_backward=False)
+    engine = SimpleNamespace(device=torch.device("cpu"), streams=HostStreams())
 
 
-def bucket_set(named, weight: float) -> BucketSet:
-    made = BucketSet(OneRank(), create_allreduce(None), plan(named, "everything", num_footer=9))
-    made.begin(PassContext(step=0, weight=weight, num_samples=0, is_active=True), 1.0)
-    return made
+def bucket_set(named) -> BucketSet:
+    return BucketSet(OneRank(), create_allreduce(None), plan(named, "everything", num_footer=9))
+
+
+def packing(buckets: BucketSet, weight: float) -> Packing:
+    context = PassContext(step=0, weight=weight, num_samples=0, is_active=True)
+    return Packing(buckets, context, 1.0)
 
 
 def test_pack_writes_scaled_gradients_and_notices_accumulation() -> None:
     named = parameters((3,), (2,), (2,))
     first, second, third = (p for _, p in named)
     first.grad = torch.tensor([1.0, 2.0, 3.0])
-    packed = bucket_set(named, 0.5)
-    slots = [packed.slot_of[p] for p in (first, second, third)]
+    buckets = bucket_set(named)
+    packed = packing(buckets, 0.5)
+    slots = [buckets.slot_of[p] for p in (first, second, third)]
     slots[1].tensor.fill_(7.0)
     packed.pack(slots[0])
     packed.pack(slots[1])
@@ -111,8 +121,7 @@ def test_pack_writes_scaled_gradients_and_notices_accumulation() -> None:
     assert [slot.has_gradient for slot in slots[:2]] == [True, False]
     assert not packed.is_accumulating
     first.grad = slots[0].tensor
-    packed.restart()
-    packed.begin(PassContext(step=0, weight=2.0, num_samples=0, is_active=True), 1.0)
+    packed = packing(buckets, 2.0)
     for slot in slots:
         packed.pack(slot)
     assert first.grad.tolist() == [1.0, 2.0, 3.0]
@@ -122,14 +131,14 @@ def test_pack_writes_scaled_gradients_and_notices_accumulation() -> None:
 def test_a_gradient_of_weight_zero_is_zeros_even_if_it_is_nan() -> None:
     named = parameters((2,))
     named[0][1].grad = torch.tensor([float("nan"), 1.0])
-    packed = bucket_set(named, 0.0)
-    packed.pack(packed.slots[0])
-    assert packed.slots[0].tensor.tolist() == [0.0, 0.0]
+    buckets = bucket_set(named)
+    packing(buckets, 0.0).pack(buckets.slots[0])
+    assert buckets.slots[0].tensor.tolist() == [0.0, 0.0]
 
 
 def test_gradients_of_other_strides_are_packed_by_index() -> None:
     parameter = nn.Parameter(torch.zeros(3, 4).t())
     parameter.grad = seeded(0, 4, 3, dtype=torch.float32).contiguous()
-    packed = bucket_set([("w", parameter)], 1.0)
-    packed.pack(packed.slots[0])
-    assert torch.equal(packed.slots[0].tensor, seeded(0, 4, 3, dtype=torch.float32))
+    buckets = bucket_set([("w", parameter)])
+    packing(buckets, 1.0).pack(buckets.slots[0])
+    assert torch.equal(buckets.slots[0].tensor, seeded(0, 4, 3, dtype=torch.float32))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.unit.models import equal, fill, mlp, values
@@ -210,9 +211,19 @@ def test_without_shards_a_rank_agrees_with_itself() -> None:
     assert not mesh.any(False)
 
 
-def test_shards_on_gpus_are_refused_with_the_cure() -> None:
-    """By a stand-in: this machine may have no GPU."""
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo,cuda:gloo", "cpu"), ("cuda:nccl", "cuda")],
+)
+def test_what_ranks_of_a_model_agree_on_goes_through_the_host_if_it_can(
+    monkeypatch, backends: str, device: str
+) -> None:
+    """By stand-ins: this machine may have no GPU."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    group = SimpleNamespace(size=lambda: 2)
     parameter: Any = torch.zeros(2)
-    parameter.device_mesh = SimpleNamespace(device_type="cuda", ndim=1)
-    with pytest.raises(UnsupportedError, match=r"on cuda are not exchanged yet.*HSDP"):
-        ModelMesh([parameter])
+    parameter.device_mesh = SimpleNamespace(device_type="cuda", ndim=1, get_group=lambda dim: group)
+    mesh = ModelMesh([parameter])
+    assert mesh.size == 2
+    assert mesh._devices == [device]

@@ -1,51 +1,40 @@
-"""Counts of samples that are, or are not, in the proportion of the parts of batches."""
+"""What a step is of: the parts that loaders have handed out, and the counts that fit them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Sequence
 
 import pytest
 
-from torchmn.comm.scattered_loaders import DividedBatches, PassParts
+from torchmn.data.divided_batches import DividedBatches, LoaderPass
 from torchmn.data.scatter import shard_bounds
-from torchmn.exchange.sample_proportions import NOT_COMPARED, BatchShares
+from torchmn.exchange.sample_proportions import BatchShares, Shares
+
+
+class Loop:
+    """What the script holds while it is in a pass."""
 
 
 class Rank:
-    """One rank that reads a pass of batches."""
+    """One rank that reads passes over a loader."""
 
     def __init__(self, rank: int, size: int, batches: Sequence[int]) -> None:
         self.rank, self.size = rank, size
-        self.num_received = 0
-        self.is_over = False
         self.known = DividedBatches()
-        self.shares = BatchShares(self.known)
+        self.shares = BatchShares(self.known, size)
         self.begin(batches)
 
     def begin(self, batches: Sequence[int]) -> None:
-        self.num_received, self.is_over = 0, False
-        self.parts = PassParts(lambda: self.num_received, lambda: self.is_over)
-        self.known.add_pass(self.parts)
+        self.now = LoaderPass(self.known, 0, is_of_loader=True)
+        self.loop = Loop()
+        self.now.held_by(self.loop)
         for batch in batches:
-            self.parts.add(self.part_of(batch), batch)
+            self.now.add(self.part_of(batch), batch)
 
     def part_of(self, batch: int) -> int:
         first, last = shard_bounds(batch, self.size, self.rank, force_equal_length=False)
         return last - first
-
-
-def are_proportional(ranks: Sequence[Rank], counts: Sequence[float], num_forwards: int = 1) -> bool:
-    """What all ranks find in one exchange, which is the same."""
-    each = [rank.shares.of(count, num_forwards) for rank, count in zip(ranks, counts, strict=True)]
-    rows = [NOT_COMPARED if own is None else own.fits for own in each]
-    sums = [sum(column) for column in zip(*rows, strict=True)]
-    found = {
-        rank.shares.is_proportional(sums, sum(counts), own)
-        for rank, own in zip(ranks, each, strict=True)
-        if own is not None
-    }
-    assert len(found) <= 1
-    return found != {False}
 
 
 def made(size: int, *batches: int) -> list[Rank]:
@@ -54,17 +43,36 @@ def made(size: int, *batches: int) -> list[Rank]:
 
 def read(ranks: Sequence[Rank], num: int = 1) -> None:
     for rank in ranks:
-        rank.num_received += num
+        for _ in range(num):
+            rank.now.hand_out()
 
 
-@pytest.mark.parametrize("views", [1, 2, 0.5])
+def taken(ranks: Sequence[Rank], counts: Sequence[float], num_forwards: int = 1) -> list[Shares]:
+    return [rank.shares.take(n, num_forwards) for rank, n in zip(ranks, counts, strict=True)]
+
+
+def are_right(ranks: Sequence[Rank], counts: Sequence[float], num_forwards: int = 1) -> bool:
+    """What all ranks find in one exchange, which is the same."""
+    each = taken(ranks, counts, num_forwards)
+    sums = [sum(own.fits[0] for own in each)]
+    num = sum(own.num_samples for own in each)
+    found = {own.compared_by.is_proportional(sums, num, own) for own in each}
+    assert len(found) == 1
+    return found == {True} and not any(own.is_miscounted for own in each)
+
+
+@pytest.mark.parametrize("views", [1, 2, 0])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_rank_counts_its_part(size: int, views: float) -> None:
+def test_each_rank_has_the_weight_of_its_part(size: int, views: int) -> None:
+    """Also where no forward pass was seen."""
     batches = (8, 8, 8, 5, 1)
     ranks = made(size, *batches)
     for batch in batches:
         read(ranks)
-        assert are_proportional(ranks, [views * rank.part_of(batch) for rank in ranks])
+        counts = [views * rank.part_of(batch) for rank in ranks]
+        weights = [rank.shares.look(n, 1).weight for rank, n in zip(ranks, counts, strict=True)]
+        assert weights == [rank.part_of(batch) for rank in ranks]
+        assert are_right(ranks, counts)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -72,72 +80,97 @@ def test_a_constant_is_seen_at_the_first_uneven_batch(size: int) -> None:
     ranks = made(size, 12, 12, 7)
     for _ in range(2):
         read(ranks)
-        assert are_proportional(ranks, [4.0] * size)
+        assert are_right(ranks, [4.0] * size)
     read(ranks)
-    assert not are_proportional(ranks, [4.0] * size)
+    assert not are_right(ranks, [4.0] * size)
 
 
-def test_nodes_are_seen_at_once() -> None:
-    ranks = made(2, 2, 2)
+def test_a_constant_that_every_part_divides_shows_in_the_sum() -> None:
+    ranks = made(2, 3)
     read(ranks)
-    assert not are_proportional(ranks, [7, 8])
-
-
-def in_advance(ranks: Sequence[Rank], batches: Sequence[int]) -> Iterator[list[int]]:
-    """What the ranks count of each batch, in a loop that requests one batch in advance."""
-    read(ranks)
-    for number, batch in enumerate(batches):
-        if number + 1 < len(batches):
-            read(ranks)
-        else:
-            for rank in ranks:
-                rank.is_over = True
-        yield [rank.part_of(batch) for rank in ranks]
+    each = taken(ranks, [4, 4])
+    assert not any(own.is_miscounted for own in each)
+    assert not each[0].compared_by.is_proportional([sum(o.fits[0] for o in each)], 8, each[0])
 
 
 def test_a_second_backward_pass_of_the_same_forward_pass() -> None:
     ranks = made(2, 5)
     read(ranks)
-    assert are_proportional(ranks, [3, 2])
-    assert are_proportional(ranks, [0, 0])
+    assert are_right(ranks, [3, 2])
+    assert [own.weight for own in taken(ranks, [0, 0])] == [3, 2]
 
 
-def test_a_rank_that_was_given_its_weight_ends_the_comparison() -> None:
+def test_a_rank_without_a_pass_has_no_weight_and_ends_the_comparison() -> None:
     ranks = made(2, 5)
     read(ranks)
-    own = ranks[0].shares.of(4, 1)
-    assert own is not None
-    sums = [fit + none for fit, none in zip(own.fits, NOT_COMPARED, strict=True)]
-    assert ranks[0].shares.is_proportional(sums, 8, own)
+    own, other = ranks[0].shares.take(3, 1), ranks[1].shares.take(0, 0, is_used=False)
+    assert (own.weight, other.weight) == (3, 0)
+    assert own.compared_by.is_proportional([own.fits[0] + other.fits[0]], 3, own)
 
 
 def test_the_first_pass_is_refused_and_later_ones_are_warned_of_once() -> None:
     ranks = made(2, 8)
     read(ranks)
-    assert are_proportional(ranks, [4, 4])
+    assert are_right(ranks, [4, 4])
     assert all(rank.shares.is_in_first_pass for rank in ranks)
     for rank in ranks:
         rank.begin((5,))
     read(ranks)
-    assert not are_proportional(ranks, [4, 4])
+    assert not are_right(ranks, [4, 4])
     assert not any(rank.shares.is_in_first_pass for rank in ranks)
     assert [ranks[0].shares.first_warning() for _ in range(2)] == [True, False]
 
 
-def test_an_exchange_that_is_compared_after_the_next_pass_has_begun() -> None:
-    """As under double buffering, in a loop that requests one batch in advance."""
-    batches = (8, 8, 5)
-    ranks = made(2, *batches)
-    pending = None
-    for epoch in range(2):
-        if epoch:
-            for rank in ranks:
-                rank.begin(batches)
-        for counts in in_advance(ranks, batches):
-            found = [rank.shares.of(count, 1) for rank, count in zip(ranks, counts, strict=True)]
-            if pending is not None:
-                num_counted, shares = pending
-                sums = [sum(column) for column in zip(*(s.fits for s in shares), strict=True)]
-                for rank, own in zip(ranks, shares, strict=True):
-                    assert rank.shares.is_proportional(sums, num_counted, own)
-            pending = sum(counts), found
+def test_batches_that_are_kept_come_in_any_order_and_again() -> None:
+    (rank,) = made(2, 8, 7, 8)[1:]
+    read([rank], 3)
+    del rank.loop
+    for counts in ([4, 3, 4], [3, 4, 4], [4, 4, 3]):
+        for num in counts:
+            (own,) = taken([rank], [num])
+            assert (own.weight, own.is_miscounted) == (num, False)
+    (own,) = taken([rank], [5])
+    assert own.is_miscounted
+
+
+def test_a_constant_is_seen_in_a_loop_that_requests_early() -> None:
+    (rank,) = made(2, 8, 8, 7)[1:]
+    read([rank], 2)
+    assert not taken([rank], [4])[0].is_miscounted
+    read([rank])
+    assert not taken([rank], [4])[0].is_miscounted
+    rank.now.end()
+    assert taken([rank], [4])[0].is_miscounted
+
+
+def test_batches_of_several_sizes_in_one_step_have_no_weight() -> None:
+    (rank,) = made(2, 8, 8, 8, 5)[1:]
+    read([rank], 2)
+    assert not taken([rank], [8], 2)[0].is_miscounted
+    read([rank], 2)
+    assert taken([rank], [6], 2)[0].is_miscounted
+
+
+def test_an_optimizer_made_later_follows_the_batch_in_hand_and_none_that_was_trained_with() -> None:
+    (rank,) = made(2, 9, 9, 9)[:1]
+    read([rank])
+    assert taken([rank], [5])[0].weight == 5
+    read([rank])
+    later = BatchShares(rank.known, 2)
+    assert later.take(5, 1).weight == 5
+    del rank.loop
+    assert BatchShares(rank.known, 2).take(3, 1) is None
+
+
+def test_a_pass_is_not_kept_when_its_loader_is_trained_with_again() -> None:
+    (rank,) = made(2, 9)[:1]
+    read([rank])
+    rank.now.end()
+    rank.begin((8, 8))
+    read([rank])
+    assert rank.shares.take(4, 1).total == 8
+    assert rank.known.passes == [rank.now]
+    for _ in range(40):
+        rank.begin((9,))
+    gc.collect()
+    assert len(rank.known.passes) < 40

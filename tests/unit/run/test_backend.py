@@ -23,6 +23,9 @@ CHOICES = {
     "gloo requested": (Machine(num_gpus=2, **WITH_MPI), "gloo", 2, "gloo"),
     "mpi requested": (Machine(num_gpus=2, **WITH_MPI), "mpi", 2, "mpi"),
     "nccl requested": (Machine(num_gpus=2), "nccl", 2, "nccl"),
+    "a shared GPU": (Machine(num_gpus=1, can_share_gpus=True), "auto", 3, "nccl"),
+    "a shared GPU requested": (Machine(num_gpus=1, can_share_gpus=True), "nccl", 3, "nccl"),
+    "no GPU to share": (Machine(can_share_gpus=True), "auto", 2, "gloo"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torchmn.cluster.units import MiB
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.comm.routes.base import Route
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
@@ -12,6 +13,8 @@ class PureNcclRoute(Route):
     """One NCCL all-reduce per bucket over all GPUs (ChainerMN's `pure_nccl`)."""
 
     name = "pure_nccl"
+    bucket_bytes = 25 * MiB
+    """As DistributedDataParallel's. Each sum costs the host some launches, whatever its size."""
 
     def check_placement(self) -> None:
         if self.device.type != "cuda":

@@ -3,8 +3,8 @@
 The groups are made from a store, without the default group: ranks may be processes or threads of
 one process, and a default group that the user has made beside us is left alone.
 
-NCCL refuses two ranks on one GPU, unless TORCHMN_SHARE_GPU is set (see `gpus_in_use`). Where ranks
-share one, CUDA tensors go over gloo, through pinned host memory.
+NCCL refuses two ranks on one GPU, unless it was prepared for that (see `may_share_gpus`). Where
+ranks share one, CUDA tensors go over gloo, through pinned host memory.
 
 What goes to NCCL is queued: a method returns when its work is on the current stream, and whoever
 gave the `TimeLimit` looks at the work (`TimeLimit.on_queued`); without such a one the method looks

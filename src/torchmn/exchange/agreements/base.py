@@ -72,12 +72,13 @@ class Agreement:
         """Raise or warn if `sums` show that the ranks do not agree. Send nothing.
 
         The sums are the same on all ranks. An error that depends on them alone comes on all ranks,
-        which may then continue together. True, by the sums alone: `report` is to be called.
+        which may then continue together. True, by the sums alone: `report` is to be called, and the
+        agreements that follow are not checked.
         """
         return None
 
     def report(self, context: PassContext) -> None:
-        """Raise or warn, after ranks have told each other more than sums can. *Collective.*
+        """Raise, after the ranks have told each other more than sums can. *Collective.*
 
         Called where means become gradients, on all ranks or on none.
         """

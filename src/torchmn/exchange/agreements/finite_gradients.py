@@ -24,6 +24,4 @@ class FiniteGradients(Agreement):
 
     def write_values(self, values: Tensor, context: PassContext) -> None:
         """See `Agreement.write_values`."""
-        num_nonfinite = self.finiteness.count(values.device)
-        if num_nonfinite is not None:
-            values[0] = num_nonfinite
+        values[0] = self.finiteness.count(values.device)

@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from torchmn.comm import Communicator
+from torchmn.comm.codecs.base import IsValid
+from torchmn.comm.streams import HostStreams, Streams
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.finite_gradients import FiniteGradients
 from torchmn.exchange.agreements.weights import Weights
@@ -45,7 +48,9 @@ class Footer:
         self.num_values = end
         self.values = torch.zeros(end, device="cpu")
         """What is summed: the end of the last bucket, once it is there."""
-        self.to_report: list[Agreement] = []
+        self.streams: Streams = HostStreams()
+        """Those of the device of `values`."""
+        self.to_report: Agreement | None = None
         """What `check` has found, and `report` has not reported."""
         self._own: list[float] = []
         self._sums: list[float] = [0.0] * end
@@ -79,7 +84,7 @@ class Footer:
         for agreement in self._contribute:
             if not agreement.is_idle:
                 row[slices[agreement]] = agreement.contribute(context)
-        self.values.copy_(torch.tensor(row, dtype=torch.float64, device="cpu"))
+        self.streams.send(torch.tensor(row, dtype=torch.float64, device="cpu"), self.values)
         for agreement in self._on_device:
             if not agreement.is_idle:
                 agreement.write_values(self.values[slices[agreement]], context)
@@ -92,16 +97,16 @@ class Footer:
         self.values.copy_(torch.tensor(row, dtype=torch.float64, device="cpu"))
         self.read()
 
-    def read(self) -> None:
-        """Give every agreement its sums, which have arrived."""
-        sums = self._sums = self.values.tolist()
+    def read(self, arrived: Tensor | None = None) -> None:
+        """Give every agreement its sums: `values`, or what has arrived of them on the host."""
+        sums = self._sums = (self.values if arrived is None else arrived).tolist()
         num_active = round(sums[self._slices[self.weights]][1])
         for agreement, part in self._slices.items():
             agreement.sums, agreement.num_active = sums[part], num_active
 
     def check(self, context: PassContext) -> None:
         """Raise or warn if the ranks do not agree, by the sums that were read last."""
-        self.to_report = []
+        self.to_report = None
         own, sums, num_active = self._own, self._sums, self.weights.num_active
         for agreement in self._check:
             part = self._slices[agreement]
@@ -110,22 +115,29 @@ class Footer:
                 agreement.own, agreement.sums = own[part], sums[part]
                 agreement.num_active = num_active
                 if agreement.check(context):
-                    self.to_report.append(agreement)
+                    self.to_report = agreement
+                    return  # what others would find is a consequence
 
     def report(self, context: PassContext) -> None:
-        """Raise or warn of what the last `check` has found. *Collective*, if it found anything."""
-        found, self.to_report = self.to_report, []
-        for agreement in found:
-            agreement.report(context)
+        """Raise what the last `check` has found. *Collective*, if it found anything."""
+        found, self.to_report = self.to_report, None
+        if found is not None:
+            found.report(context)
 
-    def is_used(self) -> bool:
-        """Whether there will be means of the sums that have arrived. Called by the engine."""
-        sums, slices = self.values.tolist(), self._slices
-        is_void = any(
-            sums[part.start] for agreement, part in slices.items() if agreement.voids_exchange
-        )
-        return sums[slices[self.weights].start] > 0 and not is_void
+    def is_used(self) -> IsValid:
+        """Whether there will be means. Called by the engine; a GPU is not waited for."""
+        is_used = self.total_weight > 0
+        for agreement, part in self._slices.items():
+            if agreement.voids_exchange:
+                is_used = is_used & (self.values[part.start] == 0)
+        return bool(is_used) if self.streams.is_host else is_used
 
-    def is_finite(self) -> bool:
-        """Whether no rank has contributed what is not finite. Called by the engine."""
-        return bool(self.values[self._slices[self.finite].start] == 0)
+    def is_finite(self) -> IsValid:
+        """Whether all that was contributed is finite. Called by the engine, as `is_used`."""
+        is_finite = self.values[self._slices[self.finite].start] == 0
+        return bool(is_finite) if self.streams.is_host else is_finite
+
+    @property
+    def total_weight(self) -> Tensor:
+        """The sum of weights where it arrives, ()."""
+        return self.values[self._slices[self.weights].start]

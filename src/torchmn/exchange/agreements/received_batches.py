@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from torchmn.comm.collectives import allgather_for
-from torchmn.comm.scattered_loaders import Loop
+from torchmn.data.divided_batches import Loop
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.replica_divergence import UNKNOWN

@@ -19,7 +19,6 @@ from torchmn.exchange.optimizer.model_checks import compare_random_numbers, find
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight
 from torchmn.exchange.optimizer.trained_objects import Trained, modules_of
 from torchmn.exchange.replicas import parameters_of
-from torchmn.exchange.sample_proportions import BatchShares
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
 from torchmn.exchange.schedules.every_step import EveryStep
@@ -206,12 +205,8 @@ def create_multi_node_optimizer(
     )
     for chain in chains:
         chain.register_no_sync(made.no_sync)
-    if is_counted and chosen.counts_samples:
-        made.reducer.contribution.shares = BatchShares(comm.divided_batches)
-    if may_differ and comm.divided_batches.is_used:
-        made.weigh_by_samples()
-    elif may_differ:
-        comm.divided_batches.when_used(made.weigh_by_samples)
+    if may_differ or (is_counted and chosen.counts_samples):
+        made.follow_batches()
     compare_random_numbers(comm, models)
     if (
         tuner is None and codec is not None and not isinstance(chosen, ParameterServer)

@@ -16,6 +16,7 @@ ranks decode the same bytes, so replicas stay bit-identical.
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchmn import events
-from torchmn.cluster import Topology
+from torchmn.cluster import Topology, may_share_gpus
 from torchmn.comm import Communicator
 from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Codec, Layout
@@ -348,7 +349,8 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> Communicator
         size,
         timeout_s=timeout_s,
         cuda_device=cuda_device,
-        supports_nccl=len({gpu for _, gpu in found}) == size,  # none of them shares its GPU
+        # None of them shares its GPU, or NCCL was prepared for that.
+        supports_nccl=len({gpu for _, gpu in found}) == size or may_share_gpus(os.environ),
     )
     return Communicator(
         FlatRoute, transport, Topology(hosts), device=device, timeout_s=timeout_s, trust=Trust()

@@ -16,7 +16,10 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start, training_steps
 from torchmn.compiling import not_compiled
+from torchmn.data.divided_batches import divided_batches
+from torchmn.data.pass_facts import pass_facts
 from torchmn.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
 from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
 from torchmn.exchange.auto.tuner import Autotuner
@@ -67,7 +70,7 @@ from torchmn.exchange.sample_proportions import BatchShares
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.sparse_gradients import sparse_parameters
 from torchmn.exchange.weights import Contribution
-from torchmn.nn.batch_norm import weigh_losses_by, weigh_losses_by_samples
+from torchmn.nn.batch_norm import weigh_losses_by
 from torchmn.nn.chain_list import MultiNodeChainList
 from torchmn.nn.clipping import clip_grad_norm_
 
@@ -146,7 +149,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._taken_over_by = ""
         self._named = named = list[NamedParameter]()
         """The parameters that were unified last."""
-        self._batches = batches = BatchWatch(comm.divided_batches.loops)
+        self._batches = batches = BatchWatch(divided_batches(comm).loops)
         self._unify()
         self.reducer = GradientReducer(
             comm,
@@ -163,12 +166,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            agreements=lambda: [
-                LearningRates(lambda: sum_of_rates(inner)),
-                ReceivedBatches(batches),
-            ],
+            agreements=lambda: _agreements(inner, batches),
             owner=self,
         )
+        pass_facts(comm).add(self.reducer.replicas)
         try:
             self._attach_schedule()
             if tuner is not None:
@@ -460,32 +461,32 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     @not_compiled
     def _weigh_losses(self) -> None:
-        """Let layers that communicate in backward use the weight that was given. Local."""
+        """Let layers that communicate in backward use the weight, if it is known. Local."""
         reducer = ref(self.reducer)  # layers live longer than an optimizer
 
-        def given_weight() -> float | None:
+        def loss_weight() -> float | None:
             found = reducer()
-            given = found.contribution.given if found is not None else None
-            return None if given is None else given[0]
+            return None if found is None else found.contribution.loss_weight
 
         for model in self._models:
-            weigh_losses_by(model, given_weight)
+            weigh_losses_by(model, loss_weight)
 
-    def weigh_by_samples(self) -> None:
-        """Weight the ranks by their samples from now on, as ``weight="samples"``. *Collective.*
+    def follow_batches(self) -> None:
+        """Weight the ranks by their parts of batches, in steps that are of a loader's. Local.
 
-        Batch normalization over ranks follows it. The next exchange compares them with those of the
-        loader that divides batches. Does nothing after `close`.
+        Batch normalization over ranks follows it. See `torchmn.scatter_loader`.
         """
+        batches = divided_batches(self.communicator)
+        self.reducer.contribution.batches = BatchShares(batches, self.communicator.size)
+        batches.when_used(self._loader_is_there)
+
+    def _loader_is_there(self) -> None:
         if self._is_closed:
             return
-        self._asked["weight"] = "samples"
-        self.reducer.contribution.is_by_samples = True
-        self.reducer.contribution.shares = BatchShares(self.communicator.divided_batches)
-        self.reducer.exchange.forget_scale()
         self._count_samples()
-        for model in self._models:
-            weigh_losses_by_samples(model)
+        if not self.schedule.has_own_steps:
+            self.reducer.exchange.forget_scale()  # samples are another unit than ranks
+            self._weigh_losses()
 
     def measure_norms(self, listener: NormListener) -> None:
         """Give a listener the norms of gradients, and count samples for it. Local.
@@ -668,6 +669,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _remove_eager_step(self) -> None:
         self.schedule.remove_eager_step()
+
+
+def _agreements(inner: Optimizer, batches: BatchWatch) -> list[Agreement]:
+    """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
+    return [LearningRates(lambda: sum_of_rates(inner)), ReceivedBatches(batches)]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

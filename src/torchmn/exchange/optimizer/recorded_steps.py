@@ -99,7 +99,7 @@ class RecordedSteps:
             "schedule": schedule.name,
             "codec": "float32" if reducer.codec is None else reducer.codec.name,
             "bucket_bytes": str(reducer.bucket_bytes),
-            "num_buckets": str(len(reducer.filling.buckets)),
+            "num_buckets": str(len(reducer.exchange.filling.buckets)),
             "optimizer": type(optimizer.inner).__name__,
             "model": ", ".join(type(model).__name__ for model in self._models),
             "num_parameters": str(sum(parameter.numel() for parameter in parameters)),

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchmn.errors import UsageError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank, named_tensors, parameters_of
+from torchmn.exchange.sample_proportions import miscount
 from torchmn.exchange.schedules.every_step import share_with_late_ranks
-from torchmn.exchange.weights import miscount
 
 if TYPE_CHECKING:
     from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
@@ -38,7 +38,7 @@ class UncountedSteps:
         own = reducer.contribution
         if not optimizer.schedule.counts_samples:
             return
-        if comm.size > 1 and not own.is_checked and own.is_miscounted(own.compare(own.num_samples)):
+        if comm.size > 1 and not own.is_checked and own.is_miscounted():
             raise UsageError(f"{comm.rank_label}: {miscount(own.num_samples)}")
         is_own_step = reducer.is_suspended  # else exchanges have taken what was counted
         if own.is_known or (own.was_ever_known and not is_own_step):

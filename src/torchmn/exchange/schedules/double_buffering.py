@@ -32,12 +32,13 @@ from torch.optim import LBFGS, Optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.late_ranks import LateRanks
-from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.gradient_memory import GradientState
+from torchmn.exchange.means import Means
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.schedules.eager_step import EagerStep
+from torchmn.exchange.sums import Sums
 
 
 class DoubleBuffering(Schedule):
@@ -81,7 +82,7 @@ class DoubleBuffering(Schedule):
             )
         self.eager = eager
         self.delay_compensation = delay_compensation
-        self._pending: BucketSet | None = None
+        self._pending: Sums | None = None
         self._has_mean = False
         self._num_backwards = 0
         self._ahead: EagerStep | None = None
@@ -224,14 +225,14 @@ class DoubleBuffering(Schedule):
         self._assign(pending)
         self._inner.step()
 
-    def _assign(self, means: BucketSet) -> None:
+    def _assign(self, means: Sums) -> None:
         """Make every ``p.grad`` its late mean, corrected if asked for.
 
         Raises RankMismatchError: in the step in which these means were started, the script has
         changed the gradients of this rank, and some rank had none then.
         """
         self._exchange.assign(means)
-        if means.footer.get(LateRanks).are_some_late and self._was_changed:
+        if means.buckets.footer.get(LateRanks).are_some_late and self._was_changed:
             raise RankMismatchError(
                 f"{self._reducer.comm.rank_label}: in the step before, gradients were changed "
                 "between backward() and step(), as by clip_grad_norm_, and a rank without a "
@@ -261,7 +262,7 @@ class DoubleBuffering(Schedule):
             return {}
         self._pending.wait()
         state: dict[str, Any] = {
-            "pending": self._pending.means(),
+            "pending": Means(self._pending).copies(),
             "pending_record": self._pending.record(),
         }
         if self._ahead is not None:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torchmn.cluster.units import listed
 from torchmn.comm.collectives import allgather_for
 from torchmn.errors import RankMismatchError
+from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.sparse_gradients import sparse_gradient
@@ -38,15 +39,23 @@ class EveryStep(Schedule):
 
     def __init__(self, *, exact: bool = False) -> None:
         self.exact = exact
-        self.num_active = 0
-        """How many ranks had data in the last exchange."""
-        self.num_samples = 0.0
-        """Samples of all ranks in the last exchange, where they are counted."""
         self._is_exchanged = False
+        self._exchange: GradientExchange | None = None
+
+    @property
+    def num_active(self) -> int:
+        """How many ranks had data in the last exchange. On a GPU the host waits for it."""
+        return 0 if self._exchange is None else self._exchange.num_active
+
+    @property
+    def num_samples(self) -> float:
+        """Samples of all ranks in the last exchange, where they are counted; as `num_active`."""
+        return 0.0 if self._exchange is None else self._exchange.num_samples
 
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
         super().attach(reducer, inner)
+        self._exchange = reducer.exchange
         if self.exact and reducer.codec is not None:
             reducer.reconfigure(reducer.comm, None)
 
@@ -55,9 +64,7 @@ class EveryStep(Schedule):
         reducer = self._reducer
         if self._is_exchanged:
             reducer.warn_of_second_pass()
-        means = reducer.exchange.send()
-        reducer.exchange.assign(means)
-        self.num_active, self.num_samples = means.num_active, means.num_samples
+        reducer.exchange.assign(reducer.exchange.send())
         self._is_exchanged = True
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
@@ -79,12 +86,15 @@ class EveryStep(Schedule):
         """See `Schedule.shadow_step`."""
         means = self._reducer.shadow_exchange()
         share_with_late_ranks(self._reducer)
-        self.num_active, self.num_samples = means.num_active, means.num_samples
         return means.num_active
 
     def on_zero_grad(self) -> None:
         """See `Schedule.on_zero_grad`."""
         self._is_exchanged = False
+
+    def flush(self) -> None:
+        """See `Schedule.flush`: nothing is pending, but on a GPU the last checks are."""
+        self._reducer.settle()
 
 
 # ---- ranks that have no backward pass in a step, and so exchange in `step` only ----

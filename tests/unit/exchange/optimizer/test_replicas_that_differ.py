@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.unit.models import batch, equal, loss_of, mlp, values
-from torchmn import create_multi_node_optimizer
+from torchmn import create_multi_node_optimizer, scatter_loader
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.replica_divergence import EVERY, ReplicaWatch
 from torchmn.testing import run_ranks
@@ -240,3 +242,78 @@ def test_any_element_of_any_parameter_is_seen_in_turn(parameter: torch.Tensor) -
         index = [int(each) for each in torch.unravel_index(torch.tensor(place), changed.shape)]
         changed[tuple(index)] *= 1.5
         assert checksums(changed) != before
+
+
+# ---- parameters that are changed without a backward pass ----
+
+
+def zeroth_order(comm, model: nn.Module, x: torch.Tensor, step: int, *, is_shared: bool) -> None:
+    """MeZO: along random numbers of a seed, by how the loss differs to both sides."""
+
+    def move(by: float) -> None:
+        draw = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+            parameter.data.add_(noise, alpha=by)
+
+    with torch.no_grad():
+        move(1e-3)
+        above = loss_of(model, x)
+        move(-2e-3)
+        slope = (above - loss_of(model, x)).item() / 2e-3
+        if is_shared:
+            slope = float(comm.sum_over_ranks(slope)) / comm.size
+        move(1e-3 - 1e-2 * slope)
+
+
+def rank_of_zeroth_order(comm, *, steps: bool, is_shared: bool) -> list[torch.Tensor]:
+    model = mlp()
+    optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="rank")
+    data = TensorDataset(torch.cat([batch(0, number, 8) for number in range(4)]))
+    loader = scatter_loader(DataLoader(data, batch_size=8), comm)
+    for epoch in range(3):
+        for number, (x,) in enumerate(loader):
+            zeroth_order(comm, model, x, 4 * epoch + number, is_shared=is_shared)
+            if steps:
+                optimizer.step()
+    return values(model)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_changes_without_a_backward_pass_are_warned_of(size: int, steps: bool) -> None:
+    """By the exchanges of `step`, or, if there are none, when the next pass begins."""
+
+    def rank_main(comm):
+        with pytest.raises(UserWarning, match=DIFFER) as caught:
+            rank_of_zeroth_order(comm, steps=steps, is_shared=False)
+        return str(caught.value)
+
+    if steps:
+        for text in run_ranks(rank_main, size):
+            assert "after step 4." in text
+        return
+    with pytest.raises(UserWarning, match=DIFFER) as caught:  # not on rank 0, with which it is
+        run_ranks(partial(rank_of_zeroth_order, steps=steps, is_shared=False), size)
+    assert "'0.weight' without an exchange of gradients." in str(caught.value)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_changes_without_a_backward_pass_that_ranks_share_are_not(steps: bool) -> None:
+    results = run_ranks(partial(rank_of_zeroth_order, steps=steps, is_shared=True), 3)
+    assert all(equal(result, results[0]) for result in results)
+
+
+def test_a_model_that_is_trained_after_close_is_the_ranks_own() -> None:
+    def rank_main(comm):
+        model = mlp()
+        create_multi_node_optimizer(sgd(model), comm, model).close()
+        loader = scatter_loader(DataLoader(TensorDataset(batch(0, 0, 8)), batch_size=8), comm)
+        own = sgd(model)
+        for _ in range(3):
+            for (x,) in loader:
+                own.zero_grad()
+                loss_of(model, x).backward()
+                own.step()
+
+    run_ranks(rank_main, 2)

@@ -391,7 +391,7 @@ class LocalUpdateSchedule(Schedule):
         if overlap_steps:
             return 1
         self._finish_exchange()
-        return fragment.buckets.num_active
+        return fragment.sums.num_active
 
     def _momentum(self, fragment: Fragment) -> list[Tensor] | None:
         """What the next outer step will do to its parameters even if they learned nothing."""
@@ -406,14 +406,14 @@ class LocalUpdateSchedule(Schedule):
         fragment, self._pending = self._pending, None
         if fragment is None:
             return
-        buckets = fragment.buckets
-        buckets.drain()
-        if self._reducer.exchange.record_nonfinite(buckets) is not None:
+        sums = fragment.sums
+        sums.drain()
+        if self._reducer.exchange.record_nonfinite(sums) is not None:
             self._discard_block(fragment)
             return
-        num_samples = buckets.total_weight
+        num_samples = sums.total_weight
         if num_samples:
-            buckets.wait()
+            sums.wait()
             part = num_samples / self.current_block_size
             with torch.no_grad():
                 if part < 1:
@@ -501,7 +501,7 @@ class LocalUpdateSchedule(Schedule):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`. Raises UsageError: other parameters or fragments."""
         if self._pending is not None:
-            self._pending.buckets.drain()  # its memory is used again
+            self._pending.sums.drain()  # its memory is used again
             self._pending = None
         self._check_state(state)
         self._changed.forget()
@@ -552,22 +552,28 @@ def _check(name: str, is_right: bool, value: object, rule: str) -> None:
 
 
 class IntraNodeAverage(EveryStep):
-    """`EveryStep` among the ranks of a node, which therefore hold the same parameters.
-
-    ``num_active`` is the number of ranks that share the samples of the last step.
-    """
+    """`EveryStep` among the ranks of a node, which therefore hold the same parameters."""
 
     def __init__(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """*Collective.*"""
         super().__init__()
         comm = reducer.comm
         self.comm = comm.split(comm.inter_rank, comm.intra_rank)
-        self.num_active = 1
         self.num_missed_steps = 0
         """Steps of the node since this rank left its loop."""
         self.has_left = False
         """Whether all ranks of the node have left their loops."""
         self.attach(reducer, inner)
+        self.num_active = 1
+
+    @property
+    def num_active(self) -> int:
+        """How many ranks share the samples of the last step."""
+        return self._reducer.exchange.num_active
+
+    @num_active.setter
+    def num_active(self, num_active: int) -> None:
+        self._reducer.exchange.num_active = num_active
 
     def begin(self) -> None:
         """Reduce gradients within the node from now on. *Collective.*"""

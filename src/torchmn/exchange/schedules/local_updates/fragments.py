@@ -24,7 +24,10 @@ from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import NamedParameter, Slot, plan_buckets
 from torchmn.exchange.codec_state import codec_state, load_codec_state
+from torchmn.exchange.means import Means
+from torchmn.exchange.packing import Packing
 from torchmn.exchange.sharded_parameters import whole_of
+from torchmn.exchange.sums import Sums, load_means
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +92,7 @@ class Fragment:
         """The parameters when the pending exchange started; None without overlap."""
         self._rate = _BlockRate()
         footer = Footer(comm, [self._rate])
-        self.buckets = BucketSet(
+        buckets = BucketSet(
             comm,
             comm.route.allreduce_algorithm(codec),
             plan_buckets(
@@ -102,10 +105,14 @@ class Fragment:
             footer=footer,
             what="pseudo-gradients of a block",
         )
-        self.buckets.warm_up()
+        buckets.warm_up()
+        self._comm, self._buckets = comm, buckets
+        self._packing: Packing | None = None
+        self.sums: Sums
+        """Those of the exchange that was started last."""
         self.scale = 1.0
         """The `weight_scale` of the next exchange, the same on all ranks."""
-        self._slots = [self.buckets.slot_of[parameter].tensor for parameter in self.parameters]
+        self._slots = [buckets.slot_of[parameter].tensor for parameter in self.parameters]
         self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
 
     @torch.no_grad()
@@ -127,7 +134,8 @@ class Fragment:
         def write(slot: Slot, factor: float) -> None:
             torch.sub(self._anchor_of[slot.name], slot.parameter, out=slot.tensor).mul_(factor)
 
-        self.buckets.fill(context, self.scale, write)
+        self._packing = Packing(self._buckets, context, self.scale)
+        self._packing.write(write)
         self.num_samples = 0.0
 
     @torch.no_grad()
@@ -141,7 +149,9 @@ class Fragment:
         """Hand all buckets to the engine and return at once."""
         self.steps_left = overlap_steps
         self._starts = [p.detach().clone() for p in self.parameters] if overlap_steps else None
-        self.buckets.start_remaining()
+        packing, self._packing = self._packing, None
+        if packing is not None:
+            self.sums = packing.start()
 
     @property
     def mean_rate(self) -> float:
@@ -184,24 +194,24 @@ class Fragment:
         return {
             "names": self.names,
             "num_samples": self.num_samples,
-            "codec": codec_state(self.codec, self.buckets.comm),
+            "codec": codec_state(self.codec, self._comm),
             "parameters": changed,
             "exchange": exchange,
         }
 
     def _exchange_state(self) -> dict[str, Any]:
-        buckets = self.buckets
-        buckets.drain()
-        total_weight = buckets.total_weight
+        sums = self.sums
+        sums.drain()
+        total_weight = sums.total_weight
         if total_weight:
-            buckets.wait()
+            sums.wait()
         return {
             "steps_left": self.steps_left,
             "starts": None if self._starts is None else [start.clone() for start in self._starts],
-            "means": buckets.means(),
+            "means": Means(sums).copies(),
             "total_weight": total_weight,
             "mean_rate": self.mean_rate,
-            "record": buckets.record(),
+            "record": sums.record(),
         }
 
     @torch.no_grad()
@@ -211,7 +221,7 @@ class Fragment:
         On the same number of ranks ``parameters`` equal the model's own; else they replace them.
         """
         self.num_samples = state.get("num_samples", 0.0)
-        load_codec_state(self.codec, self.buckets.comm, state.get("codec", {}))
+        load_codec_state(self.codec, self._comm, state.get("codec", {}))
         changed = state.get("parameters", {})
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if name in changed:
@@ -220,8 +230,9 @@ class Fragment:
         if not exchange:
             return False
         total_weight, starts = exchange["total_weight"], exchange["starts"]
-        rates = exchange.get("mean_rate", 0.0) * self.buckets.comm.size
-        self.buckets.load_means(
+        rates = exchange.get("mean_rate", 0.0) * self._comm.size
+        self.sums = load_means(
+            self._buckets,
             exchange["means"],
             exchange["record"],
             total_weight=total_weight,

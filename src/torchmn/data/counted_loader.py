@@ -1,0 +1,157 @@
+"""A DataLoader whose loop is ours, so that it knows which batches the script has received.
+
+A DataLoader with workers draws batches in advance: what its sampler has drawn is not what the loop
+has received, and the end of the indices is not the end of the loop.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch.utils.data import DataLoader, Sampler
+
+from torchmn.control.script import failure_notes
+from torchmn.data.divided_batches import LoaderPass, divided_batches
+from torchmn.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchmn.comm import Communicator
+
+Loader = TypeVar("Loader", bound=DataLoader[Any])
+
+
+class PassSampler(Sampler[list[Any]]):
+    """A batch sampler of this rank's parts, whose passes are counted. Local.
+
+    Derived classes call `_begins_with` in their constructor, define `_started` and `_parts`, and
+    find the last pass in ``_pass``.
+    """
+
+    _comm: Communicator
+    _pass: LoaderPass | None
+    _name: str
+    _number: int
+    _announced: LoaderPass | None
+    """A pass over a loader whose iterator has drawn nothing yet."""
+
+    def _begins_with(self, comm: Communicator, name: str) -> None:
+        self._comm, self._name = comm, name
+        self._pass = self._announced = None
+        self._number = divided_batches(comm).new_loader()
+        failure_notes.add(self)
+
+    def _started(self, one_pass: LoaderPass) -> None:
+        """A pass begins, in place of ``_pass``."""
+
+    def _parts(self, one_pass: LoaderPass) -> Iterator[list[Any]]:
+        """The indices of this rank's parts, drawn as they are requested."""
+        raise NotImplementedError
+
+    def begin_pass(self, *, is_of_loader: bool, fetches: bool) -> LoaderPass:
+        """The next ``for`` begins. ``fetches``: in this process, and not in workers."""
+        batches = divided_batches(self._comm)
+        one_pass = LoaderPass(batches, self._number, is_of_loader=is_of_loader)
+        self._started(one_pass)
+        self._pass = one_pass
+        self._announced = one_pass if is_of_loader else None
+        if self._comm.rank > 0 and not fetches:
+            one_pass.streams.draw_apart()  # the seed of workers, which comes next
+        one_pass.is_fetched_here = fetches
+        return one_pass
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        # A loader with workers calls this twice before it draws, and uses the second iterator.
+        one_pass = self._announced or self.begin_pass(is_of_loader=False, fetches=False)
+        indices = self._counted(one_pass, self._parts(one_pass))
+        if not one_pass.is_of_loader:
+            one_pass.held_by(indices)
+        return indices
+
+    def _counted(self, one_pass: LoaderPass, indices: Iterator[list[Any]]) -> Iterator[list[Any]]:
+        if self._announced is one_pass:
+            self._announced = None
+        one_pass.streams.draw_together(has_seed_of_workers=True)
+        for batch in indices:
+            one_pass.num_drawn += 1
+            if one_pass.is_fetched_here:
+                one_pass.streams.draw_apart()  # until the batch is fetched
+            yield batch
+        one_pass.is_exhausted = True
+
+    def failure_note(self) -> str:
+        """The size of the part that the loop has in hand, where it may explain an exception."""
+        last = self._pass
+        if last is None or not last.num_parts or (last.is_of_loader and last.has_ended):
+            return ""
+        ((own, whole),) = last.parts(last.num_parts - 1)
+        if own > 1 or own == whole:
+            return ""
+        return (
+            f"torchmn: this rank has {own} of the {whole} samples of this batch of {self._name}: "
+            "none to divide by or to make a batch of, or too few for layers such as BatchNorm1d. "
+            "Give it drop_last=True, or another batch size."
+        )
+
+
+class CountedLoader(DataLoader[Any]):
+    """Mixed with the class of a DataLoader whose batch sampler is a `PassSampler`."""
+
+    def __iter__(self) -> Any:
+        sampler: Any = self.batch_sampler
+        one_pass = sampler.begin_pass(is_of_loader=True, fetches=self.num_workers == 0)
+        return _Loop(super().__iter__(), one_pass, type(self).__name__)
+
+
+class _Loop:
+    """What the script iterates over: the loader's iterator, whose batches are counted."""
+
+    def __init__(self, batches: Iterator[Any], one_pass: LoaderPass, name: str) -> None:
+        self._batches, self._pass, self._name = batches, one_pass, name
+        one_pass.held_by(self)
+
+    def __iter__(self) -> _Loop:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __next__(self) -> Any:
+        one_pass = self._pass
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            one_pass.end()
+            raise
+        finally:
+            one_pass.streams.draw_together()
+        one_pass.hand_out()
+        if one_pass.num_received > one_pass.num_drawn:
+            raise UsageError(
+                f"The iterator of {self._name} returns batches that its batch_sampler has not "
+                "drawn in this pass: it was made before scatter_loader, or makes several batches "
+                "of one, so that they are not this rank's parts. Give scatter_loader a "
+                "torch.utils.data.DataLoader, or one whose __iter__ begins with super().__iter__()."
+            )
+        return batch
+
+
+def counted_copy(loader: Loader, **own: Any) -> Loader:
+    """A copy of a DataLoader, in its own class but for the loop, with other attributes. Local.
+
+    No constructor is called: a subclass may have another one. ``batch_sampler`` must be a
+    `PassSampler`.
+    """
+    kind: Any = type(loader)
+    copy: Loader = object.__new__(_counted_class(kind))
+    vars(copy).update(vars(loader) | own)  # a DataLoader lets no attribute of these be set
+    return copy
+
+
+@functools.cache
+def _counted_class(kind: type[Any]) -> Any:
+    return type(f"Scattered{kind.__name__}", (CountedLoader, kind), {})

@@ -1,0 +1,132 @@
+"""The means of an exchange: every ``p.grad`` becomes its mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from torchmn.comm.local_tensors import division_of
+from torchmn.exchange.agreements.measured_norms import MeasuredNorms
+from torchmn.exchange.agreements.presence import Presence
+from torchmn.exchange.buckets import Slot
+from torchmn.exchange.gradient_memory import GradientMemory
+from torchmn.exchange.gradient_norms import GradientNorms, squared_norms, total_of
+from torchmn.exchange.sums import Sums
+
+
+class Means:
+    """What the sums of an exchange become. Every method is local."""
+
+    def __init__(self, sums: Sums) -> None:
+        self._sums, self._buckets = sums, sums.buckets
+
+    def assign(
+        self, memory: GradientMemory, *, as_view: bool, is_current: bool, is_on_device: bool
+    ) -> None:
+        """Wait for the means and make every dense ``p.grad`` its mean.
+
+        Buckets are copied into ``memory`` while others arrive. ``as_view``: the slots themselves
+        become the gradients. ``is_current``: parameters have the dtypes and devices of their slots;
+        one that was converted since (``model.float()``) gets a copy of its new dtype.
+        ``is_on_device``: see `Sums.scale_on_device`. After an error there are no gradients: what
+        was copied are no means.
+        """
+        sums = self._sums
+        lent: list[Slot] = []
+        copied: list[Slot] = []
+        try:
+            for bucket in self._buckets.buckets:
+                num_copied = len(copied)
+                for slot in bucket.slots:
+                    may_lend = (as_view or slot.may_lend) and (is_current or slot.suits_parameter)
+                    (lent if may_lend else copied).append(slot)
+                if len(copied) > num_copied:
+                    sums.await_bucket(bucket)
+                    _copy(copied[num_copied:], memory)
+            was_scaled = sums.scale_on_device() if is_on_device else sums.wait()
+        except BaseException:
+            for slot in self._buckets.slots:
+                slot.parameter.grad = None
+            raise
+        for slot in lent:
+            parameter = slot.parameter
+            if not parameter.requires_grad and parameter.grad is None:
+                continue
+            if slot.tensor.data_ptr() != slot.address:
+                slot.current_tensor()
+            if as_view or slot.unused is not None:
+                parameter.grad = slot.tensor
+            else:
+                slot.lend()
+        if was_scaled and copied:
+            _copy(copied, memory)
+
+    def assign_sparse(self) -> None:
+        """Make every sparse ``p.grad`` its mean, or None where there is none."""
+        for parameter, mean in self._sums.sparse_means.items():
+            if parameter.requires_grad or parameter.grad is not None:
+                parameter.grad = mean
+
+    @property
+    def are_present(self) -> list[bool]:
+        """Whether any rank had a gradient, for every slot; empty if that was not asked for."""
+        self._sums.read()
+        presence = self._buckets.footer.find(Presence)
+        return [] if presence is None else presence.are_present
+
+    def clear_absent(self) -> None:
+        """Clear every ``p.grad`` that has no mean."""
+        are_present = self.are_present
+        if False in are_present:
+            for slot, is_present in zip(self._buckets.slots, are_present, strict=True):
+                if not is_present:
+                    slot.parameter.grad = None
+
+    def spread_nonfinite(self) -> None:
+        """Let a GradScaler of this rank leave out the step that those of other ranks leave out.
+
+        For parts of parallel layers: GradScaler asks the other ranks itself about DTensors.
+        """
+        for slot in self._buckets.slots:
+            grad = slot.parameter.grad
+            if division_of(slot.parameter) is not None and grad is not None:
+                grad[(0,) * grad.dim()].fill_(float("inf"))
+                return
+
+    def norms(self) -> GradientNorms | None:
+        """Norms of the ranks' own gradients and of the means; None if not measured."""
+        sums, footer = self._sums, self._buckets.footer
+        total = sums.total_weight
+        if not sums.is_measured or not total:
+            return None
+        own_square, own_noise, mean_noise = footer.get(MeasuredNorms).sums
+        slots = [slot for slot in self._buckets.slots if slot.end > slot.start]
+        squares = [squared_norms(slot.values) for slot in slots]
+        return GradientNorms(
+            step=sums.context.step,
+            num_samples=sums.num_samples,
+            own_square=own_square / total,
+            mean_square=total_of(squares, footer.values.device).item(),
+            own_noise=own_noise / total,
+            mean_noise=mean_noise / total**2,
+        )
+
+    def copies(self) -> dict[str, Tensor | None]:
+        """A copy of the means by name, to be saved; None where no rank had a gradient."""
+        slots = self._buckets.slots
+        copies: dict[str, Tensor | None] = {slot.name: slot.tensor.clone() for slot in slots}
+        for slot, is_present in zip(slots, self.are_present, strict=False):
+            if not is_present:
+                copies[slot.name] = None
+        return copies
+
+
+def _copy(slots: Sequence[Slot], memory: GradientMemory) -> None:
+    """Make every ``p.grad`` a copy of its slot."""
+    wanted = [slot for slot in slots if _takes_gradient(slot)]
+    memory.set_all([slot.parameter for slot in wanted], [slot.tensor for slot in wanted])
+
+
+def _takes_gradient(slot: Slot) -> bool:
+    return slot.parameter.requires_grad or slot.parameter.grad is not None

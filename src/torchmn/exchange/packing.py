@@ -1,0 +1,217 @@
+"""An exchange that is being filled: this rank's gradients are written into its buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torchmn import events
+from torchmn.errors import UnsupportedError
+from torchmn.exchange.agreements.base import PassContext
+from torchmn.exchange.agreements.measured_norms import MeasuredNorms
+from torchmn.exchange.agreements.weights import WeightAgreement
+from torchmn.exchange.bucket_set import BucketSet
+from torchmn.exchange.buckets import Bucket, Slot
+from torchmn.exchange.finiteness import sum_of
+from torchmn.exchange.gradient_norms import squared_norms
+from torchmn.exchange.sums import Sums
+
+
+class Packing:
+    """The beginning of one exchange. *Collective*; to begin it waits for nothing.
+
+    Gradients are packed as ``weight / (size * scale)`` times themselves and the footer holds the
+    weight itself: with weights w_i the mean is the sum times ``size * scale / sum(w_i)``, and with
+    ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * scale``.
+
+    `pack` is called for each slot, or `write` for all, then `finish`, then `start` or `reduce`.
+
+    Args:
+        buckets: their memory.
+        context: what this rank contributes.
+        scale: the `weight_scale`, the same on all ranks; None to agree on one, for which
+            `await_scale` waits. The ranks' weights are summed first where that must come first.
+        is_measured: whether the norms of gradients will be asked for.
+    """
+
+    def __init__(
+        self,
+        buckets: BucketSet,
+        context: PassContext,
+        scale: float | None,
+        *,
+        is_measured: bool = False,
+    ) -> None:
+        self.buckets, self.context = buckets, context
+        self.is_accumulating = False
+        """Whether a gradient was added to the mean of an earlier exchange."""
+        self._own_factor = 0.0
+        self._own_squares: list[Tensor] | None = [] if is_measured else None
+        self._overlaps_backward = buckets.route.overlaps_backward
+        self._is_on_gpu, self._is_on_device = buckets.is_on_gpu, buckets.is_deferred
+        self._streams = buckets.streams
+        buckets.restart()
+        buckets.footer.begin(context)
+        self._sums = Sums(buckets, context)
+        codec = buckets.codec
+        if scale is None or (codec is not None and codec.keeps_residuals):
+            self._sums.agreement = WeightAgreement(
+                buckets.comm,
+                context.weight,
+                is_active=context.is_active,
+                scale=scale,
+                then=self._sums.weights_are_known,
+            )
+        if scale is not None:
+            self._set_scale(scale)
+
+    def await_scale(self, scale: float | None) -> float:
+        """The `weight_scale` of this exchange; waits for the other ranks if ``scale`` is None."""
+        if scale is None:
+            agreement = self._sums.agreement
+            scale = 1.0 if agreement is None else agreement.scale
+            self._set_scale(scale)
+        return scale
+
+    def _set_scale(self, scale: float) -> None:
+        self._sums.scale = scale
+        self._own_factor = self.context.weight / (self.buckets.comm.size * scale)
+
+    def pack(self, slot: Slot) -> None:
+        """Write this rank's part of a gradient, zeros if there is none; send what is full.
+
+        A small one is written when all of its bucket are there: in one go, and until then it must
+        not be changed.
+        """
+        grad, tensor, bucket = slot.parameter.grad, slot.tensor, slot.weak_bucket()
+        assert bucket is not None  # noqa: S101 - this set keeps it
+        if tensor.data_ptr() != slot.address:
+            tensor = slot.current_tensor()
+        if grad is not None:
+            if grad.requires_grad or grad.layout is not torch.strided:
+                self._refuse(slot.name, grad)
+            slot.has_gradient = True
+            if grad is tensor:
+                self.is_accumulating = True
+        if grad is None or self._own_factor == 0.0:  # even NaN, times the weight 0, is nothing
+            tensor.zero_()
+        elif slot.is_small:
+            if grad.data_ptr() != tensor.data_ptr():
+                bucket.waiting.append((tensor, grad))
+        else:
+            if grad.data_ptr() != tensor.data_ptr():
+                torch.mul(grad, self._own_factor, out=tensor)
+            elif self._own_factor != 1.0:
+                tensor.mul_(self._own_factor)
+            if not self._is_on_gpu:
+                bucket.totals.append(sum_of(tensor))
+        slot.is_packed = True
+        if self._is_on_device:
+            bucket.streams.add(self._streams.current())
+        bucket.num_packed += 1
+        if bucket.num_packed == len(bucket.slots):
+            self._complete(bucket)
+
+    def _complete(self, bucket: Bucket) -> None:
+        """All gradients of a bucket are there: write the small ones, and send what is full."""
+        if len(bucket.streams) > 1:
+            self._join_streams(bucket)
+        if bucket.waiting:
+            slots, grads = zip(*bucket.waiting, strict=True)
+            torch._foreach_copy_(slots, grads)
+            bucket.waiting.clear()
+        if self._own_factor not in (0.0, 1.0) and bucket.runs:
+            torch._foreach_mul_(bucket.runs, self._own_factor)
+        if not self._is_on_gpu:
+            for run in bucket.runs:
+                bucket.totals.append(sum_of(run))
+        self.buckets.finiteness.check(bucket)
+        if self._own_squares is not None:
+            for slot in bucket.slots:
+                if slot.has_gradient and slot.end > slot.start:
+                    self._own_squares.append(squared_norms(slot.values))
+        for observer in events.observers:
+            observer.exchange(self.buckets.comm, bucket, bucket.index, "ready")
+        bucket.written = self._streams.record()
+        if self._overlaps_backward:
+            self._sums.start_full()
+
+    def _join_streams(self, bucket: Bucket) -> None:
+        """Let the current stream wait for all others that have computed gradients of a bucket."""
+        current = self._streams.current()
+        for stream in bucket.streams:
+            if stream != current:
+                self._streams.wait_for(stream)
+        for _, grad in bucket.waiting:
+            self._streams.keep(grad)  # it is read on this stream, and may be freed on its own
+
+    def write(self, write: Callable[[Slot, float], None]) -> None:
+        """Write all slots and `finish`. ``write`` gets a slot and the factor of what it writes."""
+        for slot in self.buckets.slots:
+            if self._own_factor == 0.0:  # nothing, even where the values are NaN
+                slot.tensor.zero_()
+            else:
+                write(slot, self._own_factor)
+            if not self._is_on_gpu:
+                slot.bucket.totals.append(sum_of(slot.tensor))
+        for bucket in self.buckets.buckets:
+            self.buckets.finiteness.check(bucket)
+        self.finish()
+
+    def _refuse(self, name: str, grad: Tensor) -> None:
+        rank_label = self.buckets.comm.rank_label
+        if grad.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{rank_label}: the gradient of '{name}' is sparse ({grad.layout}), and "
+                "its layer is not one whose gradients are known to be: nn.Embedding and "
+                "nn.EmbeddingBag with sparse=True. Use one of these, or dense gradients "
+                "(sparse=False)."
+            )
+        raise UnsupportedError(
+            f"{rank_label}: backward(create_graph=True): every p.grad becomes a mean "
+            "over ranks, which has no graph and cannot be differentiated again. For second "
+            "derivatives use torch.autograd.grad(loss, parameters, create_graph=True)."
+        )
+
+    def finish(self) -> None:
+        """All is packed: write what this rank contributes to the agreements."""
+        buckets = self.buckets
+        if not buckets.buckets:
+            return
+        if self._own_squares is not None:
+            norms = buckets.footer.get(MeasuredNorms)
+            is_own = not self.is_accumulating
+            norms.measure(self._own_squares, self._own_factor, is_own=is_own)
+            self._sums.is_measured = True
+        are_all_present = self.context.is_active
+        for slot in buckets.slots:
+            are_all_present &= slot.has_gradient
+        self._sums.are_all_present = are_all_present
+        buckets.footer.write(self.context)
+
+    def start(self) -> Sums:
+        """Start the sums that were not started yet, and return at once."""
+        self._sums.start_remaining()
+        return self._sums
+
+    def reduce(self) -> Sums:
+        """Do all other sums, on the calling thread if nothing else is under way."""
+        self._sums.reduce_remaining()
+        return self._sums
+
+    def give_up(self) -> Sums:
+        """Do all other sums with zeros: an agreement of the footer says why."""
+        buckets = self.buckets
+        held = [slot for slot in buckets.slots if slot.parameter.grad is slot.tensor]
+        buckets.move_to_new_memory([slot for slot in held if slot.may_lend])
+        for slot in held:
+            if not slot.may_lend:  # memory that ranks share stays where it is
+                slot.parameter.grad = slot.tensor.clone()
+        self._sums.clear_remaining()
+        nothing = replace(self.context, weight=0.0, num_samples=0.0, is_active=False)
+        self.context = self._sums.context = nothing
+        self.finish()
+        return self.reduce()

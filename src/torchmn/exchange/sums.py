@@ -1,0 +1,305 @@
+"""The sums of an exchange: under way, or arrived and scaled to means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchmn.comm.streams import Deferred
+from torchmn.errors import UsageError
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.agreements.presence import Presence
+from torchmn.exchange.agreements.weights import WeightAgreement, weight_scale
+from torchmn.exchange.bucket_set import BucketSet
+from torchmn.exchange.buckets import Bucket
+from torchmn.exchange.finiteness import NonfiniteGradients
+
+
+class Sums:
+    """The sums over ranks of one exchange.
+
+    They are started in the order of the buckets, `wait` turns them into means, and `Means` makes
+    these gradients. What they say about the ranks is in the footer.
+
+    Args:
+        buckets: in which they are made.
+        context: what this rank contributes.
+    """
+
+    def __init__(self, buckets: BucketSet, context: PassContext) -> None:
+        self.buckets, self.context = buckets, context
+        self.scale = 1.0
+        self.agreement: WeightAgreement | None = None
+        """The sum of weights that comes before, if one does."""
+        self.next_scale: float | None = 1.0
+        """The `weight_scale` that suits the weights of this exchange."""
+        self.sparse_means: dict[nn.Parameter, Tensor | None] = {}
+        """Of parameters whose gradients are sparse, which are in no bucket."""
+        self.is_measured = False
+        """Whether the norms of gradients will be asked for."""
+        self.are_all_present = False
+        """Whether this rank has a gradient for every slot, and so some rank has."""
+        self._weights = buckets.footer.weights
+        self._num_started = 0
+        self._holds_means = False
+        self._arriving: Deferred | None = None
+        """The footer, on its way to the host; None once it was read."""
+
+    # ---- sending ----
+
+    def start_full(self) -> None:
+        """Start the sums of buckets that are full, but for the last: no computation hides it."""
+        for bucket in self.buckets.buckets[self._num_started : -1]:
+            if bucket.num_packed < len(bucket.slots):
+                return
+            self._start(bucket)
+
+    def start_remaining(self) -> None:
+        """Start all other sums and return at once."""
+        for bucket in self.buckets.buckets[self._num_started :]:
+            self._start(bucket)
+
+    def reduce_remaining(self) -> None:
+        """Do all other sums, on the calling thread if nothing else is under way."""
+        buckets = self.buckets
+        for bucket in buckets.buckets[self._num_started :]:
+            buckets.route.sum_(
+                bucket,
+                buckets.algorithm,
+                bucket=bucket.index,
+                step=self.context.step,
+                on_complete=self._next_callback(),
+                after=(bucket.written,),
+            )
+
+    def clear_remaining(self) -> None:
+        """Write zeros into all buckets whose sums were not started."""
+        for bucket in self.buckets.buckets[self._num_started :]:
+            bucket.buffer.zero_()
+
+    def _start(self, bucket: Bucket) -> None:
+        buckets = self.buckets
+        bucket.work = buckets.route.start_sum_(
+            bucket,
+            buckets.algorithm,
+            bucket=bucket.index,
+            step=self.context.step,
+            on_complete=self._next_callback(),
+            after=(bucket.written,),
+        )
+
+    def _next_callback(self) -> Callable[[], None] | None:
+        """What ends an exchange: after its last bucket, before anything else is encoded."""
+        self._num_started += 1
+        is_last = self._num_started == len(self.buckets.buckets)
+        ends = self.buckets.codec is not None or self.buckets.is_deferred
+        return self._finish if is_last and ends else None
+
+    def weights_are_known(self, total_weight: float, scale: float) -> None:
+        """The `agreement` has ended: before anything is encoded. Called by the engine."""
+        factor = self._factor_of(total_weight, scale)
+        if self.buckets.codec is not None:
+            self.buckets.codec.begin(1 / factor if factor else 0.0)
+
+    def _finish(self) -> None:
+        """The last sum was made, or queued. Called by the engine, on its stream."""
+        buckets = self.buckets
+        codec, footer, engine = buckets.codec, buckets.footer, buckets.comm.engine
+        if codec is not None:
+            is_clear = codec.nonfinite.is_clear("decoding")
+            found = codec.nonfinite.take(engine.fetch)
+            is_valid = buckets.route.all_valid(is_clear) & footer.is_finite()
+            # If the sum is discarded, keep the old residual: nothing was sent, so nothing was lost.
+            codec.finish(is_valid=is_valid & footer.is_used())
+            known = is_valid if isinstance(is_valid, bool) else engine.fetch(is_valid)
+            buckets.finiteness.exchanged(found, known)
+        if buckets.is_deferred:
+            self._arriving = engine.fetch(footer.values)
+
+    # ---- what has arrived ----
+
+    def drain(self) -> None:
+        """Wait for all sums, whatever they are, and read what they say about the ranks."""
+        self._await_sums()
+        if not self.buckets.is_deferred:
+            self.buckets.footer.read()
+        self.read()
+
+    def _await_sums(self) -> None:
+        """Wait for all sums; on a device its current stream does, and not the host."""
+        agreement, self.agreement = self.agreement, None
+        if agreement is not None:  # if it failed, that must not be taken for success
+            agreement.wait()
+        for bucket in self.buckets.buckets:
+            if bucket.work is not None:
+                bucket.work.wait()
+                bucket.work = None
+
+    def read(self) -> None:
+        """Wait until the host knows what the sums say about the ranks. Local."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            self.buckets.footer.read(arriving.get())
+
+    def await_bucket(self, bucket: Bucket) -> None:
+        """Wait for the sum of one bucket, which `wait` has not made means yet."""
+        if bucket.work is not None:
+            bucket.work.wait()
+
+    def wait(self) -> bool:
+        """Wait for all sums and turn them into means; calling it again changes nothing.
+
+        Returns whether sums were scaled. Raises UsageError on all ranks: the weights of the active
+        ranks add up to zero, and no script has set one. If one has, the means are zeros.
+        """
+        if self._holds_means:
+            return False
+        self.drain()
+        factor = self._check()
+        self._holds_means = True
+        if factor == 1.0:
+            return False
+        self._scale_by(factor)
+        return True
+
+    def scale_on_device(self) -> bool:
+        """Turn the sums into means by what is on the device: the host does not know the weights.
+
+        Returns True: they were scaled. `settle` does the rest of `wait`, later.
+        """
+        self._await_sums()
+        factor: Tensor | float = self.buckets.comm.size * self.scale
+        if self.buckets.reduction == "mean":
+            total = self.buckets.footer.total_weight.double()
+            factor = (factor / total).nan_to_num_(0.0, 0.0, 0.0)  # a total of zero
+        self._scale_by(factor)
+        self._holds_means = True
+        return True
+
+    def settle(self) -> None:
+        """Wait for what the sums say about the ranks, and raise what `wait` would have raised."""
+        self.read()
+        self._check()
+
+    def _scale_by(self, factor: Tensor | float) -> None:
+        for bucket in self.buckets.buckets:
+            bucket.buffer[: bucket.buffer.numel() - bucket.num_exact].mul_(factor)
+
+    def _check(self) -> float:
+        """Raise if the ranks disagree. Returns the factor that turns the sums into means."""
+        total = self.total_weight
+        self.next_scale = weight_scale(total, self._weights.num_active) if total else self.scale
+        self.raise_if_ranks_disagree()
+        return self._factor_of(total, self.scale)
+
+    def raise_if_ranks_disagree(self) -> None:
+        """Raise or warn if the ranks do not agree, after the sums were awaited. Local."""
+        if self.buckets.buckets:
+            self.buckets.footer.check(self.context)
+
+    def _factor_of(self, total: float, scale: float) -> float:
+        """The factor that turns a sum into the mean, or into what else was asked for."""
+        if total == 0.0:
+            return 0.0
+        return self.buckets.comm.size * scale / (1.0 if self.buckets.reduction == "sum" else total)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether what was summed is finite on all ranks, after the sum was awaited."""
+        return self.buckets.footer.finite.are_all_finite
+
+    @property
+    def total_weight(self) -> float:
+        """The weights of all ranks in the sum that was awaited."""
+        self.read()
+        return self._weights.total
+
+    @property
+    def num_samples(self) -> float:
+        """The samples of all ranks in the sum that was awaited, where they are counted."""
+        self.read()
+        return self._weights.num_samples
+
+    @property
+    def num_active(self) -> int:
+        """The number of ranks that contributed data of their own to the sum that was awaited."""
+        self.read()
+        return self._weights.num_active
+
+    def nonfinite(self) -> NonfiniteGradients | None:
+        """What was not finite in the sums that were awaited. *Collective*, and only once.
+
+        Nothing is sent unless something was not finite.
+        """
+        is_finite, own = self.is_finite, self.buckets.finiteness
+        names = (
+            None
+            if is_finite
+            else (
+                own.here,
+                own.names("encoding"),
+                own.names("decoding"),
+            )
+        )
+        own.clear()
+        if names is None:
+            return None
+        gathered = self.buckets.comm.allgather_obj(names)
+        # A rank that encodes for a node meets what is not finite in others' gradients too, so its
+        # report counts only if all gradients were finite: then narrowing them was too much.
+        by_rank = {rank: own for rank, (own, _, _) in enumerate(gathered) if own}
+        if not by_rank:
+            by_rank = {rank: names for rank, (_, names, _) in enumerate(gathered) if names}
+        in_sum = sorted({name for _, _, names in gathered for name in names})
+        return NonfiniteGradients(self.context.step, by_rank, in_sum, self.buckets.what)
+
+    # ---- state ----
+
+    def record(self) -> dict[str, Any]:
+        """What is known of the sums that were awaited, beside their means: to be saved."""
+        return {
+            "step": self.context.step,
+            "next_scale": self.next_scale,
+            "is_finite": self.is_finite,
+            **self.buckets.finiteness.record(),
+        }
+
+
+def load_means(
+    buckets: BucketSet,
+    means: Mapping[str, Tensor | None],
+    record: Mapping[str, Any] | None = None,
+    *,
+    total_weight: float | None = None,
+    sums: Mapping[Agreement, Sequence[float]] | None = None,
+) -> Sums:
+    """Saved means, their `Sums.record`, and sums of agreements, as if they had arrived just now.
+
+    Raises UsageError: they are of other parameters.
+    """
+    names = [slot.name for slot in buckets.slots]
+    if set(names) != means.keys():
+        odd = sorted(set(names) ^ means.keys())
+        raise UsageError(
+            f"The saved pending gradient is of other parameters; they differ in {odd[:5]}."
+        )
+    buckets.restart()
+    for slot in buckets.slots:
+        mean = means[slot.name]
+        slot.tensor.zero_() if mean is None else slot.tensor.copy_(mean)
+    record = record or {}
+    buckets.finiteness.load(record)
+    weight = float(buckets.comm.size) if total_weight is None else total_weight
+    step = record.get("step", 0)
+    made = Sums(buckets, PassContext(step=step, weight=weight, num_samples=0.0, is_active=True))
+    footer = buckets.footer
+    held: dict[Agreement, Sequence[float]] = {footer.weights: (weight, 1.0, 0.0, 0.0)}
+    presence = footer.find(Presence)
+    if presence is not None:
+        held[presence] = [float(means[name] is not None) for name in names]
+    footer.hold(held | dict(sums or {}))
+    made.next_scale = record.get("next_scale")
+    made._holds_means = True
+    return made

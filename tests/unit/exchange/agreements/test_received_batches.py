@@ -1,0 +1,248 @@
+"""Batches that one rank leaves out are noticed at the next exchange, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from itertools import islice
+from queue import Queue
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.limits import limit
+from tests.unit.models import equal, loss_of, mlp, values
+from torchmn import create_multi_node_optimizer, scatter_loader
+from torchmn.comm import Communicator
+from torchmn.errors import RankMismatchError
+from torchmn.testing import run_ranks
+
+DIFFERENT = "the ranks exchange gradients of different batches"
+
+
+class Script:
+    """What the scripts below begin with."""
+
+    def __init__(self, comm: Communicator, schedule: str, **options: Any) -> None:
+        self.comm = comm
+        self.model = mlp()
+        inner = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.optimizer = create_multi_node_optimizer(
+            inner, comm, self.model, schedule=schedule, **options
+        )
+        self.loaders = [
+            scatter_loader(DataLoader(_data(seed), batch_size=6), comm) for seed in range(2)
+        ]
+        self.loader = self.loaders[0]
+
+    def step(self, batch: list[torch.Tensor], num_passes: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for _ in range(num_passes - 1):
+            with self.optimizer.no_sync():
+                loss_of(self.model, batch[0]).backward()
+        loss_of(self.model, batch[0]).backward()
+        self.optimizer.step()
+
+
+def _data(seed: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(60, 5, generator=generator, dtype=torch.float64) / 10)
+
+
+# ---- what one process does not do ----
+
+
+def a_local_continue(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number == 4 and own.comm.rank == 1:  # as where a loss is NaN, or an error was caught
+            continue
+        own.step(batch)
+
+
+def a_local_continue_in_the_second_epoch(own: Script) -> None:
+    for epoch in range(2):
+        for number, batch in enumerate(own.loader):
+            if (epoch, number) == (1, 0) and own.comm.rank == 0:
+                continue
+            own.step(batch)
+
+
+def a_task_by_own_random_numbers(own: Script) -> None:
+    draw = random.Random(own.comm.rank)
+    tasks = [iter(loader) for loader in own.loaders]
+    for task in tasks:  # a pass begins on all ranks together
+        own.step(next(task))
+    for _ in range(8):
+        own.step(next(tasks[draw.randrange(2)]))
+
+
+def a_batch_left_out_before_accumulating(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number == 3 and own.comm.rank == 0:
+            continue
+        own.step(batch, num_passes=2)
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "script",
+    [
+        a_local_continue,
+        a_local_continue_in_the_second_epoch,
+        a_task_by_own_random_numbers,
+        a_batch_left_out_before_accumulating,
+    ],
+)
+def test_another_batch_on_one_rank_is_named_on_all(
+    script: Callable[[Script], None], size: int, schedule: str
+) -> None:
+    def rank_main(comm):
+        with pytest.raises(RankMismatchError, match=DIFFERENT) as caught:
+            script(Script(comm, schedule))
+        return str(caught.value).partition(":")[2]
+
+    found = run_ranks(rank_main, size, timeout_s=limit(10))
+    assert len(set(found)) == 1
+    assert all(f"rank {rank} at batch" in found[0] for rank in range(size))
+
+
+# ---- what scripts may do ----
+
+
+def plain(own: Script) -> None:
+    for _ in range(3):
+        for batch in own.loader:
+            own.step(batch)
+
+
+def all_leave_one_out(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number not in (3, 4, 7):
+            own.step(batch)
+
+
+def both_loaders(own: Script) -> None:
+    for one, other in zip(own.loaders[0], islice(own.loaders[1], 7), strict=False):
+        own.step(one)
+        own.step(other)
+
+
+def kept_in_a_list(own: Script) -> None:
+    batches = list(own.loader)
+    for number in (*range(4), *range(own.comm.rank, 10)):
+        own.step(batches[number % 10])
+        if number == 8:
+            break
+    for _ in range(own.comm.rank):  # all ranks have made the same number of steps
+        own.step(batches[0])
+
+
+def one_in_advance(own: Script) -> None:
+    batches = iter(own.loader)
+    held = next(batches)
+    for batch in batches:
+        own.step(held)
+        held = batch
+    own.step(held)
+
+
+def requested_by_a_thread(own: Script) -> None:
+    """How many it has requested at an exchange is by chance; here it differs for certain."""
+    queue: Queue[Any] = Queue()
+    may_go_on = threading.Semaphore(1)
+
+    def request() -> None:
+        for batch in own.loader:
+            may_go_on.acquire()
+            queue.put(batch)
+        queue.put(None)
+
+    thread = threading.Thread(target=request)
+    thread.start()
+    number = 0
+    while (batch := queue.get()) is not None:
+        own.step(batch)
+        number += 1
+        may_go_on.release(2 if number == 5 + own.comm.rank else 1)
+    thread.join()
+
+
+def accumulated(own: Script) -> None:
+    def grouped() -> Iterator[list[list[torch.Tensor]]]:
+        batches = iter(own.loader)
+        while group := list(islice(batches, 4)):  # the last one has two
+            yield group
+
+    for group in grouped():
+        own.optimizer.zero_grad()
+        for number, batch in enumerate(group):
+            if number < len(group) - 1:
+                with own.optimizer.no_sync():
+                    loss_of(own.model, batch[0]).backward()
+            else:
+                loss_of(own.model, batch[0]).backward()
+        own.optimizer.step()
+
+
+def without_a_backward_pass(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number == 4 and own.comm.rank == 1:
+            own.optimizer.zero_grad()
+            own.optimizer.set_weight(0)
+            own.optimizer.step()
+        else:
+            own.step(batch)
+
+
+def different_numbers_in_join(own: Script) -> None:
+    with own.optimizer.join():
+        for number, batch in enumerate(own.loader):
+            if number in (3, 5) and own.comm.rank == 1:
+                continue
+            own.step(batch)
+
+
+def a_forward_pass_that_was_repeated(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number == 4 and own.comm.rank == 1:  # out of memory in it
+            loss_of(own.model, batch[0])
+            own.optimizer.zero_grad()
+        own.step(batch)
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    "script",
+    [
+        plain,
+        all_leave_one_out,
+        both_loaders,
+        kept_in_a_list,
+        one_in_advance,
+        requested_by_a_thread,
+        accumulated,
+        without_a_backward_pass,
+        different_numbers_in_join,
+        a_forward_pass_that_was_repeated,
+    ],
+)
+def test_what_is_right_is_not_refused(
+    script: Callable[[Script], None], size: int, schedule: str
+) -> None:
+    """The tests make an error of every warning."""
+
+    def rank_main(comm):
+        # Parts of different batches have no common weights.
+        options = {"weight": "rank"} if script is different_numbers_in_join else {}
+        own = Script(comm, schedule, **options)
+        script(own)
+        own.optimizer.flush()
+        return values(own.model)
+
+    first, *others = run_ranks(rank_main, size, timeout_s=limit(10))
+    assert all(equal(first, other) for other in others)

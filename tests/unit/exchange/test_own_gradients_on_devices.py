@@ -1,0 +1,58 @@
+"""One rank alone looks at its gradients, and on a device it knows a step later what it has seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.exchange.test_deferred_checks import LateStreams, diverging_step, late, made
+from tests.unit.models import mlp
+from torchmn.errors import NonFiniteGradientError
+from torchmn.testing import run_ranks
+
+
+def test_a_step_waits_for_nothing_and_the_next_one_raises() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = made(late(comm), model)
+        for step in range(3):
+            diverging_step(comm, optimizer, model, is_bad=step == 1)
+            comm.engine.streams.arrive()
+            if step < 2:
+                optimizer.step()
+        assert comm.engine.streams.num_waits == 0
+        with pytest.raises(NonFiniteGradientError, match=r"at step 1 .*have taken the step"):
+            optimizer.step()
+        return [problem.step for problem in optimizer.nonfinite]
+
+    assert run_ranks(rank_main, 1) == [[1]]
+
+
+def test_flush_looks_at_the_last_step() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = made(late(comm), model)
+        diverging_step(comm, optimizer, model, is_bad=True)
+        optimizer.step()
+        with pytest.raises(NonFiniteGradientError, match="at step 0"):
+            optimizer.flush()
+
+    run_ranks(rank_main, 1)
+
+
+def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
+    class Capturing(LateStreams):
+        def is_capturing(self) -> bool:
+            return True
+
+    def rank_main(comm):
+        model = mlp()
+        optimizer = made(comm, model)
+        comm.engine.streams = Capturing()
+        for _ in range(2):
+            diverging_step(comm, optimizer, model, is_bad=True)
+            optimizer.step()
+        assert comm.engine.streams.events == []
+        return bool(torch.isnan(next(model.parameters())).any())
+
+    assert run_ranks(rank_main, 1) == [True]
