@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter
 from types import CodeType
 from typing import Any
 
@@ -19,8 +20,9 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
-__all__ = ["GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore"]
+__all__ = ["GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore", "tree_map"]
 
 # ---- autograd: the backward pass that runs ----
 
@@ -39,9 +41,6 @@ is_tracing: Callable[[], bool] = torch._C._is_tracing
 functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 """The innermost transformation of `torch.func` that runs; None outside of one."""
 
-run_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
-"""Of the function that calls autograd's engine."""
-
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call ``callback()`` at the end of the backward pass that runs, unless it raises."""
@@ -58,14 +57,36 @@ def packs_saved_tensors() -> bool:
 COUNTS_USES = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
 """Whether this torch can say how often a tensor and its storage are used."""
 
+tensor_use_count: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
+"""How often C++ uses a tensor; 0 where unknown."""
 
-def use_counts(tensor: Tensor) -> tuple[int, int]:
-    """How often C++ uses a tensor, and how often its storage is used; zeros where unknown."""
-    if not COUNTS_USES:
-        return 0, 0
-    private: Any = tensor
-    storage_count: Any = torch._C._storage_Use_Count
-    return private._use_count(), storage_count(private.untyped_storage()._cdata)
+storage_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda address: 0)
+"""How often the storage with an address is used; 0 where unknown."""
+
+storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""Where a storage's own object in C++ is."""
+
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""How often a tensor was changed in place."""
+
+gradient_hooks: Callable[[Tensor], dict[int, Callable[..., object]] | None] = attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+"""The hooks for when the gradient of a parameter is accumulated, in their order."""
+
+
+class HooksOfWhole(torch.nn.Parameter):
+    """A parameter with the gradient hooks of another one."""
+
+    whole: Tensor
+
+    @property
+    def _post_accumulate_grad_hooks(self) -> Any:  # type: ignore[override]
+        return gradient_hooks(self.whole)
+
+
+made_as: Callable[..., Any] = Tensor._make_subclass
+"""A tensor in the memory of another one, of a class whose ``__init__`` is not called."""
 
 
 def local_tensor(tensor: Any) -> Tensor:
@@ -121,11 +142,6 @@ def replica_of(module: torch.nn.Module) -> torch.nn.Module:
 def buffers_of(module: torch.nn.Module) -> dict[str, Tensor | None]:
     """The module's own buffers by their names."""
     return module._buffers
-
-
-def gradient_hooks(parameter: Tensor) -> list[Callable[..., object]]:
-    """The hooks for when the gradient of a parameter is accumulated, in their order."""
-    return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
 def active_ddp() -> DistributedDataParallel | None:
@@ -224,8 +240,20 @@ TRIED = dict.fromkeys(
     (
         *("GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore"),
         *("current_graph_task_id", "keeps_graph", "will_execute_node", "is_tracing"),
-        *("functorch_level", "run_backward_code", "at_end_of_backward", "packs_saved_tensors"),
-        *("COUNTS_USES", "use_counts", "local_tensor", "layout_of", "local_shape_and_offset"),
+        *("functorch_level", "at_end_of_backward", "packs_saved_tensors"),
+        *(
+            "COUNTS_USES",
+            "tensor_use_count",
+            "storage_use_count",
+            "storage_address",
+            "version_of",
+            "HooksOfWhole",
+            "made_as",
+            "tree_map",
+            "local_tensor",
+            "layout_of",
+            "local_shape_and_offset",
+        ),
         *("Dropout", "Normalization", "active_ddp", "non_persistent_buffers", "STEP_HOOKS"),
         *("BatchNorm", "MODULE_HOOKS", "MODULES", "PARAMETERS", "REPLICA", "replica_of"),
         *("buffers_of", "gradient_hooks"),

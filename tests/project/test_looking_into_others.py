@@ -62,10 +62,6 @@ ALLOWED = {
 }
 
 REMAINING = {
-    "data/scatter_loader.py": {FRAME},
-    "data/global_sampler.py": {FRAME},
-    "data/sampler_position.py": {FRAME, REFERENCE, PATCH},
-    "exchange/backward_pass.py": {FRAME},
     "train/trainer.py": {PATCH},
 }
 """What must go."""

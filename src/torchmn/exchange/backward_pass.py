@@ -6,14 +6,12 @@ Ctrl-C, it does not; but then it releases the callback, which can be seen.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 
-import torch
-
 from torchmn.compiling import not_compiled
 from torchmn.errors import CommunicationError, UsageError
+from torchmn.torch_private import at_end_of_backward
 
 
 class _Members:
@@ -34,7 +32,6 @@ class BackwardPass:
         """Of the pass, and of those that run inside of it."""
         self.packs_early = packs_early
         """Whether gradients can be packed before the pass ends."""
-        self.is_nested = _runs_inside_another()
         self.is_cleared = False
         """Whether the gradients were cleared since it raised."""
         self.failure: BaseException | None = None
@@ -95,25 +92,6 @@ class AtEnd:
         """The pass has reached its end."""
         if self._is_last:
             self._is_last = False
-            torch.autograd.Variable._execution_engine.queue_callback(self)
+            at_end_of_backward(self)
             return
         self._method()
-
-
-def _runs_inside_another() -> bool:
-    """Whether this backward pass was begun by a function of another one, as checkpoints do.
-
-    A function's own hooks run inside of its pass: `fully_shard` calls those of its parameters.
-    """
-    frame = sys._getframe(1)
-    is_begun_here = False
-    while frame is not None:
-        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
-            is_begun_here = True
-        elif (
-            is_begun_here
-            and frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__
-        ):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False

@@ -47,6 +47,7 @@ from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
 from torchmn.exchange.weights import Contribution
+from torchmn.torch_private import at_end_of_backward, current_graph_task_id, gradient_hooks
 
 
 class GradientReducer:
@@ -331,14 +332,14 @@ class GradientReducer:
                 self._note_unexchanged(index)
                 return
             pass_ = self._pass
-            if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
+            if pass_ is None or current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
             exchange = self.exchange
             slot = exchange.filling.slot_at[index]
             if slot is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
             parameter = slot.parameter
-            hooks = parameter._post_accumulate_grad_hooks
+            hooks = gradient_hooks(parameter)
             if (
                 hooks is not None
                 and len(hooks) > 1
@@ -388,7 +389,7 @@ class GradientReducer:
 
     def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
-        backward_id = torch._C._current_graph_task_id()
+        backward_id = current_graph_task_id()
         if self._pass is not None:
             if self._pass.failure is not None:
                 self.raise_if_unfinished()
@@ -407,7 +408,7 @@ class GradientReducer:
             and not parameters.have_changed()
         )
         self._pass = BackwardPass(backward_id, callback, packs_early=packs_early)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        at_end_of_backward(callback)
         self._begin_exchange()
         return self._pass
 
@@ -466,18 +467,6 @@ class GradientReducer:
         for observer in events.observers:
             observer.phase("exchange", begins=True)
         try:
-            if (
-                ended is not None
-                and ended.is_nested
-                and not all(slot.is_packed for slot in self.exchange.filling.slots)
-            ):
-                # More of it may come in another one, after this has been handed over.
-                self._pass = ended
-                raise UnsupportedError(
-                    f"{self.comm.rank_label}: this backward pass runs in parts, as "
-                    "torch.utils.checkpoint with use_reentrant=True does, and the first gradients "
-                    "came from a part. Use use_reentrant=False."
-                )
             self.exchange_now()
         except (UsageError, UnsupportedError):
             raise  # on all ranks, and nothing is under way: they may continue
@@ -505,7 +494,7 @@ class GradientReducer:
     @property
     def is_in_backward(self) -> bool:
         """Whether this is called while a backward pass computes gradients. Local."""
-        return self._pass is not None and torch._C._current_graph_task_id() != -1
+        return self._pass is not None and current_graph_task_id() != -1
 
     def _give_up_pass(self) -> None:
         """End the exchange of a pass that raised, and discard it. *Collective.*
