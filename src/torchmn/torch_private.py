@@ -1,7 +1,8 @@
 """All of torch's private names that torchmn uses: nothing else in ``src`` may name one.
 
-A private name is one with an underscore, and each may go with any release of torch. `TRIED` says in
-which versions each was tried. ``torch._foreach_*`` is not one: torch documents these functions.
+A private name is one with an underscore, and each may go with any release of torch: `TRIED` is the
+oldest and the newest one with which it was tried. ``torch._foreach_*`` is none: torch documents
+these functions.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 __all__ = ["GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore", "tree_map"]
+
+TRIED = "2.6", "2.14"
+# What has been tried in other versions than the rest, by its name here.
+TRIED_IN: dict[str, tuple[str, str]] = {}
 
 # ---- autograd: the backward pass that runs ----
 
@@ -234,33 +239,3 @@ def skip_code(code: CodeType, *, is_recursive: bool) -> None:
     action = _frames._FrameAction
     rest = action.SKIP if is_recursive else action.DEFAULT
     _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action.SKIP, rest))
-
-
-TRIED = dict.fromkeys(
-    (
-        *("GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore"),
-        *("current_graph_task_id", "keeps_graph", "will_execute_node", "is_tracing"),
-        *("functorch_level", "at_end_of_backward", "packs_saved_tensors"),
-        *(
-            "COUNTS_USES",
-            "tensor_use_count",
-            "storage_use_count",
-            "storage_address",
-            "version_of",
-            "HooksOfWhole",
-            "made_as",
-            "tree_map",
-            "local_tensor",
-            "layout_of",
-            "local_shape_and_offset",
-        ),
-        *("Dropout", "Normalization", "active_ddp", "non_persistent_buffers", "STEP_HOOKS"),
-        *("BatchNorm", "MODULE_HOOKS", "MODULES", "PARAMETERS", "REPLICA", "replica_of"),
-        *("buffers_of", "gradient_hooks"),
-        *("default_store", "store_of", "gloo_options", "set_timeout", "start_coalescing"),
-        *("end_coalescing", "source_rank", "is_profiler_running", "IS_SKIPPED_ALONE"),
-        *("set_compiler", "mark_as_disabled", "skip_code"),
-    ),
-    ("2.6", "2.14"),
-)
-"""The oldest and the newest torch with which each of these was tried."""
