@@ -21,7 +21,7 @@ from tests.all.processes.runner import PYTHON_PATH
 from tests.compile_once import compile_once
 from tests.limits import limit, slowness
 from tests.mpi_pool import MpiPool
-from torchmn.cluster import count_gpus
+from torchmn.cluster.gpus import count_gpus
 from torchmn.run.backend import find_mpirun
 from torchmn.testing import run_ranks
 

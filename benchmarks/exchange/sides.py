@@ -306,12 +306,14 @@ def _torchmn(options: Mapping[str, object], schedule: object = None) -> Runner:
     model, inner = training()
     comm = communicator(options)
     more: dict[str, Any] = dict(options.get("optimizer", {}))  # type: ignore[call-overload]
+    codec, schedule = options.get("codec"), schedule or options.get("schedule")
+    auto = torchmn.Auto(lossy=more.pop("lossy", False), stale=more.pop("stale", False))
     optimizer = torchmn.create_multi_node_optimizer(
         inner,
         comm,
         model,
-        codec=options.get("codec"),
-        schedule=schedule or options.get("schedule"),
+        codec=auto if codec == "auto" else codec,
+        schedule=auto if schedule == "auto" else schedule,
         **more,
     )
     step = _step_of(model, optimizer)

@@ -171,7 +171,7 @@ _ALL = (
     _auto(
         "auto lossy",
         None,
-        optimizer={"allow_lossy": True, "allow_stale": True},
+        optimizer={"lossy": True, "stale": True},
     ),
     *(
         _blocks(f"{name}{f' {codec}' if codec else ''}{mode}", schedule, overlap_steps, codec)

@@ -43,15 +43,12 @@ if TYPE_CHECKING:
     from torchmn.data.scatter_loader import scatter_loader
     from torchmn.errors import TorchmnError
     from torchmn.exchange import schedules as schedules
-    from torchmn.exchange.optimizer import (
-        MultiNodeOptimizer,
-        create_multi_node_optimizer,
-    )
+    from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
     from torchmn.exchange.optimizer.ddp_hook import ddp_hook
+    from torchmn.exchange.options import Auto
     from torchmn.exchange.replica_check import ReplicaCheck
     from torchmn.run import Preemption
     from torchmn.run.launch_local import launch_local
-    from torchmn.run.multiprocess_updater import MultiprocessParallelUpdater
     from torchmn.train import (
         AllreducePersistent,
         MultiNodeEarlyStoppingTrigger,
@@ -65,18 +62,20 @@ if TYPE_CHECKING:
         Ratio,
         create_multi_node_evaluator,
     )
+    from torchmn.train.multiprocess_updater import MultiprocessParallelUpdater
 
     compression = codecs
 
 _HOME = {
     "AllreducePersistent": "torchmn.train",
+    "Auto": "torchmn.exchange.options",
     "Communicator": "torchmn.comm",
     "GenericMultiNodeEvaluator": "torchmn.train.evaluation",
     "GlobalSampler": "torchmn.data",
     "Grid": "torchmn.comm",
     "MultiNodeEarlyStoppingTrigger": "torchmn.train",
     "MultiNodeOptimizer": "torchmn.exchange.optimizer",
-    "MultiprocessParallelUpdater": "torchmn.run.multiprocess_updater",
+    "MultiprocessParallelUpdater": "torchmn.train.multiprocess_updater",
     "ObservationAggregator": "torchmn.train",
     "RankPlacement": "torchmn.cluster",
     "Preemption": "torchmn.run",
@@ -107,6 +106,7 @@ _HOME = {
 
 __all__ = [
     "AllreducePersistent",
+    "Auto",
     "Communicator",
     "GenericMultiNodeEvaluator",
     "GlobalSampler",

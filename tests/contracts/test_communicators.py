@@ -5,7 +5,7 @@ import pytest
 from tests.contracts.suites.communicator_contracts import check_all
 from tests.mpi_pool import MpiPool
 from torchmn.cluster import Topology
-from torchmn.comm import ROUTES
+from torchmn.comm.create import ROUTES
 from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 

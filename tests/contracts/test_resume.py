@@ -20,7 +20,7 @@ from tests.contracts.suites.resume_contracts import (
 )
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS, Quantized
-from torchmn.exchange.optimizer import SCHEDULES
+from torchmn.exchange.optimizer.create import SCHEDULES
 from torchmn.exchange.schedules import (
     BlockMomentum,
     DiLoCo,

@@ -17,9 +17,9 @@ from tests.contracts.suites.schedule_contracts import (
 )
 from tests.mpi_pool import MpiPool
 from torchmn.cluster import Topology
-from torchmn.comm import ROUTES
 from torchmn.comm.codecs import CODECS
-from torchmn.exchange.optimizer import SCHEDULES
+from torchmn.comm.create import ROUTES
+from torchmn.exchange.optimizer.create import SCHEDULES
 from torchmn.exchange.schedules import EveryStep
 from torchmn.testing import run_ranks
 

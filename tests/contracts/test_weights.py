@@ -19,7 +19,7 @@ from tests.contracts.suites.weight_contracts import (
 )
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
-from torchmn.exchange.optimizer import SCHEDULES
+from torchmn.exchange.optimizer.create import SCHEDULES
 from torchmn.exchange.schedules import EveryStep
 from torchmn.testing import run_ranks
 

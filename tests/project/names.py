@@ -12,11 +12,11 @@ import torchmn
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "names.md"
+# Wings that users have no reason to import.
 INTERNAL = {
-    *("cli", "compiling", "control", "doctor", "events", "observe", "script_line", "submit"),
-    "torch_private",
+    *("cli", "compiling", "control", "doctor", "events", "names", "observe", "script_line"),
+    *("submit", "torch_private"),
 }
-"""Wings that users have no reason to import."""
 OTHER_NAMES = {
     **{home: name for name, home in torchmn._SUBMODULES.items() if home != f"torchmn.{name}"},
     "torchmn.nn": "torchmn.links",
@@ -39,6 +39,11 @@ def packages() -> list[str]:
     return ["", *sorted(name for name in public if hasattr(_module(name), "__all__"))]
 
 
+def names_of(package: str) -> list[str]:
+    """What a package says that it offers."""
+    return list(_module(package).__all__)  # type: ignore[attr-defined]
+
+
 def _module(package: str) -> object:
     return import_module(f"torchmn.{package}".rstrip("."))
 
@@ -56,9 +61,8 @@ def without_example() -> list[str]:
     """Public functions and classes whose documentation has no example that the tests run."""
     found = {}
     for package in packages():
-        module = _module(package)
-        for name in module.__all__:  # type: ignore[attr-defined]
-            value = getattr(module, name)
+        for name in names_of(package):
+            value = getattr(_module(package), name)
             if (inspect.isclass(value) or inspect.isroutine(value)) and not is_type(value):
                 found[f"{value.__module__}.{name}"] = ">>> " in (inspect.getdoc(value) or "")
     return sorted(name for name, has_example in found.items() if not has_example)
@@ -73,9 +77,8 @@ def page() -> str:
     """The whole text of the page."""
     parts = [TITLE]
     for package in packages():
-        module = _module(package)
         title = f"torchmn.{package}".rstrip(".")
-        names = ", ".join(f"`{name}`" for name in module.__all__)  # type: ignore[attr-defined]
+        names = ", ".join(f"`{name}`" for name in names_of(package))
         other = f" ({OTHER_NAMES[title]})" if title in OTHER_NAMES else ""
         parts.append(f"## {title}{other}\n{names}\n")
     return "\n".join(parts)

@@ -16,8 +16,8 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 SHELL = ("", "sh", "bash", "console")
+# Options that act while the command line is read; `tests/unit/cli/test_main.py` tries them.
 CHANGES_THE_SHELL = ("--install-completion", "--show-completion")
-"""Options that act while the command line is read; `tests/unit/cli/test_main.py` tries them."""
 
 
 @dataclass(frozen=True, kw_only=True)

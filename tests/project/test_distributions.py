@@ -20,13 +20,12 @@ from tests.limits import limit
 from torchmn import __version__
 
 ROOT = Path(__file__).parents[2]
+# What hosts of repositories and continuous integration read, and no one else.
 LEFT_OUT = (".ci/", ".github/", ".pre-commit-config.yaml", ".gitattributes")
-"""What hosts of repositories and continuous integration read, and no one else."""
 FOR_DEVELOPERS = {"test", "dev", "dist", "docs"}
-FOR_A_CHECKOUT = {"examples", "translation"}
-"""Extras of programs that are in no wheel."""
+FOR_A_CHECKOUT = {"examples", "translation"}  # extras of programs that are in no wheel
+# Extras that bring a framework, for those who have chosen it.
 FOR_FRAMEWORKS = {"lightning", "accelerate", "transformers", "ignite"}
-"""Extras that bring a framework, for those who have chosen it."""
 COMMIT_TIME = "1700000000"
 
 pytestmark = pytest.mark.processes

@@ -40,19 +40,19 @@ def no_package(name: str) -> str | None:
     return f"{name} is not installed (pip install {name})" if is_missing else None
 
 
+# Examples that start processes, or need more than torchmn does, and what of that is missing.
+#
+# Each is run in the main thread of a process of its own.
 ALONE: dict[str, Callable[[], str | None]] = {
     "torchmn.cntk.logging.TensorBoardProgressWriter": partial(no_package, "tensorboard"),
     "torchmn.train.frameworks.accelerate.attach": partial(no_package, "accelerate"),
     "torchmn.train.frameworks.lightning.fabric_strategy": partial(no_package, "lightning"),
     "torchmn.train.frameworks.lightning.lightning_strategy": partial(no_package, "lightning"),
-    "torchmn.run.multiprocess_updater.MultiprocessParallelUpdater": lambda: None,
+    "torchmn.train.multiprocess_updater.MultiprocessParallelUpdater": lambda: None,
     "torchmn.run.rank_environment.run_as_rank": lambda: None,
     "torchmn.run.start.run_elastic_job": lambda: None,
     "torchmn.run.start.run_job": lambda: None,
 }
-"""Examples that start processes, or need more than torchmn does, and what of that is missing.
-
-Each is run in the main thread of a process of its own."""
 
 
 @pytest.fixture(autouse=True)

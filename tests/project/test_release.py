@@ -12,8 +12,7 @@ from torchmn import __version__
 ROOT = Path(__file__).parents[2]
 POLICY = ROOT / "docs" / "project" / "deprecation.md"
 KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-MINORS_BETWEEN = 2
-"""How many minor releases there are at least from ``since`` to ``removed_in``."""
+MINORS_BETWEEN = 2  # how many minor releases there are at least from ``since`` to ``removed_in``
 
 
 class Deprecated(NamedTuple):

@@ -24,8 +24,7 @@ from torchmn.record import recording
 
 from .snippets import ROOT, Block, blocks, commands, pages
 
-NOT_HERE = ("README.md", "docs/tutorial/", "docs/ja/")
-"""The README is in test_examples.py."""
+NOT_HERE = ("README.md", "docs/tutorial/", "docs/ja/")  # the README is in test_examples.py
 OWN = [page for page in pages() if not page.relative_to(ROOT).as_posix().startswith(NOT_HERE)]
 WITH_PYTHON = [page for page in OWN if any(each.language == "python" for each in blocks(page))]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT)
@@ -92,6 +91,7 @@ def _train_a_batch(names: dict[str, Any]) -> None:
     names["train"] = lambda batch: names["model"](batch[0])
 
 
+# What the reader of one page has, too.
 MORE: dict[str, Callable[[dict[str, Any]], None]] = {
     "docs/how-to/checkpoints.md": _trainer,
     "docs/how-to/elastic.md": _no_steps,
@@ -99,7 +99,6 @@ MORE: dict[str, Callable[[dict[str, Any]], None]] = {
     "docs/explain/number-of-ranks.md": _corpus,
     "docs/explain/power-sgd.md": _gradients,
 }
-"""What the reader of one page has, too."""
 
 
 @pytest.fixture

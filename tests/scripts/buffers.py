@@ -6,12 +6,11 @@ from torch.ao import quantization
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from .models import built, mlp
+from .models import built, mlp, steps
 from .registry import script
 from .worker import Worker, whole_batch
 
-NUM_STEPS = 32
-"""In which the checksums of all parameters and buffers are compared."""
+NUM_STEPS = 32  # in which the checksums of all parameters and buffers are compared
 
 
 class _Codebook(nn.Module):
@@ -101,10 +100,8 @@ def quantization_aware(worker: Worker) -> nn.Module:
             whole_batch(0)[0].float()
         )  # observers with a range for each channel change their shape
     model.apply(quantization.disable_observer)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x.float()), y.float()).backward()
-        optimizer.step()
     return model
 
 
@@ -130,8 +127,6 @@ class _Bank(nn.Module):
 def growing_bank(worker: Worker) -> nn.Module:
     model = built(lambda: nn.Sequential(nn.Linear(5, 3), _Bank(worker), nn.Linear(3, 3)))
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches(NUM_STEPS):
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches(NUM_STEPS)):
         mse_loss(model(x), y).backward()
-        optimizer.step()
     return model

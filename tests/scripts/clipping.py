@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from .models import mlp, mlp_and_sgd, take_step
+from .models import mlp, mlp_and_sgd, steps, take_step
 from .registry import script
 from .worker import Worker
 
@@ -25,22 +25,18 @@ def plain_loop(worker: Worker) -> nn.Module:
 @script("`clip_grad_norm_(model.parameters())`, its norm logged")
 def clip_by_norm(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward()
         worker.log("norm", clip_grad_norm_(model.parameters(), 0.5))
-        optimizer.step()
     return model
 
 
 @script("`clip_grad_value_(model.parameters())`")
 def clip_by_value(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward()
         clip_grad_value_(model.parameters(), 0.05)
-        optimizer.step()
     return model
 
 
@@ -60,12 +56,10 @@ def clip_each_group(worker: Worker) -> nn.Module:
     model = mlp()
     groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2:].parameters()}]
     optimizer = worker.optimizer(torch.optim.SGD(groups, 0.05), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward()
         for group in optimizer.param_groups:
             clip_grad_norm_(group["params"], 0.3)
-        optimizer.step()
     return model
 
 

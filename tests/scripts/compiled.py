@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from .models import mlp, mlp_and_sgd, take_step, train
+from .models import mlp, mlp_and_sgd, steps, take_step, train
 from .registry import script
 from .worker import Worker
 
@@ -199,10 +199,8 @@ def compiled_with_accumulation(worker: Worker) -> nn.Module:
     _run_before(model, compiled)
     inner = torch.optim.SGD(model.parameters(), 0.1)
     optimizer = worker.optimizer(inner, model, weight="samples")
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.uneven_batches()):
         with worker.no_sync(optimizer):
             (mse_loss(compiled(x[:1]), y[:1]) / len(x)).backward()
         (mse_loss(compiled(x[1:]), y[1:]) * (1 - 1 / len(x))).backward()
-        optimizer.step()
     return model

@@ -10,13 +10,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
 
-from .models import mlp_and_sgd, take_step
+from .models import mlp_and_sgd, steps, take_step
 from .registry import script
 from .worker import Worker
 
+# Ranks are threads here, and `ast.parse` of Python 3.11 fails at times in two threads at once: "AST
+# constructor recursion depth mismatch".
 _parsing = threading.Lock()
-"""Ranks are threads here, and `ast.parse` of Python 3.11 fails at times in two threads at once:
-"AST constructor recursion depth mismatch"."""
 
 
 def _best_of(worker: Worker, copied: object, weight: str = "rank") -> list[nn.Module]:
@@ -77,12 +77,10 @@ def scripted(worker: Worker) -> list[nn.Module]:
 
 def _train_and_trace(worker: Worker, *, on_one_rank: bool = False) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, weight="samples")
-    for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(steps(optimizer, worker.batches())):
         if step % 3 == 1 and (worker.rank == 0 or not on_one_rank):
             torch.jit.trace(model, x[:1], check_trace=False)
         mse_loss(model(x), y).backward()
-        optimizer.step()
     return model
 
 
@@ -110,8 +108,7 @@ def copy_trained_alone(worker: Worker) -> list[nn.Module]:
 @script("`torch.save(p.grad)` writes the gradient, not more")
 def file_of_a_gradient(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward()
         for name, parameter in model.named_parameters():
             file = io.BytesIO()
@@ -120,7 +117,6 @@ def file_of_a_gradient(worker: Worker) -> nn.Module:
             loaded = torch.load(file)
             worker.log(name, loaded)
             worker.log("bytes", loaded.untyped_storage().nbytes())
-        optimizer.step()
     return model
 
 
@@ -128,11 +124,9 @@ def file_of_a_gradient(worker: Worker) -> nn.Module:
 def numpy_of_a_gradient(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
     kept = []
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward()
         kept.append(model[0].weight.grad.numpy())
-        optimizer.step()
     for i, gradient in enumerate(kept):
         worker.log(f"gradient of step {i}", torch.from_numpy(gradient))
     return model

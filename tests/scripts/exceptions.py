@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from .models import mlp_and_sgd
+from .models import mlp_and_sgd, steps
 from .registry import Refused, everywhere, script
 from .worker import Worker
 
@@ -68,12 +68,10 @@ def interrupted_before_step(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
     for interrupted_at in (5, None):
         try:
-            for step, (x, y) in enumerate(worker.batches()):
-                optimizer.zero_grad()
+            for step, (x, y) in enumerate(steps(optimizer, worker.batches())):
                 mse_loss(model(x), y).backward()
                 if step == interrupted_at:
                     raise KeyboardInterrupt
-                optimizer.step()
         except KeyboardInterrupt:
             worker.log("interrupted at", interrupted_at)
     return model

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn.functional import mse_loss
 
-from .models import mlp, mlp_and_sgd, train
+from .models import mlp, mlp_and_sgd, steps, train
 from .registry import Refused, everywhere, script
 from .worker import Worker
 
@@ -13,14 +13,12 @@ from .worker import Worker
 @script("`p.grad.data` is edited in place: decay of weights by hand, gradients centralised")
 def edit_through_data(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward()
         for parameter in model.parameters():
             parameter.grad.data.add_(parameter.data, alpha=0.01)
             if parameter.dim() > 1:
                 parameter.grad.data -= parameter.grad.data.mean(1, keepdim=True)
-        optimizer.step()
     return model
 
 
@@ -28,24 +26,20 @@ def edit_through_data(worker: Worker) -> nn.Module:
 def replace_gradients(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.01), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward()
         for parameter in model.parameters():
             parameter.grad = parameter.grad.sign()
-        optimizer.step()
     return model
 
 
 @script("`p.grad.data = ...`: the memory of a gradient is exchanged for other memory")
 def replace_data_of_gradients(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward()
         for parameter in model.parameters():
             parameter.grad.data = parameter.grad.data * 0.5
-        optimizer.step()
     return model
 
 
@@ -53,12 +47,10 @@ def replace_data_of_gradients(worker: Worker) -> nn.Module:
 def drop_some_gradients(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(steps(optimizer, worker.batches())):
         mse_loss(model(x), y).backward()
         if step % 2:
             model[0].weight.grad = None
-        optimizer.step()
     return model
 
 
@@ -186,11 +178,9 @@ def update_by_hand(worker: Worker) -> nn.Module:
 @script("`backward(inputs=...)`: gradients of the last layer alone")
 def backward_for_some_inputs(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(steps(optimizer, worker.batches())):
         inputs = None if step % 2 else list(model[4].parameters())
         mse_loss(model(x), y).backward(inputs=inputs)
-        optimizer.step()
     return model
 
 
@@ -206,14 +196,12 @@ def backward_for_some_inputs(worker: Worker) -> nn.Module:
 def curvature(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
     parameters = list(model.parameters())
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward(create_graph=True)
         gradients = [parameter.grad for parameter in parameters]
         products = torch.autograd.grad(gradients, parameters, gradients)
         for parameter, product in zip(parameters, products, strict=True):
             parameter.grad = parameter.grad.detach() / (1 + product.abs())
-        optimizer.step()
     return model
 
 

@@ -6,7 +6,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from .models import built, convolutions, mlp, mlp_and_sgd, take_step, train
+from .models import built, convolutions, mlp, mlp_and_sgd, steps, take_step, train
 from .registry import Refused, everywhere, script
 from .worker import Worker
 
@@ -34,12 +34,10 @@ def spectrally_normalised(worker: Worker) -> nn.Module:
 def dropout_by_mask(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
     random = torch.Generator().manual_seed(3)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mask = worker.part(torch.bernoulli(torch.full((8, 8), 0.5), generator=random)) * 2
         hidden = model[:2](x) * mask
         mse_loss(model[2:](hidden), y).backward()
-        optimizer.step()
     return model
 
 
@@ -68,11 +66,9 @@ def _each_part_normalised_alone(worker: Worker) -> list[Tensor]:
     model = _normalised()
     model[3] = nn.Identity()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         parts = zip(x.chunk(2), y.chunk(2), strict=True)
         (sum(mse_loss(model(a), b) for a, b in parts) / 2).backward()
-        optimizer.step()
     return list(model.parameters())
 
 
@@ -85,14 +81,12 @@ def normalisation_in_training(worker: Worker) -> list[Tensor]:
     model = _normalised()
     model[3] = nn.Identity()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         if worker.size == 1:  # what two ranks do is what is compared
             parts = zip(x.chunk(2), y.chunk(2), strict=True)
             (sum(mse_loss(model(a), b) for a, b in parts) / 2).backward()
         else:
             mse_loss(model(x), y).backward()
-        optimizer.step()
     worker.flush(optimizer)
     return list(model.parameters())
 
@@ -115,12 +109,10 @@ def training_and_evaluation(worker: Worker) -> nn.Module:
 def convolutional(worker: Worker) -> nn.Module:
     model = convolutions()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         images = torch.einsum("bi,bj->bij", x, x)[:, None, :, :].expand(-1, 3, -1, -1)
         images = nn.functional.pad(images, (0, 1, 0, 1))
         mse_loss(model(images), y).backward()
-        optimizer.step()
     return model
 
 
@@ -142,13 +134,11 @@ class _Translator(nn.Module):
 def language_model(worker: Worker) -> nn.Module:
     model = built(_Translator)
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for x, _ in worker.batches():
-        optimizer.zero_grad()
+    for x, _ in steps(optimizer, worker.batches()):
         words = (x.abs() * 7).long() % 11
         outputs = model(words[:, :-1])
         nn.functional.cross_entropy(outputs.transpose(1, 2), words[:, 1:]).backward()
         worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.25))
-        optimizer.step()
     return model
 
 
@@ -198,9 +188,7 @@ def lazy_layers(worker: Worker) -> nn.Module:
 def lazy_layers_wrapped_too_early(worker: Worker) -> nn.Module:
     model = built(lambda: nn.Sequential(nn.LazyLinear(6), nn.Tanh(), nn.LazyLinear(3)))
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(steps(optimizer, worker.batches())):
         outputs = model(x) if step else built(lambda x=x: model(x))
         mse_loss(outputs, y).backward()
-        optimizer.step()
     return model

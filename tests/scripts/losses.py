@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
 
-from .models import built, mlp, mlp_and_sgd
+from .models import built, mlp, mlp_and_sgd, steps
 from .registry import Refused, everywhere, script
 from .worker import Worker
 
@@ -16,10 +16,8 @@ def _penalty(model: nn.Module) -> Tensor:
 @script("A mean over samples, and a penalty on the parameters")
 def mean_and_penalty(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         (mse_loss(model(x), y) + _penalty(model)).backward()
-        optimizer.step()
     return model
 
 
@@ -28,10 +26,8 @@ def sum_and_penalty(worker: Worker) -> nn.Module:
     model = mlp()
     sgd = torch.optim.SGD(model.parameters(), 0.005)
     optimizer = worker.optimizer(sgd, model, reduction="sum")
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         (mse_loss(model(x), y, reduction="sum") + _penalty(model) / worker.size).backward()
-        optimizer.step()
     return model
 
 
@@ -42,11 +38,9 @@ def flow(worker: Worker) -> nn.Module:
         model.weight.add_(torch.eye(5))
     sgd = torch.optim.SGD(model.parameters(), 0.005)
     optimizer = worker.optimizer(sgd, model, reduction="sum")
-    for x, _ in worker.uneven_batches():
-        optimizer.zero_grad()
+    for x, _ in steps(optimizer, worker.uneven_batches()):
         logdet = torch.linalg.slogdet(model.weight).logabsdet
         (model(x).square().sum() / 2 - len(x) * logdet).backward()
-        optimizer.step()
     return model
 
 
@@ -55,13 +49,11 @@ def contrastive(worker: Worker) -> nn.Module:
     model = mlp()
     adam = torch.optim.Adam(model.parameters(), 0.01)
     optimizer = worker.optimizer(adam, model, weight="rank")
-    for x, _ in worker.uneven_batches():
-        optimizer.zero_grad()
+    for x, _ in steps(optimizer, worker.uneven_batches()):
         a, b = (worker.gather_with_gradient(normalize(model(view))) for view in (x, x.flip(1)))
         loss = cross_entropy(a @ b.T / 0.5, torch.arange(len(a)))
         loss.backward()
         worker.log("loss", loss)
-        optimizer.step()
     return model
 
 
@@ -70,8 +62,7 @@ def dice(worker: Worker) -> nn.Module:
     model = mlp()
     adam = torch.optim.Adam(model.parameters(), 0.01)
     optimizer = worker.optimizer(adam, model, weight="rank")
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.uneven_batches()):
         p, mask = model(x).sigmoid(), (y > 0).to(x.dtype)
         own = torch.stack([(p * mask).sum(), (p + mask).sum(), (p - mask).square().sum()])
         intersection, total, squares = worker.sum_with_gradient(own)
@@ -79,7 +70,6 @@ def dice(worker: Worker) -> nn.Module:
         loss = 1 - 2 * intersection / total + squares / number
         loss.backward()
         worker.log("loss", loss)
-        optimizer.step()
     return model
 
 
@@ -141,24 +131,20 @@ def trained_variances(worker: Worker) -> list[nn.Module | Tensor]:
     v = nn.Parameter(torch.zeros(2))
     adam = torch.optim.Adam([*model.parameters(), v], 0.01)
     optimizer = worker.optimizer(adam, [model, v])
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         found = model(x)
         losses = torch.stack([mse_loss(found[:, 0], y[:, 0]), mse_loss(found[:, 1], y[:, 1])])
         (losses * (-v).exp() + v).sum().backward()
-        optimizer.step()
     return [model, v]
 
 
 @script("A constant of the whole batch in the loss: its largest output, by `allreduce` detached")
 def constant_of_all_ranks(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         found = model(x)
         size = worker.sum_without_gradient(found.square().sum()).detach()
         mse_loss(found / size.sqrt(), y).backward()
-        optimizer.step()
     return model
 
 
@@ -190,9 +176,7 @@ def reduced_to_be_printed(worker: Worker) -> nn.Module:
 )
 def reduced_in_the_loss(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mean = worker.sum_without_gradient(model(x).mean()) / worker.size
         (mse_loss(model(x), y) + mean.square()).backward()
-        optimizer.step()
     return model

@@ -4,7 +4,7 @@ Ranks are threads that share one random generator, so models are built in turn.
 """
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -91,6 +91,16 @@ def take_step(model: Callable[[Tensor], Tensor], optimizer: Any, x: Tensor, y: T
     optimizer.zero_grad()
     mse_loss(model(x), y).backward()
     optimizer.step()
+
+
+def steps(
+    optimizer: Any, batches: Iterable[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The loop of an ordinary script: what is done with a batch, between `zero_grad` and `step`."""
+    for batch in batches:
+        optimizer.zero_grad()
+        yield batch
+        optimizer.step()
 
 
 def train(

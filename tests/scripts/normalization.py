@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .memory import _images
-from .models import built, take_step, train
+from .models import built, steps, take_step, train
 from .registry import script
 from .worker import Worker
 
@@ -64,10 +64,8 @@ def normalized_channels_last(worker: Worker) -> nn.Module:
     adam = torch.optim.AdamW(model.parameters(), 0.01)
     worker.across_ranks(model)
     optimizer = worker.optimizer(adam, model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(_images(x).to(memory_format=torch.channels_last)), y).backward()
-        optimizer.step()
     return model
 
 

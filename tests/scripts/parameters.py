@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from .models import built, mlp, mlp_and_sgd, take_step, train
+from .models import built, mlp, mlp_and_sgd, steps, take_step, train
 from .registry import script
 from .worker import Worker
 
@@ -57,10 +57,8 @@ def tied_weights(worker: Worker) -> nn.Module:
     model = built(lambda: nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)))
     model[2].weight = model[0].weight
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), model)
-    for x, _ in worker.batches():
-        optimizer.zero_grad()
+    for x, _ in steps(optimizer, worker.batches()):
         (model(x) - x.flip(1)).pow(2).mean().backward()
-        optimizer.step()
     return model
 
 
@@ -92,10 +90,8 @@ class _TwoHeads(nn.Module):
 def unused_parameters_rest(worker: Worker) -> nn.Module:
     model = built(_TwoHeads)
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(steps(optimizer, worker.batches())):
         mse_loss(model(x, step % 2), y).backward()
-        optimizer.step()
     return model
 
 
@@ -119,10 +115,8 @@ def _zeros_for_unused(worker: Worker) -> nn.Module:
 def unused_parameters_are_zeros(worker: Worker) -> nn.Module:
     model = built(_TwoHeads)
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, zero_fill=True)
-    for step, (x, y) in enumerate(worker.batches()):
-        optimizer.zero_grad()
+    for step, (x, y) in enumerate(steps(optimizer, worker.batches())):
         mse_loss(model(x, step % 2), y).backward()
-        optimizer.step()
     return model
 
 
@@ -130,25 +124,21 @@ def unused_parameters_are_zeros(worker: Worker) -> nn.Module:
 def each_rank_another_head(worker: Worker) -> nn.Module:
     model = built(_TwoHeads)
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         if worker.size == 1:
             (xs, ys) = x.chunk(2), y.chunk(2)
             loss = sum(mse_loss(model(xs[i], i), ys[i]) for i in range(2)) / 2
         else:
             loss = mse_loss(model(x, worker.rank), y)
         loss.backward()
-        optimizer.step()
     return model
 
 
 @script("`torch.func.functional_call` with the model's own parameters")
 def functional_calls(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(functional_call(model, dict(model.named_parameters()), (x,)), y).backward()
-        optimizer.step()
     return model
 
 
@@ -156,8 +146,7 @@ def functional_calls(worker: Worker) -> nn.Module:
 def inner_steps_of_tasks(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for xs, ys in worker.batches():
-        optimizer.zero_grad()
+    for xs, ys in steps(optimizer, worker.batches()):
         losses = []
         for x, y in zip(xs.split(2), ys.split(2), strict=True):  # tasks of two samples
             fast = dict(model.named_parameters())
@@ -166,7 +155,6 @@ def inner_steps_of_tasks(worker: Worker) -> nn.Module:
             fast = {name: p - 0.1 * g for (name, p), g in zip(fast.items(), slopes, strict=True)}
             losses.append(mse_loss(functional_call(model, fast, (x.flip(0),)), y.flip(0)))
         torch.stack(losses).mean().backward()
-        optimizer.step()
     return model
 
 
@@ -206,10 +194,8 @@ def two_models_one_optimizer(worker: Worker) -> list[nn.Module]:
     decoder = built(lambda: nn.Linear(4, 3), seed=2)
     inner = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], 0.01)
     optimizer = worker.optimizer(inner, [encoder, decoder])
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(decoder(encoder(x).tanh()), y).backward()
-        optimizer.step()
     return [encoder, decoder]
 
 
@@ -256,8 +242,6 @@ def trained_tensors(worker: Worker) -> list[Tensor]:
     matrix = torch.linspace(-1, 1, 15).view(5, 3).requires_grad_(True)
     adam = torch.optim.Adam([*codes, matrix], 0.05)
     worker.optimizer(adam, [codes, [matrix]])
-    for x, y in worker.batches():
-        adam.zero_grad()
+    for x, y in steps(adam, worker.batches()):
         mse_loss((x * codes[0]) @ matrix + codes[1], y).backward()
-        adam.step()
     return [*codes, matrix]

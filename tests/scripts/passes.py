@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from .models import built, mlp, mlp_and_sgd, train
+from .models import built, mlp, mlp_and_sgd, steps, train
 from .registry import script
 from .worker import Worker
 
@@ -15,13 +15,11 @@ from .worker import Worker
 @script("Accumulation over two passes under `no_sync()`")
 def accumulate_without_exchange(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, momentum=0.9)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         (xs, ys) = x.chunk(2), y.chunk(2)
         with worker.no_sync(optimizer):
             (mse_loss(model(xs[0]), ys[0]) / 2).backward()
         (mse_loss(model(xs[1]), ys[1]) / 2).backward()
-        optimizer.step()
     return model
 
 
@@ -40,23 +38,19 @@ def accumulate_with_exchange(worker: Worker) -> nn.Module:
 def two_losses(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x), y).backward()
         (0.1 * model(-x).pow(2).mean()).backward()
-        optimizer.step()
     return model
 
 
 @script("Two losses of one graph: `backward(retain_graph=True)`, then `backward()`")
 def two_losses_of_one_graph(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         outputs = model(x)
         mse_loss(outputs, y).backward(retain_graph=True)
         (0.1 * outputs.abs().mean()).backward()
-        optimizer.step()
     return model
 
 
@@ -64,13 +58,11 @@ def two_losses_of_one_graph(worker: Worker) -> nn.Module:
 def gradient_penalty(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.05), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         x = x.requires_grad_()
         outputs = model(x)
         slopes = torch.autograd.grad(outputs.sum(), x, create_graph=True)[0]
         (mse_loss(outputs, y) + 0.1 * slopes.pow(2).sum(1).mean()).backward()
-        optimizer.step()
     return model
 
 
@@ -136,33 +128,27 @@ def wasserstein_gan(worker: Worker) -> list[nn.Module]:
 @script("Activation checkpointing with `use_reentrant=False`")
 def checkpointing(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         hidden = checkpoint(model[:2], x, use_reentrant=False)
         mse_loss(checkpoint(model[2:], hidden, use_reentrant=False), y).backward()
-        optimizer.step()
     return model
 
 
 @script('Activation checkpointing of the model for large batches only, `weight="samples"`')
 def checkpointing_weighted_by_samples(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker, weight="samples")
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.uneven_batches()):
         outputs = checkpoint(model, x, use_reentrant=False) if len(x) > 3 else model(x)
         mse_loss(outputs, y).backward()
-        optimizer.step()
     return model
 
 
 @script("Activation checkpointing with `use_reentrant=True`, the whole model in segments")
 def reentrant_checkpointing(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)
         mse_loss(checkpoint(model[2:], hidden, use_reentrant=True), y).backward()
-        optimizer.step()
     return model
 
 
@@ -181,11 +167,9 @@ def reentrant_checkpointing_of_a_part(worker: Worker) -> nn.Module:
 def reentrant_checkpointing_of_a_shared_layer(worker: Worker) -> nn.Module:
     model = built(lambda: nn.Linear(5, 5))
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.1), model)
-    for x, _ in worker.batches():
-        optimizer.zero_grad()
+    for x, _ in steps(optimizer, worker.batches()):
         hidden = checkpoint(model, x.requires_grad_(), use_reentrant=True)
         checkpoint(model, hidden.tanh(), use_reentrant=True).pow(2).mean().backward()
-        optimizer.step()
     return model
 
 
@@ -249,13 +233,11 @@ class _Cut(nn.Module):
 @script("Weighted by the number of tokens: `set_weight()`")
 def weighted_by_tokens(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         tokens = x > -0.5
         errors = (model(x) - y).pow(2).sum(1, keepdim=True) * tokens
         worker.set_weight(optimizer, tokens.sum().item())
         (errors.sum() / tokens.sum()).backward()
-        optimizer.step()
     return model
 
 
@@ -263,11 +245,9 @@ def weighted_by_tokens(worker: Worker) -> nn.Module:
 def sum_of_losses(worker: Worker) -> nn.Module:
     model = mlp()
     optimizer = worker.optimizer(torch.optim.Adam(model.parameters(), 0.01), model, reduction="sum")
-    for x, y in worker.uneven_batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.uneven_batches()):
         mse_loss(model(x), y, reduction="sum").backward()
         worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 5.0))
-        optimizer.step()
     return model
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from .models import built, mlp, mlp_and_sgd, train
+from .models import built, mlp, mlp_and_sgd, steps, train
 from .registry import script
 from .worker import Worker
 
@@ -34,12 +34,10 @@ def grad_scaler(worker: Worker) -> nn.Module:
 def autocast(worker: Worker) -> nn.Module:
     model = mlp().float()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.5), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             outputs = model(x.float())
         mse_loss(outputs.float(), y.float()).backward()
-        optimizer.step()
     return model
 
 
@@ -47,11 +45,9 @@ def autocast(worker: Worker) -> nn.Module:
 def backward_inside_autocast(worker: Worker) -> nn.Module:
     model = mlp().float()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.5), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             mse_loss(model(x.float()).float(), y.float()).backward()
-        optimizer.step()
     return model
 
 
@@ -59,10 +55,8 @@ def backward_inside_autocast(worker: Worker) -> nn.Module:
 def bfloat16_parameters(worker: Worker) -> nn.Module:
     model = mlp().bfloat16()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.5), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         mse_loss(model(x.bfloat16()).float(), y.float()).backward()
-        optimizer.step()
     return model
 
 
@@ -76,12 +70,10 @@ def mixed_types(worker: Worker) -> nn.Module:
     model[2].float()
     model[4].bfloat16()
     optimizer = worker.optimizer(torch.optim.SGD(model.parameters(), 0.3), model)
-    for x, y in worker.batches():
-        optimizer.zero_grad()
+    for x, y in steps(optimizer, worker.batches()):
         hidden = model[1](model[0](x)).float()
         outputs = model[4](model[3](model[2](hidden)).bfloat16())
         mse_loss(outputs.double(), y).backward()
-        optimizer.step()
     return model
 
 

@@ -19,8 +19,7 @@ from .worker import Worker
 
 WORLD_SIZES = (1, 2)
 SCHEDULES = ("every_step", "auto")
-TOLERANCE = 1e-12
-"""Relative to 1 plus the value, in float64."""
+TOLERANCE = 1e-12  # relative to 1 plus the value, in float64
 
 Program = Callable[[Worker], Any]
 
@@ -35,10 +34,8 @@ class Refused:
     """An error of torchmn with a cure, on every rank. ``text`` is part of its message."""
 
     text: str
-    cure: str
-    """For the page: what to write in its place."""
-    on_one_rank: bool = False
-    """Whether one rank refuses it too; otherwise it must be exact there."""
+    cure: str  # for the page: what to write in its place
+    on_one_rank: bool = False  # whether one rank refuses it too; otherwise it must be exact there
 
 
 Outcome = Exact | Refused
@@ -50,10 +47,10 @@ class Script:
 
     title: str
     program: Program
+    # What one process runs for comparison: the program itself but for own definitions.
     reference: Program
-    """What one process runs for comparison: the program itself but for own definitions."""
+    # Empty, or what the numbers mean where one process on the whole batch is no comparison.
     own_definition: str
-    """Empty, or what the numbers mean where one process on the whole batch is no comparison."""
     tolerance: float
     why_tolerance: str
     outcomes: Mapping[str, Outcome]
@@ -77,8 +74,7 @@ def everywhere(outcome: Outcome) -> dict[str, Outcome]:
     return dict.fromkeys(SCHEDULES, outcome)
 
 
-SCRIPTS: dict[str, list[Script]] = {}
-"""By the module that holds them."""
+SCRIPTS: dict[str, list[Script]] = {}  # by the module that holds them
 
 
 def script(

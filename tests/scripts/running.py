@@ -16,16 +16,13 @@ from torchmn.testing import run_ranks
 from .registry import Refused, Script
 from .worker import IsolatedRank, Rank, Worker
 
-SMALL_BYTES = 256
-"""Of a bucket, so that these small models have several."""
+SMALL_BYTES = 256  # of a bucket, so that these small models have several
 SCHEDULES_MADE: dict[str, Callable[[], str | Schedule]] = {
     "every_step": lambda: "every_step",
     "auto": lambda: "auto",
 }
-MAX_LINES = 8
-"""Of differences that are shown."""
-Outcomes = dict[str, Any]
-"""What a script returned and logged, by name."""
+MAX_LINES = 8  # of differences that are shown
+Outcomes = dict[str, Any]  # what a script returned and logged, by name
 
 
 @functools.cache

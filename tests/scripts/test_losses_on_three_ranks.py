@@ -6,8 +6,8 @@ from . import losses
 from .registry import SCRIPTS
 from .running import check_exact, on_ranks
 
+# Parts of 3, 3 and 2 rows; where few are positive, two ranks have none.
 OF_COUNTS = ("sum_and_penalty", "positives", "positives_or_no_backward")
-"""Parts of 3, 3 and 2 rows; where few are positive, two ranks have none."""
 
 
 @pytest.mark.parametrize("name", OF_COUNTS)

@@ -9,9 +9,10 @@ from torchmn.errors import TorchmnError
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
 from torchmn.exchange.means import Means
-from torchmn.exchange.optimizer import create, multi_node_optimizer, unusual_steps
+from torchmn.exchange.optimizer import multi_node_optimizer, unusual_steps
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.weights import Contribution
+from torchmn.names import SCHEDULE_TRAITS, ScheduleTraits
 
 from .running import check_exact, on_ranks
 from .suite import all_scripts
@@ -67,13 +68,7 @@ def losses_of_closures_are_unweighted(patch: pytest.MonkeyPatch) -> None:
 
 def auto_may_choose_any_schedule(patch: pytest.MonkeyPatch) -> None:
     """As if it had measured that the one which this script cannot work with is the best."""
-    search_space = create._search_space
-
-    def of_any(*arguments: object, allow_stale: bool, **options: object) -> object:
-        return search_space(*arguments, allow_stale=True, **options)
-
-    patch.setattr(create, "_search_space", of_any)
-    patch.setattr(create, "SINGLE_STEPS", ["double_buffering"])
+    patch.setitem(SCHEDULE_TRAITS, "every_step", ScheduleTraits())
 
 
 OLD: dict[Patch, str] = {

@@ -16,8 +16,8 @@ from .models import mlp, mlp_and_sgd, take_step
 from .registry import Refused, everywhere, script
 from .worker import Worker, whole_batch
 
+# Samples: in batches of 8 the last one has 5, in batches of 9 it has 1, which is 0 on a rank.
 NUM = 37
-"""Samples: in batches of 8 the last one has 5, in batches of 9 it has 1, which is 0 on a rank."""
 
 
 def _data(seed: int = 0) -> TensorDataset:

@@ -23,8 +23,7 @@ from torchmn.exchange.optimizer.trained_objects import Trained
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.nn import convert_batch_norm
 
-NUM_STEPS = 8
-"""Enough for each schedule to have measured, planned and deferred updates."""
+NUM_STEPS = 8  # enough for each schedule to have measured, planned and deferred updates
 BATCH_SIZE = 8
 NUM_INPUTS, NUM_OUTPUTS = 5, 3
 

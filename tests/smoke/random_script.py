@@ -20,10 +20,8 @@ import torchmn
 
 comm = torchmn.create_communicator("auto", quiet=True)
 streams = torchmn.seed_ranks(0, comm)
-seen = {}
-"""What every rank must draw as one process does."""
-own = {}
-"""What each rank must draw for itself once training has begun."""
+seen = {}  # what every rank must draw as one process does
+own = {}  # what each rank must draw for itself once training has begun
 
 
 def numbers():

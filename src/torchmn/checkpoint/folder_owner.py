@@ -30,7 +30,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from torchmn.cluster import allocation
+from torchmn.cluster.allocation import allocation
 from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.processes import is_running, start_time

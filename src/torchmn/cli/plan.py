@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchmn.cli.options import values_of
 from torchmn.errors import TorchmnError, UsageError
+from torchmn.names import CODEC_TRAITS, ROUTE_TRAITS, SCHEDULE_TRAITS
+
+_PREDICTED = [name for name, traits in SCHEDULE_TRAITS.items() if traits.model]
 
 if TYPE_CHECKING:
     from torchmn.observe.plan.facts import PredictedStep, Training
@@ -28,11 +32,17 @@ def plan(
     links: Annotated[
         str | None, typer.Option(help="Rates of the adapters, such as 10gbit,1gbit.")
     ] = None,
-    codecs: Annotated[str | None, typer.Option(help="Codecs, such as float32,int8.")] = None,
+    codecs: Annotated[str | None, typer.Option(help=f"Codecs: {', '.join(CODEC_TRAITS)}.")] = None,
     schedules: Annotated[
-        str | None, typer.Option(help="Schedules, such as every_step,block_momentum.")
+        str | None, typer.Option(help=f"Schedules: {', '.join(_PREDICTED)}.")
     ] = None,
-    route: Annotated[str | None, typer.Option(help="The route of sums.")] = None,
+    route: Annotated[
+        str | None,
+        typer.Option(
+            help=f"The route of sums: {', '.join(ROUTE_TRAITS)}.",
+            autocompletion=values_of([*ROUTE_TRAITS]),
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict steps and efficiency from a recorded run, or from the table of a training.

@@ -7,14 +7,16 @@ from typing import Annotated, Any
 
 import typer
 
-from torchmn import run as launch
 from torchmn.cli.options import add_options, given
+from torchmn.cluster.environment_variables import split_words
+from torchmn.run.job import python_command
+from torchmn.run.plan import RunOptions, detect_existing_rank, plan_elastic, plan_job
 
 CONTEXT = {"allow_interspersed_args": False}
 """What follows the script are arguments of the script, options too."""
 
 
-@add_options(launch.RunOptions)
+@add_options(RunOptions)
 def run(
     target: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="The script, or a module with -m.")
@@ -37,11 +39,12 @@ def run(
     in "[0] ...", and written to a log file per rank. When a rank fails, all others are terminated,
     and this command exits with the exit code of that rank.
     """
-    launcher, *launcher_args = launch.split_words(options.pop("launcher"), source="--launcher") or (
-        "",
-    )
-    request = launch.RunOptions(
-        argv=tuple(launch.python_command(target, args or [], is_module=is_module)),
+    from torchmn.run.rank_environment import run_as_rank
+    from torchmn.run.start import dry_run, dry_run_elastic, run_elastic_job, run_job
+
+    launcher, *launcher_args = split_words(options.pop("launcher"), source="--launcher") or ("",)
+    request = RunOptions(
+        argv=tuple(python_command(target, args or [], is_module=is_module)),
         script="" if is_module else target,
         launcher=launcher,
         launcher_args=tuple(launcher_args),
@@ -55,19 +58,19 @@ def run(
             "script. Options of torchmn run come before the script.",
             err=True,
         )
-    existing = launch.detect_existing_rank(request, env)
+    existing = detect_existing_rank(request, env)
     if existing is not None:
-        launch.run_as_rank(request.argv, env, existing)
+        run_as_rank(request.argv, env, existing)
     if request.elastic is not None:
-        elastic_job, why = launch.plan_elastic(request, env)
+        elastic_job, why = plan_elastic(request, env)
         if is_dry:
-            typer.echo(launch.dry_run_elastic(elastic_job, env))
+            typer.echo(dry_run_elastic(elastic_job, env))
             raise typer.Exit
-        raise typer.Exit(launch.run_elastic_job(elastic_job, env, why=why))
-    job, why = launch.plan_job(request, env)
+        raise typer.Exit(run_elastic_job(elastic_job, env, why=why))
+    job, why = plan_job(request, env)
     if is_dry:
         if job.warning:
             typer.echo(f"torchmn: {job.warning}", err=True)
-        typer.echo(launch.dry_run(job, env))
+        typer.echo(dry_run(job, env))
         raise typer.Exit
-    raise typer.Exit(launch.run_job(job, env, why=why))
+    raise typer.Exit(run_job(job, env, why=why))

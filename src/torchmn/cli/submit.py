@@ -66,7 +66,7 @@ def submit(
     The job script is plain shell: edit it and submit it by hand as you like.
     """
     from torchmn.cluster.environment_variables import parse_variable
-    from torchmn.run import python_command
+    from torchmn.run.job import python_command
     from torchmn.submit.following import Follower
     from torchmn.submit.request import JobRequest, default_name, find_environment
     from torchmn.submit.script import job_script, make_log_dir, raise_if_folder, write_script

@@ -21,7 +21,7 @@ Scheduler = Literal["PBS", "Slurm", "Grid Engine"]
 class Allocation:
     """The hosts of one job of a scheduler; ``source`` is where they were read, for messages.
 
-    >>> from torchmn.cluster import allocation
+    >>> from torchmn.cluster.allocation import allocation
     >>> allocation({}) is None  # not in the job of a scheduler
     True
     """

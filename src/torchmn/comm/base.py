@@ -106,7 +106,7 @@ class Communicator(Collectives):
         self._jobs = CollectiveJobs(self.world, trust, device)
         self._messages = PointToPoint(self.world, trust, device)
         self.replies = Replies(self.world, trust, device)
-        self._on_finalize: list[Callable[[], None]] = []
+        self._on_finalize: list[list[Callable[[], None]]] = []
         self.route = route(self.groups, topology, device, codec)
         for observer in events.observers:
             observer.communicator(self, begins=True)
@@ -234,11 +234,12 @@ class Communicator(Collectives):
 
         Returns a function that removes it, and the reference to its object.
         """
-        self._on_finalize.append(callback)
+        entry = [callback]
+        self._on_finalize.append(entry)
 
         def cancel() -> None:
-            if callback in self._on_finalize:
-                self._on_finalize.remove(callback)
+            entry.clear()  # who keeps this function may be what the callback belongs to
+            self._on_finalize[:] = [each for each in self._on_finalize if each]
 
         return cancel
 
@@ -249,7 +250,9 @@ class Communicator(Collectives):
         after it.
         """
         while self._on_finalize:
-            self._on_finalize.pop()()
+            entry = self._on_finalize.pop()
+            callback = entry.pop()
+            callback()
         try:
             self.engine.close()
         finally:

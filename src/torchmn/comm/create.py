@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from torchmn import events
-from torchmn.cluster import RankPlacement, Topology, may_share_gpus
+from torchmn.cluster import RankPlacement, Topology
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
     RECORD_VARIABLE,
     SECRET_VARIABLE,
     TRANSPORT_VARIABLE,
 )
+from torchmn.cluster.gpus import may_share_gpus
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import rdma_adapters
 from torchmn.cluster.units import MiB
@@ -57,13 +58,16 @@ from torchmn.errors import (
 from torchmn.record import recording
 
 ROUTES: dict[str, type[Route]] = {
-    "naive": NaiveRoute,
-    "flat": FlatRoute,
-    "hierarchical": HierarchicalRoute,
-    "two_dimensional": TwoDimensionalRoute,
-    "single_node": SingleNodeRoute,
-    "non_cuda_aware": NonCudaAwareRoute,
-    "pure_nccl": PureNcclRoute,
+    route.name: route
+    for route in (
+        NaiveRoute,
+        FlatRoute,
+        HierarchicalRoute,
+        TwoDimensionalRoute,
+        SingleNodeRoute,
+        NonCudaAwareRoute,
+        PureNcclRoute,
+    )
 }
 _GREETING_BYTES = 512
 _UUID_DIGITS = 12

@@ -4,8 +4,10 @@ They are sent between the supervisor and the agents of its ranks, from scripts a
 process that monitors all, and between launcher, rendezvous and hosts of an elastic job.
 """
 
+import functools
+import operator
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torchmn.control import codec
 from torchmn.control.codec import Record, encode
@@ -16,7 +18,15 @@ Stream = Literal["out", "err"]
 EndedBy = Literal["itself", "supervisor", "outside"]
 
 
-class AgentHello(Record, frozen=True, kw_only=True):
+class Message(Record, frozen=True):
+    """What `decode` makes of a line: every class below it is a message."""
+
+
+class ElasticMessage(Message, frozen=True):
+    """A message between the hosts and the launcher of an elastic job."""
+
+
+class AgentHello(Message, frozen=True, kw_only=True):
     """Agent, to authenticate: its rank and host.
 
     ``address`` is the address of its host on the route to the supervisor, ``port`` a free port
@@ -31,7 +41,7 @@ class AgentHello(Record, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-class StartScript(Record, frozen=True, kw_only=True):
+class StartScript(Message, frozen=True, kw_only=True):
     """Supervisor: the command to run; ``env`` holds variables that the launcher has not set.
 
     ``grace_s`` is how long the script may take to exit when the job fails, ``signal_grace_s`` after
@@ -48,13 +58,13 @@ class StartScript(Record, frozen=True, kw_only=True):
     env: dict[str, str]
 
 
-class StartRefused(Record, frozen=True, kw_only=True):
+class StartRefused(Message, frozen=True, kw_only=True):
     """Agent: the command cannot run on its host, and why."""
 
     text: str
 
 
-class ScriptStarted(Record, frozen=True, kw_only=True):
+class ScriptStarted(Message, frozen=True, kw_only=True):
     """Agent: the script's process and cores; ``beside`` names the GPU or memory node near them."""
 
     pid: int
@@ -63,7 +73,7 @@ class ScriptStarted(Record, frozen=True, kw_only=True):
     beside: str = ""
 
 
-class Output(Record, frozen=True, kw_only=True):
+class Output(Message, frozen=True, kw_only=True):
     """Agent: complete lines of the script's output; the supervisor replies with `Shown`."""
 
     stream: Stream
@@ -71,25 +81,25 @@ class Output(Record, frozen=True, kw_only=True):
     num_bytes: int
 
 
-class Shown(Record, frozen=True, kw_only=True):
+class Shown(Message, frozen=True, kw_only=True):
     """Supervisor: output of this size has been shown, so that more may be sent."""
 
     num_bytes: int
 
 
-class Refresh(Record, frozen=True, kw_only=True):
+class Refresh(Message, frozen=True, kw_only=True):
     """Agent: the current state of a progress bar."""
 
     text: str
 
 
-class LogWarning(Record, frozen=True, kw_only=True):
+class LogWarning(Message, frozen=True, kw_only=True):
     """Agent: a problem outside the script, which continues."""
 
     text: str
 
 
-class Exit(Record, frozen=True, kw_only=True):
+class Exit(Message, frozen=True, kw_only=True):
     """Agent: the script has exited.
 
     ``returncode`` is minus the signal if a signal ended it. ``ended_at`` is in seconds since the
@@ -104,13 +114,13 @@ class Exit(Record, frozen=True, kw_only=True):
     note: str = ""
 
 
-class Terminate(Record, frozen=True, kw_only=True):
+class Terminate(Message, frozen=True, kw_only=True):
     """Supervisor: send the script this signal, and kill it if it has not exited in time."""
 
     signum: int
 
 
-class ForwardSignal(Record, frozen=True, kw_only=True):
+class ForwardSignal(Message, frozen=True, kw_only=True):
     """Supervisor: send the script this signal, which it received from outside of the job.
 
     After SIGTERM the script is killed if it has not exited in time; it may continue after others.
@@ -140,7 +150,7 @@ class ProcessState(Enum):
         return self not in (ProcessState.RUNNING, ProcessState.SLEEPING, ProcessState.UNKNOWN)
 
 
-class MonitorHello(Record, frozen=True, kw_only=True):
+class MonitorHello(Message, frozen=True, kw_only=True):
     """Rank monitor, to authenticate: the rank, host and process of the script that it monitors.
 
     ``monitor_pid`` is its own process.
@@ -152,7 +162,7 @@ class MonitorHello(Record, frozen=True, kw_only=True):
     monitor_pid: int
 
 
-class Failed(Record, frozen=True, kw_only=True):
+class Failed(Message, frozen=True, kw_only=True):
     """Script: an error ends it with this status. ``traceback`` is what was printed of it.
 
     ``error`` is the end of it, the type and the message, which may have several lines.
@@ -167,23 +177,23 @@ class Failed(Record, frozen=True, kw_only=True):
     at: float
 
 
-class Leaving(Record, frozen=True, kw_only=True):
+class Leaving(Message, frozen=True, kw_only=True):
     """Script: its end is reached, most likely with this exit status."""
 
     status: int
 
 
-class Joining(Record, frozen=True, kw_only=True):
+class Joining(Message, frozen=True, kw_only=True):
     """Script: it joins the other ranks, all of which must arrive within the limit."""
 
     limit_s: float
 
 
-class Joined(Record, frozen=True):
+class Joined(Message, frozen=True):
     """Script: all ranks have joined."""
 
 
-class Overdue(Record, frozen=True, kw_only=True):
+class Overdue(Message, frozen=True, kw_only=True):
     """Script: this collective of this group has not completed within its time limit."""
 
     group: str
@@ -206,7 +216,7 @@ class CollectiveStatus(Record, frozen=True, kw_only=True):
     age_s: float = 0.0
 
 
-class CheckpointSaved(Record, frozen=True, kw_only=True):
+class CheckpointSaved(Message, frozen=True, kw_only=True):
     """Script of rank 0: all ranks have finished the checkpoint of this step.
 
     The launcher of an elastic job passes it on to the rendezvous.
@@ -215,7 +225,7 @@ class CheckpointSaved(Record, frozen=True, kw_only=True):
     step: int
 
 
-class StatusRequest(Record, frozen=True, kw_only=True):
+class StatusRequest(Message, frozen=True, kw_only=True):
     """Supervisor: requests a `StatusReply` from every rank.
 
     After ``limit_s`` the agent replies in place of a script that has not.
@@ -224,7 +234,7 @@ class StatusRequest(Record, frozen=True, kw_only=True):
     limit_s: float
 
 
-class StatusReply(Record, frozen=True, kw_only=True):
+class StatusReply(Message, frozen=True, kw_only=True):
     """Script, or its agent in its place: what the rank is doing.
 
     ``process`` is set where the script did not answer: the state of its process, which waits in the
@@ -240,7 +250,7 @@ class StatusReply(Record, frozen=True, kw_only=True):
     has_ended: bool = False
 
 
-class HeartbeatRequest(Record, frozen=True):
+class HeartbeatRequest(Message, frozen=True):
     """Requests an `Alive`: either side of a connection may ask."""
 
 
@@ -251,7 +261,7 @@ class StoppedProcess(NamedTuple):
     name: str
 
 
-class Alive(Record, frozen=True, kw_only=True):
+class Alive(Message, frozen=True, kw_only=True):
     """The answer to a `HeartbeatRequest`; ``stopped`` are processes near the one that answers."""
 
     stopped: list[StoppedProcess]
@@ -260,13 +270,13 @@ class Alive(Record, frozen=True, kw_only=True):
 # ---- elastic jobs: hosts and launcher authenticate with `HostHello` and `LauncherHello` ----
 
 
-class LauncherHello(Record, frozen=True, kw_only=True):
+class LauncherHello(ElasticMessage, frozen=True, kw_only=True):
     """Launcher, to authenticate: it shows what happens, and the job ends when it does."""
 
     pid: int
 
 
-class HostHello(Record, frozen=True, kw_only=True):
+class HostHello(ElasticMessage, frozen=True, kw_only=True):
     """Host, to authenticate: it offers ``slots`` ranks."""
 
     host: str
@@ -274,15 +284,15 @@ class HostHello(Record, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-class HostReady(Record, frozen=True):
+class HostReady(ElasticMessage, frozen=True):
     """Host: no worker runs on it, it waits for the next round."""
 
 
-class HostFinished(Record, frozen=True):
+class HostFinished(ElasticMessage, frozen=True):
     """Host: all its workers have exited with status 0."""
 
 
-class Restart(Record, frozen=True):
+class Restart(ElasticMessage, frozen=True):
     """Rendezvous: end the workers and come back for the next round."""
 
 
@@ -293,7 +303,7 @@ class RoundMember(Record, frozen=True, kw_only=True):
     slots: int
 
 
-class Round(Record, frozen=True, kw_only=True):
+class Round(ElasticMessage, frozen=True, kw_only=True):
     """Rendezvous, to the hosts that take part, in the order of their ranks, and to the launcher.
 
     ``reason`` is what ended the round before.
@@ -305,94 +315,60 @@ class Round(Record, frozen=True, kw_only=True):
     reason: str
 
 
-class Shutdown(Record, frozen=True, kw_only=True):
+class Shutdown(ElasticMessage, frozen=True, kw_only=True):
     """Rendezvous: the job is over, or continues without this host. End the workers."""
 
     signum: int
     text: str
 
 
-class UserMessage(Record, frozen=True, kw_only=True):
+class UserMessage(ElasticMessage, frozen=True, kw_only=True):
     """Rendezvous, to the launcher: a message for the user."""
 
     text: str
 
 
-class RoundEnding(Record, frozen=True, kw_only=True):
+class RoundEnding(ElasticMessage, frozen=True, kw_only=True):
     """Rendezvous, to the launcher: this round ends, its workers are stopped."""
 
     reason: str
 
 
-class HostLost(Record, frozen=True, kw_only=True):
+class HostLost(ElasticMessage, frozen=True, kw_only=True):
     """Rendezvous, to the launcher: the connection to this host is lost."""
 
     host: str
     text: str
 
 
-class JobEnded(Record, frozen=True, kw_only=True):
+class JobEnded(ElasticMessage, frozen=True, kw_only=True):
     """Rendezvous, to the launcher: the job is over; ``text`` is the reason if it failed."""
 
     text: str
 
 
-class HostUnreachable(Record, frozen=True, kw_only=True):
+class HostUnreachable(ElasticMessage, frozen=True, kw_only=True):
     """Launcher: this host could not be reached; do not wait for it."""
 
     host: str
     text: str
 
 
-class Stop(Record, frozen=True, kw_only=True):
+class Stop(ElasticMessage, frozen=True, kw_only=True):
     """Launcher: end the job by this signal."""
 
     signum: int
 
 
-ElasticMessage = (
-    LauncherHello
-    | HostHello
-    | HostReady
-    | HostFinished
-    | Restart
-    | Round
-    | Shutdown
-    | UserMessage
-    | RoundEnding
-    | HostLost
-    | JobEnded
-    | HostUnreachable
-    | Stop
-)
-Message = (
-    ElasticMessage
-    | AgentHello
-    | StartScript
-    | StartRefused
-    | ScriptStarted
-    | Output
-    | Shown
-    | Refresh
-    | LogWarning
-    | Exit
-    | Terminate
-    | ForwardSignal
-    | MonitorHello
-    | Failed
-    | Leaving
-    | Joining
-    | Joined
-    | Overdue
-    | CheckpointSaved
-    | StatusRequest
-    | StatusReply
-    | HeartbeatRequest
-    | Alive
-)
+def _kinds(base: type[Message]) -> list[type[Message]]:
+    """The classes below it that have none below themselves."""
+    return [kind for each in base.__subclasses__() for kind in _kinds(each)] or [base]
+
+
+_ANY: Any = functools.reduce(operator.or_, _kinds(Message))
 
 
 def decode(line: bytes) -> Message:
     """The message in a line. Raises ValueError: there is none."""
-    message: Message = codec.decode_union(line, Message)
+    message: Message = codec.decode_union(line, _ANY)
     return message

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from torchmn.cluster import count_gpus
+from torchmn.cluster.gpus import count_gpus
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
 

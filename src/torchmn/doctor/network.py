@@ -8,9 +8,8 @@ from collections.abc import Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 
-from torchmn.cluster import route_of, route_to
 from torchmn.cluster.gpus import text_of
-from torchmn.cluster.network import addresses_of_host, nominal_speed, own_routes
+from torchmn.cluster.network import addresses_of_host, nominal_speed, own_routes, route_of, route_to
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
 

@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torchmn.cluster import available_processors
-from torchmn.cluster.cpus import memory_of_host
+from torchmn.cluster.cpus import available_processors, memory_of_host
 from torchmn.cluster.units import GiB, counted
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request

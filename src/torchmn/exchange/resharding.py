@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
-from torchmn.comm.codecs import reshard
+from torchmn.comm.codecs.residuals import reshard
 from torchmn.errors import UsageError
 
 State = dict[str, Any]

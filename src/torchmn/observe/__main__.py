@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from torchmn.control.script import run_main
-from torchmn.observe.read.merged_trace import finish_profile
+from torchmn.record.merged_trace import finish_profile
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """A deep profile of some steps: torch's profiler, and our own events in the same file.
 
 torch's trace has a clock of its own. One event of which we know the time, `CLOCK_EVENT`, ties it to
-ours; `torchmn.observe.read.merged_trace` puts the ranks' files together.
+ours; `torchmn.record.merged_trace` puts the ranks' files together.
 """
 
 from __future__ import annotations

@@ -23,8 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from torchmn.cluster import CpuAssignment
-from torchmn.cluster.cpus import count_memory_kills, describe_sigkill
+from torchmn.cluster.cpus import CpuAssignment, count_memory_kills, describe_sigkill
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer

@@ -10,19 +10,14 @@ import socket
 import sys
 from collections.abc import Mapping
 
-from torchmn.cluster import (
-    Route,
-    available_processors,
-    local_address_among,
-    local_address_for,
-    read_launcher_env,
-    route_of,
-)
+from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import (
     HOSTS_VARIABLE,
     SECRET_VARIABLE,
     SUPERVISOR_VARIABLE,
 )
+from torchmn.cluster.launcher_env import read_launcher_env
+from torchmn.cluster.network import Route, local_address_among, local_address_for, route_of
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel, reserve_port

@@ -17,8 +17,9 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from torchmn.cluster import LauncherInfo, route_to
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
+from torchmn.cluster.launcher_env import LauncherInfo
+from torchmn.cluster.network import route_to
 from torchmn.comm import Communicator
 from torchmn.comm.transports.join import meet
 from torchmn.comm.transports.own_rank import own_place

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from torchmn.cluster import local_address_among, route_of
+from torchmn.cluster.network import local_address_among, route_of
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.connection import find_free_port
 

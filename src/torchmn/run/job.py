@@ -12,7 +12,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
-from torchmn.cluster import Host
+from torchmn.cluster.hostlists import Host
 from torchmn.control.processes import python_module
 from torchmn.errors import UsageError
 
@@ -39,7 +39,7 @@ class Job:
     is ``signal_grace_s``, ``None`` to leave that to the scheduler. Each run makes a folder of its
     own in ``log_dir``. ``warning`` is what the launcher says besides its first line, if anything.
 
-    >>> from torchmn.run import RunOptions, plan_job
+    >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
     >>> job.argv
     ('python', 'train.py')

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal, TextIO, TypeVar, overload
 
-from torchmn.cluster import read_launcher_env
+from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cluster.units import counted
 from torchmn.control.rank_claim import claimed_by
 from torchmn.control.script import is_consequence

@@ -6,20 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torchmn.cluster import (
-    Allocation,
-    Host,
-    LauncherInfo,
-    allocation,
-    available_processors,
-    is_scheduled,
-    is_this_host,
-    parse_hostfile,
-    parse_hosts,
-    read_launcher_env,
-    select_hosts,
-)
+from torchmn.cluster.allocation import Allocation, allocation, is_scheduled
+from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, parse_variable
+from torchmn.cluster.hostlists import Host, parse_hostfile, parse_hosts, select_hosts
+from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
+from torchmn.cluster.network import is_this_host
 from torchmn.cluster.units import counted
 from torchmn.control.rank_claim import claimed_by
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
@@ -51,7 +43,7 @@ def _option(
 class RunOptions:
     """The options of `torchmn run`; ``None`` or ``auto`` where not given.
 
-    >>> from torchmn.run import RunOptions
+    >>> from torchmn.run.plan import RunOptions
     >>> options = RunOptions(argv=("python", "train.py"), num_ranks=2)
     >>> options.num_ranks, options.launcher
     (2, 'auto')
@@ -183,7 +175,7 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     Raises UsageError, UnknownNameError, UnsupportedError or TopologyError: the options contradict
     each other, or cannot work here.
 
-    >>> from torchmn.run import RunOptions, plan_job
+    >>> from torchmn.run.plan import RunOptions, plan_job
     >>> job, why = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
     >>> job.num_ranks, job.argv
     (2, ('python', 'train.py'))
@@ -230,7 +222,7 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
 
     Raises UnsupportedError: MPI, or a launcher with a fixed set of hosts.
 
-    >>> from torchmn.run import RunOptions, plan_elastic
+    >>> from torchmn.run.plan import RunOptions, plan_elastic
     >>> options = RunOptions(argv=("python", "train.py"), hosts="localhost:2", elastic="1:1")
     >>> elastic, why = plan_elastic(options, {})
     >>> elastic.job.num_ranks, elastic.limits.max_restarts

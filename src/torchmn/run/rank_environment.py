@@ -6,16 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import NoReturn
 
-from torchmn.cluster import (
+from torchmn.cluster.cpus import (
     CpuAssignment,
-    LauncherInfo,
     Processors,
-    Route,
     assign_cpus,
     available_processors,
     cores_near_gpu,
-    gpu_localities,
-    memory_nodes,
 )
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
@@ -28,7 +24,9 @@ from torchmn.cluster.environment_variables import (
     SUPERVISOR_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.cluster.launcher_env import LAUNCHERS
+from torchmn.cluster.gpus import gpu_localities, memory_nodes
+from torchmn.cluster.launcher_env import LAUNCHERS, LauncherInfo
+from torchmn.cluster.network import Route
 from torchmn.control.rank_claim import claimed_by
 from torchmn.run.job import Job
 
@@ -47,8 +45,8 @@ def run_as_rank(argv: Sequence[str], env: Mapping[str, str], place: LauncherInfo
     is kept, since only Slurm knows which cores of the node belong to the job.
 
     >>> import multiprocessing, os, sys
-    >>> from torchmn.run import run_as_rank
-    >>> from torchmn.cluster import LauncherInfo
+    >>> from torchmn.run.rank_environment import run_as_rank
+    >>> from torchmn.cluster.launcher_env import LauncherInfo
     >>> place = LauncherInfo(launcher="Slurm", kind="scheduler", rank=0, known_size=1)
     >>> script = [sys.executable, "-c", "import os; assert 'OMP_NUM_THREADS' in os.environ"]
     >>> process = multiprocessing.get_context("spawn").Process(  # which becomes the script

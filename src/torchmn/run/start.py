@@ -11,8 +11,9 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
-from torchmn.cluster import Route, available_processors, route_to
+from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
+from torchmn.cluster.network import Route, route_to
 from torchmn.cluster.units import counted
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
@@ -21,7 +22,7 @@ from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.private_files import open_private
 from torchmn.control.processes import allow_connections
 from torchmn.errors import DataError, LaunchError, UsageError
-from torchmn.observe.read.merged_trace import finish_profile
+from torchmn.record.merged_trace import finish_profile
 from torchmn.run.agent import input_path
 from torchmn.run.backend import find_mpirun, open_mpi_session
 from torchmn.run.console import RankOutput, open_standard_streams
@@ -43,7 +44,8 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
 
     >>> import os, sys, tempfile
     >>> from pathlib import Path
-    >>> from torchmn.run import RunOptions, plan_job, run_job
+    >>> from torchmn.run.plan import RunOptions, plan_job
+    >>> from torchmn.run.start import run_job
     >>> options = RunOptions(
     ...     argv=(sys.executable, "-c", "print('trained')"),
     ...     num_ranks=1,
@@ -86,7 +88,8 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
 def dry_run(job: Job, env: Mapping[str, str]) -> str:
     """The commands that `run_job` would run, in shell syntax, without contacting any host.
 
-    >>> from torchmn.run import RunOptions, dry_run, plan_job
+    >>> from torchmn.run.plan import RunOptions, plan_job
+    >>> from torchmn.run.start import dry_run
     >>> job, _ = plan_job(RunOptions(argv=("python", "train.py"), num_ranks=2), {})
     >>> "train.py" in dry_run(job, {})
     True
@@ -113,7 +116,8 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
 
     >>> import os, sys, tempfile
     >>> from pathlib import Path
-    >>> from torchmn.run import RunOptions, plan_elastic, run_elastic_job
+    >>> from torchmn.run.plan import RunOptions, plan_elastic
+    >>> from torchmn.run.start import run_elastic_job
     >>> options = RunOptions(
     ...     argv=(sys.executable, "-c", "print('trained')"),
     ...     hosts="localhost:1",
@@ -156,7 +160,8 @@ def _say_profile(job: Job, env: Mapping[str, str]) -> None:
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
     """The commands that `run_elastic_job` would run, without contacting any host.
 
-    >>> from torchmn.run import RunOptions, dry_run_elastic, plan_elastic
+    >>> from torchmn.run.plan import RunOptions, plan_elastic
+    >>> from torchmn.run.start import dry_run_elastic
     >>> options = RunOptions(argv=("python", "train.py"), hosts="localhost:2", elastic="1:1")
     >>> elastic, _ = plan_elastic(options, {})
     >>> "train.py" in dry_run_elastic(elastic, {})

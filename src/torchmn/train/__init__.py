@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING
 from torchmn.errors import require
 
 if TYPE_CHECKING:
-    from torchmn.train.batch_source import BatchSource, EpochLoader
+    from torchmn.train.batch_source import EpochLoader
     from torchmn.train.observation_aggregator import (
         MultiNodeEarlyStoppingTrigger,
         ObservationAggregator,
     )
     from torchmn.train.reports import AllreducePersistent, LogReport, extend_with_reports
     from torchmn.train.standard_updater import Classifier, StandardUpdater
-    from torchmn.train.trainer import Trainer, Updater
+    from torchmn.train.trainer import Trainer
 
 __all__ = [
     "AllreducePersistent",
-    "BatchSource",
     "Classifier",
     "EpochLoader",
     "LogReport",
@@ -29,15 +28,14 @@ __all__ = [
     "ObservationAggregator",
     "StandardUpdater",
     "Trainer",
-    "Updater",
     "extend_with_reports",
 ]
 _NAMES = {
-    "batch_source": ("BatchSource", "EpochLoader"),
+    "batch_source": ("EpochLoader",),
     "observation_aggregator": ("MultiNodeEarlyStoppingTrigger", "ObservationAggregator"),
     "reports": ("AllreducePersistent", "LogReport", "extend_with_reports"),
     "standard_updater": ("Classifier", "StandardUpdater"),
-    "trainer": ("Trainer", "Updater"),
+    "trainer": ("Trainer",),
 }
 
 

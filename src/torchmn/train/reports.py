@@ -12,14 +12,9 @@ from torch import nn
 
 from torchmn.comm import Communicator
 from torchmn.record import recording
-from torchmn.train.evaluation import (
-    BufferRule,
-    WeightedSums,
-    means_of,
-    merge_sums,
-    scalars_of,
-    sync_buffers_,
-)
+from torchmn.train.evaluation import WeightedSums, means_of, merge_sums, sync_buffers_
+from torchmn.train.evaluation.buffers import BufferRule
+from torchmn.train.evaluation.sums import scalars_of
 from torchmn.train.trainer import Trainer
 
 

@@ -28,7 +28,7 @@ from benchmarks.record import RECORDS, environment
 from rich.console import Console
 from rich.table import Table
 
-from torchmn.cluster import count_gpus
+from torchmn.cluster.gpus import count_gpus
 
 ROOT = Path(__file__).parents[3]
 RECORD = RECORDS / "gpu.jsonl"

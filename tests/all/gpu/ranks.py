@@ -18,7 +18,7 @@ import torch
 
 from tests.all.processes.runner import AS_ROOT, PYTHON_PATH, free_port
 from tests.limits import limit
-from torchmn.cluster import may_share_gpus
+from torchmn.cluster.gpus import may_share_gpus
 
 Over = Literal["gloo", "mpi", "nccl"]
 ROOT = Path(__file__).parents[3]

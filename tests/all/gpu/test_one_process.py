@@ -11,16 +11,16 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
-from torchmn.checkpoint import RandomStreams
 from torchmn.checkpoint.snapshot import CopyMemory
-from torchmn.comm.codecs import Quantized, Segment
+from torchmn.comm.codecs import Quantized
 from torchmn.comm.codecs.kernels import reference
-from torchmn.comm.codecs.layout import Layout
+from torchmn.comm.codecs.layout import Layout, Segment
 from torchmn.comm.engine import Engine
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.staging import Staging, await_stream
 from torchmn.data import rng_state
+from torchmn.data.rank_seeds import RandomStreams
 from torchmn.errors import TimeLimitError
 from torchmn.exchange.buckets import plan_buckets
 from torchmn.exchange.finiteness import Finiteness

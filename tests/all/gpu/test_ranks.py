@@ -13,7 +13,7 @@ from tests.all.gpu import work
 from tests.all.gpu.ranks import Over, needed, run_work
 from tests.all.processes.runner import Runner
 from tests.limits import limit
-from torchmn.comm import ROUTES
+from torchmn.comm.create import ROUTES
 from torchmn.testing import run_ranks
 
 

@@ -188,7 +188,7 @@ def _codec(name: str) -> Callable[[Communicator], None]:
     def work(comm: Communicator) -> None:
         model = network(comm, torch.float32)
         optimizer = torchmn.create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), lr=0.05), comm, model, codec=name, allow_lossy=True
+            torch.optim.SGD(model.parameters(), lr=0.05), comm, model, codec=name
         )
         losses = train(comm, model, optimizer, steps=[0] * 30)
         assert_replicas(comm, model)
@@ -205,7 +205,6 @@ def _schedule(make: Callable[[], object]) -> Callable[[Communicator], None]:
             comm,
             model,
             schedule=make(),
-            allow_stale=True,
         )
         losses = train(comm, model, optimizer, steps=[0] * 24)
         optimizer.flush()
@@ -331,7 +330,6 @@ def parameter_server(comm: Communicator) -> None:
         comm,
         model,
         schedule="parameter_server",
-        allow_stale=True,
     )
     losses = train(comm, model, optimizer, steps=[0] * 12)
     optimizer.flush()

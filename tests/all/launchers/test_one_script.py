@@ -64,8 +64,8 @@ if comm.rank == 0:
 comm.finalize()
 """
 )
+# What a number of hosts and a transport found first: losses and weights, and in which way.
 _found: dict[tuple[int, str], tuple[str, list[list[str]]]] = {}
-"""What a number of hosts and a transport found first: losses and weights, and in which way."""
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import torchmn
 from torchmn.comm import Communicator
-from torchmn.run import RunOptions, plan_elastic, plan_job
+from torchmn.run.plan import RunOptions, plan_elastic, plan_job
 from torchmn.run.rank_environment import torchrun_variables
 from torchmn.train.evaluation import sync_buffers_
 

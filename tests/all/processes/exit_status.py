@@ -30,7 +30,7 @@ LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 """The columns of the page."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One thing that happens. ``script`` is the mode of the script of the test.
 
@@ -40,9 +40,9 @@ class Row:
     what: str
     sees: str
     script: Literal["ends", "exits", "raises", "waits", "saves"]
+    statuses: Mapping[Launcher, int]
     signum: str = ""
     target: Literal["launcher", "agents", "one script"] = "launcher"
-    statuses: Mapping[Launcher, int]
 
 
 def same(status: int, **others: int) -> dict[Launcher, int]:
@@ -52,84 +52,74 @@ def same(status: int, **others: int) -> dict[Launcher, int]:
 
 
 ROWS = (
-    Row(what="All ranks end", sees="-", script="ends", statuses=same(0)),
+    Row("All ranks end", "-", "ends", same(0)),
+    Row("A rank exits with status 3", "the others: SIGTERM", "exits", same(3, plain_torchrun=1)),
+    Row("A rank raises an exception", "the others: SIGTERM", "raises", same(1)),
     Row(
-        what="A rank exits with status 3",
-        sees="the others: SIGTERM",
-        script="exits",
-        statuses=same(3, plain_torchrun=1),
-    ),
-    Row(
-        what="A rank raises an exception",
-        sees="the others: SIGTERM",
-        script="raises",
-        statuses=same(1),
-    ),
-    Row(
-        what="A rank is ended by SIGKILL",
-        sees="the others: SIGTERM",
-        script="waits",
+        "A rank is ended by SIGKILL",
+        "the others: SIGTERM",
+        "waits",
+        same(137, plain_torchrun=1),
         signum="SIGKILL",
         target="one script",
-        statuses=same(137, plain_torchrun=1),
     ),
     Row(
-        what="SIGTERM to the launcher",
-        sees="SIGTERM, once",
-        script="waits",
+        "SIGTERM to the launcher",
+        "SIGTERM, once",
+        "waits",
+        same(143, plain_mpirun=1, plain_torchrun=1),
         signum="SIGTERM",
-        statuses=same(143, plain_mpirun=1, plain_torchrun=1),
     ),
     Row(
-        what="SIGTERM to the launcher, the ranks save",
-        sees="SIGTERM, once",
-        script="saves",
+        "SIGTERM to the launcher, the ranks save",
+        "SIGTERM, once",
+        "saves",
+        same(85, plain_mpirun=1, plain_torchrun=1),
         signum="SIGTERM",
-        statuses=same(85, plain_mpirun=1, plain_torchrun=1),
     ),
     Row(
-        what="SIGUSR1 to the launcher, the ranks save",
-        sees="SIGUSR1, once",
-        script="saves",
+        "SIGUSR1 to the launcher, the ranks save",
+        "SIGUSR1, once",
+        "saves",
+        same(85, plain_torchrun=-1),
         signum="SIGUSR1",
-        statuses=same(85, plain_torchrun=-1),
     ),
     Row(
-        what="SIGTERM to the agents, as from a scheduler's step, the ranks save",
-        sees="SIGTERM, once",
-        script="saves",
+        "SIGTERM to the agents, as from a scheduler's step, the ranks save",
+        "SIGTERM, once",
+        "saves",
+        same(85, plain_mpirun=-1, plain_torchrun=-1),
         signum="SIGTERM",
         target="agents",
-        statuses=same(85, plain_mpirun=-1, plain_torchrun=-1),
     ),
     Row(
-        what="SIGUSR2 to the agents, as from a scheduler's step, the ranks save",
-        sees="SIGUSR2, once",
-        script="saves",
+        "SIGUSR2 to the agents, as from a scheduler's step, the ranks save",
+        "SIGUSR2, once",
+        "saves",
+        same(85, plain_mpirun=-1, plain_torchrun=-1),
         signum="SIGUSR2",
         target="agents",
-        statuses=same(85, plain_mpirun=-1, plain_torchrun=-1),
     ),
     Row(
-        what="SIGINT to the launcher (Ctrl-C)",
-        sees="SIGINT",
-        script="waits",
+        "SIGINT to the launcher (Ctrl-C)",
+        "SIGINT",
+        "waits",
+        same(130, plain_mpirun=1, plain_torchrun=1),
         signum="SIGINT",
-        statuses=same(130, plain_mpirun=1, plain_torchrun=1),
     ),
     Row(
-        what="SIGHUP to the launcher",
-        sees="SIGTERM",
-        script="waits",
+        "SIGHUP to the launcher",
+        "SIGTERM",
+        "waits",
+        same(129, plain_mpirun=-1, plain_torchrun=1),
         signum="SIGHUP",
-        statuses=same(129, plain_mpirun=-1, plain_torchrun=1),
     ),
     Row(
-        what="SIGKILL to the launcher",
-        sees="SIGTERM",
-        script="saves",
+        "SIGKILL to the launcher",
+        "SIGTERM",
+        "saves",
+        same(137, plain_mpirun=-1, plain_torchrun=-1),
         signum="SIGKILL",
-        statuses=same(137, plain_mpirun=-1, plain_torchrun=-1),
     ),
 )
 
@@ -147,8 +137,8 @@ def table() -> str:
 if __name__ == "__main__":
     print(table())
 
+# What happens under the launchers that need no hosts in `tests/smoke`.
 IN_SMOKE = ("All ranks end", "A rank raises an exception", "SIGTERM to the launcher")
-"""What happens under the launchers that need no hosts in `tests/smoke`."""
 
 
 def _is_in_smoke(launcher: Launcher, row: Row) -> bool:

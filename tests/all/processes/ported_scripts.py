@@ -45,15 +45,13 @@ class Port:
 
     folder: str
     changes: list[Change]
-    arguments: list[str]
-    """Of a short run."""
+    arguments: list[str]  # of a short run
+    # Not a part of the port: the same in both scripts, so that their losses can be compared.
     without_noise: list[Change] = field(default_factory=list)
-    """Not a part of the port: the same in both scripts, so that their losses can be compared."""
+    # A regular expression: the printed numbers that must be the same, in its groups.
     compared: str = ""
-    """A regular expression: the printed numbers that must be the same, in its groups."""
     needs_torchvision: bool = True
-    tolerance: float = 5e-3
-    """Of the parameters that the script saves."""
+    tolerance: float = 5e-3  # of the parameters that the script saves
 
     @property
     def num_changed_lines(self) -> int:

@@ -17,6 +17,7 @@ import torchmn
 from tests.limits import limit
 
 MARK = "TORCHMN_TEST_MARK"
+# For the Python of every rank: a start without torch's compiler, torchmn, and the tests.
 PYTHON_PATH = os.pathsep.join(
     [
         str(Path(__file__).with_name("light")),
@@ -24,9 +25,8 @@ PYTHON_PATH = os.pathsep.join(
         str(Path(__file__).parents[3]),
     ]
 )
-"""For the Python of every rank: a start without torch's compiler, torchmn, and the tests."""
+# For an mpirun that root starts.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-"""For an mpirun that root starts."""
 RANK = (
     "import os; from tests.limits import limit; "
     'rank = int(os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"])\n'

@@ -113,8 +113,7 @@ class OnGrid(Side):
 class AsIsland(Side):
     """A rank that is an island by itself."""
 
-    num_samples = 4
-    """In a step."""
+    num_samples = 4  # in a step
 
     def __init__(self, comm: torchmn.Communicator) -> None:
         self.replicas = comm
@@ -412,8 +411,8 @@ EQUAL: dict[str, Callable[[Side], Result]] = {
         both_kinds, uneven, joined, unfrozen,
     )
 }  # fmt: skip
+# Cases in which the ranks of an island see the same samples.
 IN_PAIRS = ("tensor_parallel", "plain_head")
-"""Cases in which the ranks of an island see the same samples."""
 
 
 # ---- cases that keep the contract of their schedule or codec ----

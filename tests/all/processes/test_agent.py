@@ -14,7 +14,7 @@ from tests.limits import limit
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.messages import Alive, HeartbeatRequest, StartScript
-from torchmn.run import Job
+from torchmn.run.job import Job
 from torchmn.run.rank_environment import worker_environment
 from torchmn.run.starters import local
 

@@ -175,6 +175,7 @@ def start(ancestor: subprocess.Popen[str], tmp_path: Path) -> Start:
     return run
 
 
+# By place of a save: the rank that is killed there, and the step from which the job continues.
 KILLS = {
     "between files": (1, 2),
     "in a file": (1, 2),
@@ -183,7 +184,6 @@ KILLS = {
     "after the rename": (0, 3),
     "in a removal": (0, 3),
 }
-"""By place of a save: the rank that is killed there, and the step from which the job continues."""
 
 
 def check_kill(start: Start, tmp_path: Path, event: str) -> None:

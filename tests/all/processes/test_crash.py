@@ -332,7 +332,8 @@ def test_a_python_script_that_a_shell_script_starts(runner: Runner) -> None:
     starter = """
 import os
 from pathlib import Path
-from torchmn.run import Job, run_job
+from torchmn.run.job import Job
+from torchmn.run.start import run_job
 job = Job(argv=("sh", "run.sh"), num_ranks=2, backend="gloo", log_dir=Path("logs"))
 raise SystemExit(run_job(job, os.environ))
 """

@@ -21,7 +21,7 @@ PAGE = next(
 )
 TRAINS = """
 import json, os, pathlib, torchmn
-from torchmn.cluster import read_launcher_env
+from torchmn.cluster.launcher_env import read_launcher_env
 comm = torchmn.create_communicator("naive")
 place = read_launcher_env(os.environ)
 ranks = comm.allgather_obj((place.rank, comm.size))

@@ -29,10 +29,10 @@ EXAMPLES = os.environ.get("TORCHMN_TEST_PYTORCH_EXAMPLES", "")
 DATA = os.environ.get("TORCHMN_TEST_DATA", "")
 PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "port-a-script.md"
 NUM_RANKS = (1, 2, 4)
+# Images of MNIST: the last batch has 2 images, so 2 of 4 ranks have none of it.
 NUM_TRAIN, NUM_TEST = 2050, 1000
-"""Images of MNIST: the last batch has 2 images, so 2 of 4 ranks have none of it."""
+# Of each class in training: the last batch has 13, which 2 and 4 ranks cannot divide evenly.
 NUM_PHOTOS = 41
-"""Of each class in training: the last batch has 13, which 2 and 4 ranks cannot divide evenly."""
 
 
 @pytest.mark.parametrize("port", PORTS, ids=lambda port: port.folder)

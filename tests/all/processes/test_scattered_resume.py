@@ -16,8 +16,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
 
 SCRIPT = str(Path(__file__).with_name("scattered_script.py"))
 STEPS_OF_A_PASS = -(-NUM_SAMPLES // BATCH_SIZE)
-STOP_AFTER = 7
-"""Steps: in the middle of the second pass."""
+STOP_AFTER = 7  # steps: in the middle of the second pass
 
 
 def start(runner: Runner, num_ranks: int, num_workers: int, step_s: float) -> subprocess.Popen[str]:

@@ -80,7 +80,8 @@ def test_inside_of_a_scheduler_a_save_takes_as_long_as_that_gives(runner: Runner
     starter = f"""
 import os
 from pathlib import Path
-from torchmn.run import Job, run_job
+from torchmn.run.job import Job
+from torchmn.run.start import run_job
 job = Job(argv=({sys.executable!r}, "script.py", "1"), num_ranks=1, backend="gloo",
           log_dir=Path("logs"), grace_s=0.1, signal_grace_s=None)
 raise SystemExit(run_job(job, os.environ))

@@ -17,6 +17,7 @@ from tests.limits import limit
 
 pytestmark = pytest.mark.processes
 
+# A job has the environment of a login on a compute node, and not that of the submission.
 QSUB = """
 number=$(($(ls {state} | grep -c started) + 1))
 touch {state}/$number.started
@@ -27,7 +28,6 @@ env -i PATH={bin}:/usr/bin:/bin HOME={state} PBS_ENVIRONMENT=PBS_BATCH PBS_JOBID
   "$PWD/$script" $number </dev/null >/dev/null 2>&1 &
 echo $number.stand-in
 """
-"""A job has the environment of a login on a compute node, and not that of the submission."""
 QSTAT = """
 for job; do :; done
 ended={state}/${{job%%.*}}.ended

@@ -20,8 +20,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(400)]
 
 SCRIPT = Path(__file__).with_name("session_script.py")
 NUM_MINIBATCHES = 229  # 1600 samples, 7 in each
-Whole = tuple[list[Any], list[str]]
-"""What each rank has in the end, and what rank 0 has printed."""
+Whole = tuple[list[Any], list[str]]  # what each rank has in the end, and what rank 0 has printed
 
 
 def run(

@@ -24,8 +24,8 @@ DOCS = Path(__file__).parents[3] / "docs"
 ENGLISH, JAPANESE = DOCS / "tutorial", DOCS / "ja" / "tutorial"
 STEPS = sorted(path.name for path in ENGLISH.glob("[0-9]-*.md"))
 HOW_TO = [DOCS / "how-to" / f"{name}.md" for name in ("first-training", "two-hosts", "slurm")]
+# Pages that use the files of those before them.
 SERIES = ([ENGLISH / step for step in STEPS], HOW_TO)
-"""Pages that use the files of those before them."""
 PAGES = [page for series in SERIES for page in series]
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>.*?) -->\n)?^```(?P<info>[^\n]*)\n(?P<text>.*?)^```$",
@@ -33,16 +33,16 @@ BLOCK = re.compile(
 )
 TITLED = re.compile(r'(?:python|toml) title="([\w.]+)"')
 RUNNABLE = ("", "needs: mpirun")
+# So that a page takes less time, and does the same at any speed.
 SHORTER = {
     "--epoch 4": "--epoch 2",
     "--epoch 16": "--epoch 3",
     "+ 16))": "+ 1))",  # the time limit has been reached when the first step ends
 }
-"""So that a page takes less time, and does the same at any speed."""
 
 CODECS = ("float32", "float16", "int8", "1bit")
-LINE = r"(?m)^(\[0\] )?2 +\d"
-"""The last line of the table of results."""
+LINE = r"(?m)^(\[0\] )?2 +\d"  # the last line of the table of results
+# What the commands of each page print, at least.
 PRINTED = {
     "1-one-device.md": [LINE, r"Throughput: [\d.]+ \[images/sec.\]"],
     "2-several-devices.md": [LINE, r"Throughput: [\d.]+ \[images/sec.\]"],
@@ -63,7 +63,6 @@ PRINTED = {
     "two-hosts.md": [],
     "slurm.md": [r"#SBATCH --nodes=2", r"#SBATCH --partition=gpu"],
 }
-"""What the commands of each page print, at least."""
 
 
 @dataclass(frozen=True)

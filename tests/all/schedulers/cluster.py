@@ -16,6 +16,7 @@ import torchmn
 from tests.limits import limit
 from tests.netlab import Host, Lab, missing_requirement, netlab
 
+# Of every test under a scheduler.
 MARKS = [
     pytest.mark.processes,
     pytest.mark.root,
@@ -24,7 +25,6 @@ MARKS = [
         not os.environ.get("TORCHMN_TEST_SCHEDULERS"), reason="'make test-schedulers' runs these"
     ),
 ]
-"""Of every test under a scheduler."""
 PATIENCE_S = 60
 _OF_SCHEDULERS = ("SLURM", "PBS", "SGE", "TORCHMN", "JOB_ID", "PE_", "OMPI_", "PMIX_")
 
@@ -32,21 +32,14 @@ _OF_SCHEDULERS = ("SLURM", "PBS", "SGE", "TORCHMN", "JOB_ID", "PE_", "OMPI_", "P
 class Cluster(ABC):
     """A login host and two compute hosts under one scheduler."""
 
-    name: str
-    """As in ``torchmn submit --scheduler``."""
+    name: str  # as in ``torchmn submit --scheduler``
     tools: Sequence[str]
-    path: str = ""
-    """Folders, besides those of the machine, that hold the tools."""
-    shortest_limit: str
-    """As ``--walltime``; Slurm counts minutes."""
-    words_of_limit: str
-    """Of the message about a job that exceeded it."""
-    unknown_queue: str
-    """The scheduler's words about the queue ``nowhere``."""
-    as_user: Sequence[str] = ()
-    """Before a command of the cluster's user, if that is not root."""
-    signal_options: Sequence[object] = ()
-    """With which a job gets SIGUSR1 without `send_signal`."""
+    path: str = ""  # folders, besides those of the machine, that hold the tools
+    shortest_limit: str  # as ``--walltime``; Slurm counts minutes
+    words_of_limit: str  # of the message about a job that exceeded it
+    unknown_queue: str  # the scheduler's words about the queue ``nowhere``
+    as_user: Sequence[str] = ()  # before a command of the cluster's user, if that is not root
+    signal_options: Sequence[object] = ()  # with which a job gets SIGUSR1 without `send_signal`
 
     def __init__(self, lab: Lab, folder: Path) -> None:
         self.lab = lab

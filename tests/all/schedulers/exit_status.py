@@ -7,7 +7,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "reference" / "exit-status.md"
 SCHEDULERS = {"slurm": "Slurm", "grid_engine": "Grid Engine", "pbs": "OpenPBS"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One thing that happens; ``statuses`` are those of ``--wait``, in the order of the columns."""
 
@@ -19,34 +19,34 @@ class Row:
         return self.statuses[list(SCHEDULERS).index(scheduler)]
 
 
-ALL_EXIT = Row(what="All ranks exit with status 3", sees="-", statuses=(3, 3, 3))
-NO_QUEUE = Row(what="There is no such queue", sees="is not started", statuses=(1, 1, 1))
+ALL_EXIT = Row("All ranks exit with status 3", "-", (3, 3, 3))
+NO_QUEUE = Row("There is no such queue", "is not started", (1, 1, 1))
 CANCELLED = Row(
-    what="`scancel`, `qdel`; the ranks save",
-    sees="SIGTERM (Grid Engine: SIGUSR2, with `--requeue`)",
-    statuses=(85, 85, 85),
+    "`scancel`, `qdel`; the ranks save",
+    "SIGTERM (Grid Engine: SIGUSR2, with `--requeue`)",
+    (85, 85, 85),
 )
 TOO_LATE = Row(
-    what="The time limit passes, the ranks ignore SIGTERM",
-    sees="SIGTERM (Grid Engine: nothing), SIGKILL",
-    statuses=(143, 137, 1),
+    "The time limit passes, the ranks ignore SIGTERM",
+    "SIGTERM (Grid Engine: nothing), SIGKILL",
+    (143, 137, 1),
 )
 IN_TIME = Row(
-    what="The time limit is near, the ranks save, `--requeue`",
-    sees="-, `Preemption` reads the limit",
-    statuses=(0, 0, 0),
+    "The time limit is near, the ranks save, `--requeue`",
+    "-, `Preemption` reads the limit",
+    (0, 0, 0),
 )
 SIGNALLED = Row(
-    what="SIGUSR1 (`--signal`; Slurm: `scancel --batch`), the ranks save, `--requeue`",
-    sees="SIGUSR1, once",
-    statuses=(0, 0, 0),
+    "SIGUSR1 (`--signal`; Slurm: `scancel --batch`), the ranks save, `--requeue`",
+    "SIGUSR1, once",
+    (0, 0, 0),
 )
 TAKEN_AWAY = Row(
-    what="A job of higher priority (Grid Engine: suspension), `qrerun`, with `--requeue`",
-    sees="SIGTERM (Grid Engine: SIGUSR1)",
-    statuses=(0, 0, 0),
+    "A job of higher priority (Grid Engine: suspension), `qrerun`, with `--requeue`",
+    "SIGTERM (Grid Engine: SIGUSR1)",
+    (0, 0, 0),
 )
-NODE_FAILED = Row(what="A node fails", sees="the others: SIGTERM", statuses=(1, 1, 255))
+NODE_FAILED = Row("A node fails", "the others: SIGTERM", (1, 1, 255))
 ROWS = (ALL_EXIT, NO_QUEUE, CANCELLED, TOO_LATE, IN_TIME, SIGNALLED, TAKEN_AWAY, NODE_FAILED)
 
 

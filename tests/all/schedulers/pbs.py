@@ -11,12 +11,12 @@ from tests.netlab import Host
 
 _USER = "daemon"
 _RIGHTS = "+dac_override,+dac_read_search,+net_bind_service"  # the last for pbs_iff
+# Jobs have a user, since pbs_mom sees no process of root, and takes such a job for ended when it
+# signals it. This user may read and write what root may: the checkout, and the tests' folders.
 _WITH_ACCESS = (
     *("setpriv", f"--inh-caps={_RIGHTS}", f"--ambient-caps={_RIGHTS}"),
     "--securebits=+no_setuid_fixup",
 )
-"""Jobs have a user, since pbs_mom sees no process of root, and takes such a job for ended when it
-signals it. This user may read and write what root may: the checkout, and the tests' folders."""
 PREFIX = Path(os.environ.get("OPENPBS_PREFIX", "/opt/openpbs"))
 _CONF = """\
 PBS_EXEC={prefix}

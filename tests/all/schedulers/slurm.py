@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from tests.all.schedulers.cluster import Cluster
 from tests.netlab import Host
 
-CORES = 4
-"""Of each node, whatever the machine has."""
+CORES = 4  # of each node, whatever the machine has
 _CONFIGURATION = """
 ClusterName=lab
 SlurmctldHost={login.name}({login.address})

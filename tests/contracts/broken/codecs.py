@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torchmn.comm.codecs import ErrorFeedback, Layout, Quantized, Segment
+from torchmn.comm.codecs import ErrorFeedback, Layout, Quantized
+from torchmn.comm.codecs.layout import Segment
 
 
 class Base(ErrorFeedback):

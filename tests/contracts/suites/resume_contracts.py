@@ -24,7 +24,7 @@ from torchmn.comm.codecs import Codec
 from torchmn.comm.object_codec import Trust, as_bytes, pack, unpack, unpack_head
 from torchmn.data import GlobalSampler
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
-from torchmn.exchange.optimizer.multi_node_optimizer import Weight
+from torchmn.exchange.options import Weight
 from torchmn.exchange.schedules import (
     DoubleBuffering,
     EveryStep,

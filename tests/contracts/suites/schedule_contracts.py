@@ -24,7 +24,8 @@ from tests.contracts.suites.communicator_contracts import (
 )
 from torchmn.comm import Communicator
 from torchmn.errors import NonFiniteGradientError
-from torchmn.exchange.optimizer import SCHEDULES, MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.exchange.optimizer.create import SCHEDULES
 from torchmn.exchange.schedules import (
     DoubleBuffering,
     EveryStep,
@@ -32,10 +33,10 @@ from torchmn.exchange.schedules import (
     LocalUpdateSchedule,
     PeriodicAverage,
     Phases,
-    PseudoGradient,
     Schedule,
 )
 from torchmn.exchange.schedules.base import ReplicaConsistency
+from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 
 MakeSchedule = Callable[[], Schedule]
 Gradients = list[Tensor]

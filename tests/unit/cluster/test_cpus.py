@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchmn.cluster import Processors, assign_cpus, available_processors
-from torchmn.cluster.cpus import cpu_quota
+from torchmn.cluster.cpus import Processors, assign_cpus, available_processors, cpu_quota
 from torchmn.errors import UsageError
 
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.cluster import Processors, cores_near_gpu, count_gpus, gpu_localities, memory_nodes
+from torchmn.cluster.cpus import Processors, cores_near_gpu
+from torchmn.cluster.gpus import count_gpus, gpu_localities, memory_nodes
 
 BUSES = {"0000:07:00.0": ("0-3", 0), "0000:0a:00.0": ("0-3", 0), "0000:87:00.0": ("4-7", 1)}
 EIGHT = Processors(logical=tuple(range(8)), physical=tuple((n // 4, n) for n in range(8)))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.cluster import is_this_host, route_of, route_to
-from torchmn.cluster.network import rdma_adapters
+from torchmn.cluster.network import is_this_host, rdma_adapters, route_of, route_to
 
 
 def test_the_way_to_oneself() -> None:

@@ -5,8 +5,7 @@ Runs under CNTK's Python 3.6 as well, so no later syntax here.
 
 from typing import Any
 
-SIZES = [4, 4, 2, 5, 3]
-"""Samples of the minibatches."""
+SIZES = [4, 4, 2, 5, 3]  # samples of the minibatches
 
 
 def cases(C: Any) -> Any:

@@ -10,7 +10,8 @@ import torchmn
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
 from tests.limits import limit
 from torchmn.cluster import Topology
-from torchmn.comm import ROUTES, Communicator
+from torchmn.comm import Communicator
+from torchmn.comm.create import ROUTES
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.testing import run_threads
 

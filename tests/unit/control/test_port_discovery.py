@@ -16,7 +16,7 @@ import pytest
 
 import torchmn
 from tests.limits import limit
-from torchmn.cluster import read_launcher_env
+from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.control import port_discovery
 from torchmn.errors import LaunchError
 
@@ -130,7 +130,7 @@ ATTACK = """
 import encodings.idna, os, sys, time
 from pathlib import Path
 from torchmn.control import port_discovery
-from torchmn.cluster import read_launcher_env
+from torchmn.cluster.launcher_env import read_launcher_env
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)

@@ -12,7 +12,7 @@ from torchmn.control.rank_claim import claimed_by
 
 BEGIN = """
 import os, subprocess, sys, time
-from torchmn.cluster import read_launcher_env
+from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.control.rank_claim import claim_rank, claimed_by
 from torchmn.errors import UsageError
 

@@ -29,8 +29,9 @@ from torch.utils.data import (
 
 import torchmn
 from torchmn.control.script import show_exception
-from torchmn.data import GlobalSampler, ScatteredBatches, scatter_loader, shard_bounds
+from torchmn.data import GlobalSampler, scatter_loader, shard_bounds
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, replayed
+from torchmn.data.scatter_loader import ScatteredBatches
 from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 

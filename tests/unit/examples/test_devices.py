@@ -21,15 +21,15 @@ from torchmn.comm import Communicator
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DEVICE = torch.device("meta")  # no tensor of these scripts is there
 aten = torch.ops.aten
+# A copy between devices, and a layer that makes its first state where its input says it is.
 MAY_MIX = (aten.copy_.default, aten.mkldnn_rnn_layer.default)
-"""A copy between devices, and a layer that makes its first state where its input says it is."""
 
 
 class OnDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
+        # All that were ever there: none is freed, and no address comes twice.
         self._storages: dict[int, Any] = {}
-        """All that were ever there: none is freed, and no address comes twice."""
 
     def holds(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._storages

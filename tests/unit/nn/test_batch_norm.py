@@ -270,7 +270,6 @@ def test_while_gradients_of_an_earlier_step_are_exchanged() -> None:
             comm,
             torch_model,
             schedule="double_buffering",
-            allow_stale=True,
         )
         for step in range(5):
             optimizer.zero_grad()

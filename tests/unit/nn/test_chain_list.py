@@ -455,9 +455,7 @@ def test_schedules_along_a_data_axis(name: str) -> None:
         chain = line(grid.model, num_microbatches=2)
         whole = nn.Sequential(*(layer(rank) for rank in range(2)))
         for model in (chain, whole):
-            trained_over(
-                grid.data, model, schedule=SCHEDULES[name](), weight="samples", allow_stale=True
-            )
+            trained_over(grid.data, model, schedule=SCHEDULES[name](), weight="samples")
         own = whole[grid.model.rank].parameters()
         for seen, expected in zip(chain.parameters(), own, strict=True):
             torch.testing.assert_close(seen, expected, rtol=0, atol=1e-12)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torchmn.errors import DataError, UsageError
-from torchmn.observe.read.merged_trace import merge_profiles, merge_traces
+from torchmn.record.merged_trace import merge_profiles, merge_traces
 from torchmn.record.profile_request import ProfileRequest
 
 

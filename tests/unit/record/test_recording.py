@@ -19,8 +19,8 @@ import torchmn
 from torchmn import events
 from torchmn.control.codec import decode_union
 from torchmn.errors import UsageError
-from torchmn.observe.read.merged_trace import finish_profile
 from torchmn.record import record, recording, report_value, trace
+from torchmn.record.merged_trace import finish_profile
 from torchmn.record.profile_request import ProfileRequest
 from torchmn.record.records import Line, RunEnd, Step, Value
 

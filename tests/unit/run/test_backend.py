@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import UnknownNameError, UnsupportedError
-from torchmn.run import Machine, choose_backend
-from torchmn.run.backend import find_mpirun
+from torchmn.run.backend import Machine, choose_backend, find_mpirun
 
 WITH_MPI = {"mpirun": "/usr/bin/mpirun", "has_mpi4py": True}
 

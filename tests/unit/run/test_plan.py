@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.cluster import Processors
+from torchmn.cluster.cpus import Processors
 from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.run.plan import RunOptions, detect_existing_rank, plan_job
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchmn.cluster import CpuAssignment, assign_cpus, available_processors
+from torchmn.cluster.cpus import CpuAssignment, assign_cpus, available_processors
 from torchmn.run.job import Job
 from torchmn.run.rank_environment import script_environment, torchrun_variables
 from torchmn.run.starters.remote import is_carried

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from torchmn.cluster import Host, Route
+from torchmn.cluster.hostlists import Host
+from torchmn.cluster.network import Route
 from torchmn.control.connection import reserve_port
 from torchmn.control.processes import python_module
 from torchmn.errors import LaunchError, UnsupportedError, UsageError
-from torchmn.run import Job
-from torchmn.run.job import Command, worker_command
+from torchmn.run.job import Command, Job, worker_command
 from torchmn.run.rank_environment import worker_environment
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.starters.remote import PBS_SHELL, QRSH_SHELL, SSH, remote_shell, to_host

@@ -6,6 +6,7 @@ The documents are of 2017 and 2018 and of one site; their numbers are those of t
 from torchmn.submit.request import JobRequest
 from torchmn.submit.settings import Settings
 
+# The hands-on course on distributed training, job script of 2 nodes with 2 GPUs each.
 PBS_OF_ROW_4_10 = """\
 #PBS -q h-tutorial
 #PBS -l select=2:mpiprocs=2:ompthreads=1
@@ -13,8 +14,8 @@ PBS_OF_ROW_4_10 = """\
 #PBS -l walltime=00:10:00
 #PBS -N multi_node_training
 """
-"""The hands-on course on distributed training, job script of 2 nodes with 2 GPUs each."""
 
+# sbatch(1): the long options, and `%x` and `%j` of its file name patterns.
 SLURM_OF_THE_MANUAL = """\
 #SBATCH --partition=h-tutorial
 #SBATCH --account=gt00
@@ -26,8 +27,8 @@ SLURM_OF_THE_MANUAL = """\
 #SBATCH --output=torchmn-logs/%x.%j.slurm.log
 #SBATCH --no-requeue
 """
-"""sbatch(1): the long options, and `%x` and `%j` of its file name patterns."""
 
+# submit(1) of Grid Engine 8.1.9, with the pseudo variables of ``-o``.
 GRID_ENGINE_OF_THE_MANUAL = """\
 #$ -N multi_node_training
 #$ -q h-tutorial
@@ -40,7 +41,6 @@ GRID_ENGINE_OF_THE_MANUAL = """\
 #$ -j y
 #$ -o torchmn-logs/$JOB_NAME.$JOB_ID.grid_engine.log
 """
-"""submit(1) of Grid Engine 8.1.9, with the pseudo variables of ``-o``."""
 
 
 def tutorial(file: str = "multi_node_training.sh", **settings: object) -> JobRequest:

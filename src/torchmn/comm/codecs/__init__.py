@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torchmn.comm.codecs.base import Codec, StripeCodec
 from torchmn.comm.codecs.error_feedback import ErrorFeedback
 from torchmn.comm.codecs.half_precision import BFloat16, Float16
-from torchmn.comm.codecs.layout import Layout, Segment
+from torchmn.comm.codecs.layout import Layout
 from torchmn.comm.codecs.power_sgd import PowerSGD
 from torchmn.comm.codecs.quantized import Quantized
 from torchmn.comm.codecs.residuals import reshard
@@ -22,7 +22,6 @@ __all__ = [
     "Layout",
     "PowerSGD",
     "Quantized",
-    "Segment",
     "StripeCodec",
     "create_codec",
     "reshard",

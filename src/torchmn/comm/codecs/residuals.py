@@ -237,7 +237,7 @@ def reshard(states: Sequence[State], num_workers: int) -> State:
 
     Raises UsageError: no states, or no workers.
 
-    >>> from torchmn.comm.codecs import reshard
+    >>> from torchmn.comm.codecs.residuals import reshard
     >>> reshard([{"residuals": []}, {"residuals": []}], 3)  # nothing was lost so far
     {'residuals': []}
     """

@@ -58,7 +58,7 @@ class TimeLimit:
     ``is_eager()`` is whether the waiting thread may spin: yes on a thread that has nothing else to
     do, no on a thread that shares its core with the computation.
 
-    >>> from torchmn.comm.transports import TimeLimit
+    >>> from torchmn.comm.transports.base import TimeLimit
     >>> TimeLimit(60.0).seconds
     60.0
     """
@@ -163,7 +163,7 @@ class Transport(ABC):
 
     A subclass defines `exchange`, `split` and `close`:
 
-    >>> from torchmn.comm.transports import Transport
+    >>> from torchmn.comm.transports.base import Transport
     >>> class OneRank(Transport):
     ...     name = "one_rank"
     ...     def exchange(self, sends, recvs, limit, tag=0):

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchmn.cluster import route_to
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted
-from torchmn.cluster.network import addresses_of_host, is_loopback
+from torchmn.cluster.network import addresses_of_host, is_loopback, route_to
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.mpi import MpiTransport

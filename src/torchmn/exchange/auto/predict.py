@@ -27,12 +27,14 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import get_args
 
 from torchmn.cluster.units import MiB
 from torchmn.comm.link_speed import LinkSpeed as LinkSpeed  # a part of `Cluster`
 from torchmn.errors import UnknownNameError, UsageError
+from torchmn.names import ROUTE_TRAITS, Model
 
-SCHEDULES = ("every_step", "double_buffering", "blocks")
+SCHEDULES: tuple[Model, ...] = get_args(Model)
 _NUM_STEPS = 4  # simulated, of which the last is in the steady state
 
 
@@ -316,10 +318,6 @@ def _bucket_of(members: Sequence[ReadyGradient]) -> _Bucket:
 # Several ranks that send at once share the adapter: the sums above are of all of them. Sums at the
 # owners of stripes take two rounds in which a rank sends to all others; a ring takes 2 (W - 1).
 
-STRIPED = ("flat", "naive", "non_cuda_aware")
-NODE_FIRST = ("hierarchical", "two_dimensional")
-ROUTES = (*NODE_FIRST, *STRIPED, "pure_nccl", "single_node")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
@@ -332,19 +330,19 @@ class Crossing:
 
 def crossing(route: str, num_hosts: int, ranks_per_host: int, *, is_encoded: bool) -> Crossing:
     """See above. Raises UnknownNameError, UsageError: single_node with several hosts."""
-    if route not in ROUTES:
-        raise UnknownNameError("route", route, ROUTES)
-    size = num_hosts * ranks_per_host
-    if route == "single_node" and num_hosts > 1:
+    if route not in ROUTE_TRAITS:
+        raise UnknownNameError("route", route, ROUTE_TRAITS)
+    traffic, size = ROUTE_TRAITS[route].traffic, num_hosts * ranks_per_host
+    if traffic == "none" and num_hosts > 1:
         raise UsageError(f"The route single_node is for one host, not {num_hosts}.")
     if num_hosts == 1:
         return Crossing(share=0.0, num_rounds=0, num_messages=0)
-    if route == "pure_nccl":
+    if traffic == "ring":
         num_rounds = 2 * (size - 1)
         return Crossing(share=num_rounds / size, num_rounds=num_rounds, num_messages=num_rounds)
-    num_parts = num_hosts if route in NODE_FIRST else size
+    num_parts = num_hosts if traffic == "nodes" else size
     swaps = num_parts == 2 and not is_encoded  # both send all they have, see `TcpTransport`
-    if route in NODE_FIRST:
+    if traffic == "nodes":
         share = 2 * (num_hosts - 1) / num_hosts
     else:
         share = 2 * ranks_per_host * (size - ranks_per_host) / size

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.cluster.units import MiB
-from torchmn.comm.codecs import create_codec
+from torchmn.comm.codecs import Codec, create_codec
 from torchmn.comm.codecs.codec_timing import measure_codec
 from torchmn.comm.codecs.layout import is_small
 from torchmn.comm.link_speed import LinkSpeed, measure_links
@@ -42,6 +42,7 @@ from torchmn.exchange.auto.predict import (
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.parameter_hook import watch_gradient
 from torchmn.exchange.schedules.base import Schedule
+from torchmn.names import DOUBLE_BUFFERING
 
 if TYPE_CHECKING:
     from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
@@ -51,17 +52,22 @@ NUM_TIMED = 4
 MAX_TRIALS = 4
 WITHIN = 1.5  # plans up to this multiple of the best prediction are tried
 MARGIN = 1.02  # the default plan is kept unless another one is this much faster
-DRIFT = 1.25  # with retune=True: measure again when steps are this much slower than planned
+DRIFT = 1.25  # with Auto(retune=True): measure again when steps are this much slower than planned
 RETUNE_STEPS = 200
 BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The candidates: schedules and codecs by name, the default ones first."""
+    """The candidates: schedules and codecs by name, the default ones first.
+
+    ``retune``: measure again when steps have become slower; a repeated run then need not have the
+    same bits.
+    """
 
     schedules: Mapping[str, Callable[[], Schedule]]
     codecs: Sequence[str]
+    retune: bool = False
 
     def plans(self) -> list[Plan]:
         """All combinations, the default ones first."""
@@ -91,15 +97,10 @@ def report_to_stderr(text: str) -> None:
 
 
 class Autotuner:
-    """Measures the first steps of an optimizer, then selects the fastest plan for it.
+    """Measures the first steps of an optimizer, then selects the fastest plan for it."""
 
-    ``retune=True`` measures again when steps have become slower; a repeated run then need not have
-    the same bits.
-    """
-
-    def __init__(self, space: SearchSpace, *, retune: bool = False) -> None:
+    def __init__(self, space: SearchSpace) -> None:
         self.space = space
-        self.retune = retune
         self.plan: Plan | None = None  # the selected plan; None during the measurements
         self.reason = ""  # why it was selected, in three lines
         self.trials: list[Trial] = []
@@ -112,8 +113,14 @@ class Autotuner:
         self._excluded: dict[str, str] = {}
         self._timer = StepTimer()
 
-    def attach(self, optimizer: MultiNodeOptimizer) -> None:
-        """Called once. The optimizer has the first schedule and codec of the search space."""
+    def attach(
+        self, optimizer: MultiNodeOptimizer, switch: Callable[[Schedule, Codec | None, int], None]
+    ) -> None:
+        """Called once. The optimizer has the first schedule and codec of the search space.
+
+        ``switch`` continues with another schedule, codec and bucket size.
+        """
+        self._switch = weakref.WeakMethod(switch)
         self._optimizer = weakref.proxy(optimizer)  # which has this
         self._default = Plan(
             schedule=next(iter(self.space.schedules)),
@@ -131,7 +138,7 @@ class Autotuner:
             started = time.perf_counter()
             self._num_passes += 1
             if self._num_passes > 1:
-                self._excluded["double_buffering"] = "two backward passes before a step"
+                self._excluded[DOUBLE_BUFFERING] = "two backward passes before a step"
             backward_ended()
             self._timer.backward_ended(time.perf_counter() - started)
 
@@ -139,12 +146,12 @@ class Autotuner:
 
     def closure_given(self) -> None:
         """The next step has a closure. Local."""
-        self._excluded["double_buffering"] = "step() has a closure"
+        self._excluded[DOUBLE_BUFFERING] = "step() has a closure"
 
     def scaler_used(self) -> None:
         """A GradScaler looks at the gradients before the step. Local."""
         if self._num_passes:
-            self._excluded["double_buffering"] = "a GradScaler looks at all gradients"
+            self._excluded[DOUBLE_BUFFERING] = "a GradScaler looks at all gradients"
 
     def on_zero_grad(self) -> None:
         """Gradients were cleared. Local."""
@@ -156,7 +163,7 @@ class Autotuner:
         if self._must_start_over:
             self._start_over()
             return
-        if self.plan is not None and not self.retune:
+        if self.plan is not None and not self.space.retune:
             return
         self._timer.step_ended()
         num_steps = len(self._timer.steps_s)
@@ -262,7 +269,8 @@ class Autotuner:
     def _use(self, plan: Plan) -> None:
         self._using = plan
         schedule = self.space.schedules[plan.schedule]()
-        self._optimizer.switch(schedule, create_codec(plan.codec), plan.bucket_bytes)
+        if (switch := self._switch()) is not None:
+            switch(schedule, create_codec(plan.codec), plan.bucket_bytes)
         self._timer.restart()
 
     # ---- state ----

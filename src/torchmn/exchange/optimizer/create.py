@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,8 +17,9 @@ from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.codec_state import own_codec, warn_if_it_encodes_nothing
 from torchmn.exchange.finiteness import OnNonfinite
 from torchmn.exchange.optimizer.model_checks import compare_random_numbers, find_chains
-from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer, Weight
+from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 from torchmn.exchange.optimizer.trained_objects import Trained, modules_of
+from torchmn.exchange.options import Auto, GradientOptions, Weight
 from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
@@ -26,20 +28,20 @@ from torchmn.exchange.schedules.local_updates.block_momentum import BlockMomentu
 from torchmn.exchange.schedules.local_updates.diloco import DiLoCo
 from torchmn.exchange.schedules.local_updates.periodic_average import PeriodicAverage
 from torchmn.exchange.schedules.parameter_server.schedule import ParameterServer
+from torchmn.names import AUTO, CODEC_TRAITS, DOUBLE_BUFFERING, EVERY_STEP, FLOAT32, SCHEDULE_TRAITS
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
-    "every_step": EveryStep,
-    "double_buffering": DoubleBuffering,
-    "periodic_average": PeriodicAverage,
-    "block_momentum": BlockMomentum,
-    "diloco": DiLoCo,
-    "parameter_server": ParameterServer,
+    make.name: make
+    for make in (
+        EveryStep,
+        DoubleBuffering,
+        PeriodicAverage,
+        BlockMomentum,
+        DiLoCo,
+        ParameterServer,
+    )
 }
 """Those by name have their defaults: blocks of 512 samples per rank, without overlap."""
-
-SINGLE_STEPS = ["every_step", "double_buffering"]
-"""The schedules that ``auto`` knows, the plainest first."""
-LOSSY_CODECS = ["float16", "int8", "int4", "1bit"]
 
 
 def create_multi_node_optimizer(
@@ -49,11 +51,8 @@ def create_multi_node_optimizer(
     *,
     double_buffering: bool = False,
     zero_fill: bool = False,
-    codec: str | Codec | None = None,
-    schedule: str | Schedule | None = None,
-    allow_lossy: bool = False,
-    allow_stale: bool = False,
-    retune: bool = False,
+    codec: str | Codec | Auto | None = None,
+    schedule: str | Schedule | Auto | None = None,
     weight: Weight | None = None,
     reduction: Reduction = "mean",
     on_nonfinite: OnNonfinite = "raise",
@@ -84,15 +83,11 @@ def create_multi_node_optimizer(
         codec: the form in which gradients are sent: ``float32``, ``float16``, ``bfloat16``,
             ``int8``, ``int4``, ``int2``, ``1bit``, ``power_sgd`` or an object of
             `torchmn.comm.codecs`; default: the communicator's ``allreduce_grad_dtype``. ``auto``
-            chooses by measurement.
+            chooses by measurement; `Auto` says what it may choose.
         schedule: ``every_step``, ``double_buffering``, ``periodic_average``, ``block_momentum``,
             ``diloco``, ``parameter_server`` or an object of `torchmn.schedules`. ``auto`` chooses
-            by measurement.
-        allow_lossy: ``codec="auto"`` may choose codecs that lose bits.
-        allow_stale: ``schedule="auto"`` may choose ``double_buffering``, whose gradients are a step
-            late. Without it, and whatever ``auto`` selects, every ``p.grad`` is the mean of this
-            step when ``backward()`` returns.
-        retune: whether they choose again when steps have become slower.
+            by measurement, a schedule whose gradients are a step late only with
+            ``Auto(stale=True)``.
         weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
             samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
             By default ``samples`` where a loader of `torchmn.scatter_loader` gives the ranks of
@@ -124,43 +119,27 @@ def create_multi_node_optimizer(
         >>> model.weight.grad.tolist()
         [[1.0, 1.0, 1.0]]
     """
-    if weight not in (None, "rank", "samples"):
-        raise UnknownNameError("weight", weight, ("rank", "samples"))
-    if on_nonfinite not in ("raise", "warn", "ignore"):
-        raise UnknownNameError("on_nonfinite", on_nonfinite, ("raise", "warn", "ignore"))
-    if reduction not in ("mean", "sum"):
-        raise UnknownNameError("reduction", reduction, ("mean", "sum"))
-    if reduction == "sum" and weight not in (None, "rank"):
-        raise UnsupportedError(
-            f"weight={weight!r} and reduction='sum' contradict each other: weights divide a mean, "
-            "and the gradients of a summed loss are added as they are. Leave weight= out, or let "
-            "the loss be a mean over the batch."
-        )
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise UsageError(f"max_grad_norm={max_grad_norm} must be a positive number.")
-    if double_buffering and schedule not in (None, "double_buffering"):
+    options = GradientOptions(
+        weight=weight,
+        reduction=reduction,
+        on_nonfinite=on_nonfinite,
+        max_grad_norm=max_grad_norm,
+        zero_fill=zero_fill,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+    )
+    if double_buffering and schedule not in (None, DOUBLE_BUFFERING):
         raise UnsupportedError(
             f"double_buffering=True and schedule={schedule!r} contradict each other. Give one."
         )
-    name = schedule or ("double_buffering" if double_buffering else "every_step")
-    if name == "every_step_next_forward":
-        raise UnsupportedError(
-            "schedule='every_step_next_forward' does not exist any more. Use 'every_step', with a "
-            "codec where the exchange takes too long, or 'double_buffering'."
-        )
-    if isinstance(name, str) and name not in ("auto", *SCHEDULES):
-        raise UnknownNameError("schedule", name, ["auto", *SCHEDULES])
+    name = _or_auto(schedule or (DOUBLE_BUFFERING if double_buffering else EVERY_STEP))
+    codec = _or_auto(codec)
+    if isinstance(name, str) and name not in SCHEDULES:
+        raise UnknownNameError("schedule", name, [AUTO, *SCHEDULES])
     tuner = None
     candidates: list[Schedule] = []
-    if "auto" in (name, codec):
-        space = _search_space(
-            name,
-            codec,
-            comm,
-            allow_lossy=allow_lossy,
-            allow_stale=allow_stale,
-        )
-        tuner = Autotuner(space, retune=retune)
+    if isinstance(name, Auto) or isinstance(codec, Auto):
+        space = _search_space(name, codec, comm)
+        tuner = Autotuner(space)
         candidates = [make() for make in space.schedules.values()]
         name, codec = next(iter(space.schedules)), space.codecs[0]
     chosen = SCHEDULES[name]() if isinstance(name, str) else name
@@ -188,19 +167,13 @@ def create_multi_node_optimizer(
     form = own_codec(codec, comm)
     is_counted = weight is None
     may_differ = is_counted and reduction == "mean" and chosen.averages_gradients
-    weight = weight or "rank"
     made = _kind(
         optimizer,
         comm,
         models,
         chosen,
         form,
-        zero_fill=zero_fill,
-        weight=weight,
-        reduction=reduction,
-        on_nonfinite=on_nonfinite,
-        max_grad_norm=max_grad_norm,
-        gradient_as_bucket_view=gradient_as_bucket_view,
+        options,
         tuner=tuner,
     )
     for chain in chains:
@@ -226,16 +199,20 @@ def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> N
             )
 
 
+def _or_auto(value: Any) -> Any:
+    """The value, or what ``auto`` means by itself."""
+    return Auto() if isinstance(value, str) and value == AUTO else value
+
+
 def _search_space(
-    schedule: str | Schedule,
-    codec: str | Codec | None,
-    comm: Communicator,
-    *,
-    allow_lossy: bool,
-    allow_stale: bool,
+    schedule: str | Schedule | Auto, codec: str | Codec | Auto | None, comm: Communicator
 ) -> SearchSpace:
-    """What ``auto`` may choose. Raises UnsupportedError: an object, or one that has no step."""
-    if not isinstance(schedule, str) or not (codec is None or isinstance(codec, str)):
+    """What ``auto`` may choose.
+
+    Raises UnsupportedError: an object is given, or a schedule without comparable steps; UsageError:
+    something is allowed that is not chosen.
+    """
+    if not isinstance(schedule, (str, Auto)) or not isinstance(codec, (str, Auto, type(None))):
         raise UnsupportedError(
             f"'auto' chooses among names, but schedule={schedule!r} and codec={codec!r} hold an "
             "object. Give the other one by name, or both as objects."
@@ -245,14 +222,38 @@ def _search_space(
             f"The communicator was made with allreduce_grad_dtype={comm.codec.name!r}, so there is "
             "nothing to choose. Remove allreduce_grad_dtype or 'auto'."
         )
-    schedules, codecs = [schedule], [codec or "float32"]
-    if schedule == "auto":
-        schedules = SINGLE_STEPS if allow_stale else ["every_step"]
-    elif schedule not in SINGLE_STEPS:
+    given = [each for each in (schedule, codec) if isinstance(each, Auto)]
+    is_stale, is_lossy = any(each.stale for each in given), any(each.lossy for each in given)
+    for is_allowed, what, chosen in (
+        (is_stale, "stale", schedule),
+        (is_lossy, "lossy", codec),
+    ):
+        if is_allowed and not isinstance(chosen, Auto):
+            argument = "schedule" if what == "stale" else "codec"
+            raise UsageError(
+                f"Auto({what}=True) is about the {argument}, and {argument}={chosen!r} is given. "
+                f"Pass it as {argument}=Auto({what}=True), or leave it out."
+            )
+    if isinstance(schedule, Auto):
+        known = [name for name, traits in SCHEDULE_TRAITS.items() if traits.has_single_steps]
+        schedules = known if is_stale else known[:1]
+    elif SCHEDULE_TRAITS[schedule].has_single_steps:
+        schedules = [schedule]
+    else:
         raise UnsupportedError(
             f"codec='auto' compares single steps, and schedule={schedule!r} has none that are "
             "comparable. Give the codec."
         )
-    if codec == "auto":
-        codecs = ["float32", *(LOSSY_CODECS if allow_lossy else [])]
-    return SearchSpace(schedules={name: SCHEDULES[name] for name in schedules}, codecs=codecs)
+    if isinstance(codec, Auto):
+        codecs = [
+            name
+            for name, traits in CODEC_TRAITS.items()
+            if traits.is_automatic and (is_lossy or not traits.is_lossy)
+        ]
+    else:
+        codecs = [codec or FLOAT32]
+    return SearchSpace(
+        schedules={name: SCHEDULES[name] for name in schedules},
+        codecs=codecs,
+        retune=any(each.retune for each in given),
+    )

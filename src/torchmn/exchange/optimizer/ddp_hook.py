@@ -27,7 +27,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchmn import events
-from torchmn.cluster import Topology, may_share_gpus
+from torchmn.cluster import Topology
+from torchmn.cluster.gpus import may_share_gpus
 from torchmn.comm import Communicator
 from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Codec, Layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 from weakref import ref
 
 import torch
@@ -23,11 +23,9 @@ from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
 from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
 from torchmn.exchange.auto.tuner import Autotuner
-from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.finiteness import (
     NonfiniteGradients,
-    OnNonfinite,
     act_on_nonfinite,
     record_own_nonfinite,
 )
@@ -53,6 +51,7 @@ from torchmn.exchange.optimizer.wrapped_optimizer import (
     before_step,
     raise_if_it_has_no_hooks,
 )
+from torchmn.exchange.options import GradientOptions
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replica_divergence import buffers_of_replicas
@@ -73,8 +72,6 @@ from torchmn.exchange.weights import Contribution
 from torchmn.nn.batch_norm import weigh_losses_by
 from torchmn.nn.chain_list import MultiNodeChainList
 from torchmn.nn.clipping import clip_grad_norm_
-
-Weight = Literal["rank", "samples"]
 
 
 class MultiNodeOptimizer(WrappedOptimizer):
@@ -106,13 +103,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         models: Sequence[nn.Module],
         schedule: Schedule,
         codec: Codec | None,
+        options: GradientOptions,
         *,
-        zero_fill: bool,
-        weight: Weight,
-        reduction: Reduction,
-        on_nonfinite: OnNonfinite,
-        max_grad_norm: float | None,
-        gradient_as_bucket_view: bool,
         tuner: Autotuner | None = None,
     ) -> None:
         _raise_if_attached(schedule)
@@ -125,8 +117,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._models = models = list(models)  # what refers to them need not refer to this
         self._is_joining = False
         self._is_closed = False
-        self._on_nonfinite = on_nonfinite
-        self._max_grad_norm = max_grad_norm
+        self._options = options
+        weight = options.weight or "rank"
         self._remove_step_hook: Callable[[], None] | None = None
         self._has_closure = False
         """Whether the inner optimizer's step calls what computes gradients."""
@@ -137,10 +129,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._asked = {
             "schedule": schedule.name if tuner is None else "auto",
             "codec": codec.name if codec is not None else None,
-            "zero_fill": zero_fill,
+            "zero_fill": options.zero_fill,
             "weight": weight,
-            "reduction": reduction,
-            "max_grad_norm": max_grad_norm,
+            "reduction": options.reduction,
+            "max_grad_norm": options.max_grad_norm,
         }
         self._counts_samples = False
         self._uncounted_steps = UncountedSteps()
@@ -158,9 +150,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
             in_groups=lambda: parameters_of(inner),
             num_sets=schedule.num_sets,
             on_backward_end=self._on_backward_end(schedule),
-            zero_fill=zero_fill,
-            reduction=reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
+            zero_fill=options.zero_fill,
+            reduction=options.reduction,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
             contribution=Contribution(is_by_samples=weight == "samples"),
             find_sparse=lambda: sparse_parameters(models),
             find_untrained=lambda: untrained_parameters(inner, models),
@@ -173,7 +165,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         try:
             self._attach_schedule()
             if tuner is not None:
-                tuner.attach(self)
+                tuner.attach(self, self._switch)
             self._remove_step_hook = before_step(inner, self._before_step)
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
@@ -201,7 +193,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         schedule.attach(self.reducer, self.inner)
         schedule.watch(self._models)
 
-    def switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
+    def _switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
         """Continue with another schedule, codec and bucket size. *Collective*, between two steps.
 
         Pending updates are applied first; a codec with error feedback takes over the residuals.
@@ -488,25 +480,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self.reducer.exchange.forget_scale()  # samples are another unit than ranks
             self._weigh_losses()
 
-    def measure_norms(self, listener: NormListener) -> None:
-        """Give a listener the norms of gradients, and count samples for it. Local.
-
-        Raises UsageError: there is one already; UnsupportedError: the model is a chain over ranks.
-        """
-        if find_chains(self._models, self.communicator, None):
-            raise UnsupportedError(
-                f"{self.communicator.rank_label}: the norm of a gradient is that of all parameters,"
-                " and the modules of this chain are on several ranks. Measure with a model that is "
-                "whole on each rank."
-            )
-        if self.reducer.exchange.norm_listener is not None:
-            raise UsageError(
-                "The norms of this optimizer's gradients are measured already. Use the "
-                f"{type(self.reducer.exchange.norm_listener).__name__} that was made first."
-            )
-        self.reducer.exchange.norm_listener = listener
-        self._count_samples()
-
     def _count_samples(self) -> None:
         """Count the samples that the first model sees, from the first call of this on. Local."""
         if self._counts_samples:
@@ -548,23 +521,16 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """
         self.schedule.flush()
 
-    @property
-    def is_server(self) -> bool:
-        """Whether this rank only serves the others and trains nothing (`ParameterServer`)."""
-        return self.schedule.is_server
+    def serve(self) -> bool:
+        """On a rank that only serves (`ParameterServer`) serve until all workers have left `join`.
 
-    def serve(self) -> None:
-        """Serve the workers until they leave their loops in `join`, on a rank that `is_server`.
-
-        *Collective*, with `join` on the workers. Raises UsageError: this rank is not a server.
+        *Collective*, with `join` on the workers. Returns whether this rank is one that serves; on
+        the others, which train, it returns at once.
         """
-        if not self.is_server:
-            raise UsageError(
-                f"{self.communicator.rank_label}: serve() is for ranks that do nothing else, of "
-                "schedule=ParameterServer(servers=k). Check optimizer.is_server first."
-            )
-        with self.join():
-            pass
+        if self.schedule.is_server:
+            with self.join():
+                pass
+        return self.schedule.is_server
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the current gradients by their global norm; returns the norm before. Local.
@@ -661,11 +627,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
             if not self.reducer.is_suspended:
                 record_own_nonfinite(self.reducer, parameters_of(self.inner))
         self._act_on_problem()
-        if self._max_grad_norm is not None:
-            self.clip_grad_norm_(self._max_grad_norm)
+        if self._options.max_grad_norm is not None:
+            self.clip_grad_norm_(self._options.max_grad_norm)
 
     def _act_on_problem(self) -> None:
-        act_on_nonfinite(self.reducer, self._on_nonfinite)
+        act_on_nonfinite(self.reducer, self._options.on_nonfinite)
 
     def _remove_eager_step(self) -> None:
         self.schedule.remove_eager_step()
@@ -682,3 +648,23 @@ def _raise_if_attached(schedule: Schedule) -> None:
             f"This {type(schedule).__name__} object belongs to another optimizer already, whose "
             "state it holds. Make a new schedule object for each optimizer."
         )
+
+
+def measure_norms(optimizer: MultiNodeOptimizer, listener: NormListener) -> None:
+    """Give a listener the norms of gradients, and count samples for it. Local.
+
+    Raises UsageError: there is one already; UnsupportedError: the model is a chain over ranks.
+    """
+    comm, exchange = optimizer.communicator, optimizer.reducer.exchange
+    if find_chains(optimizer._models, comm, None):
+        raise UnsupportedError(
+            f"{comm.rank_label}: the norm of a gradient is that of all parameters, and the modules "
+            "of this chain are on several ranks. Measure with a model that is whole on each rank."
+        )
+    if exchange.norm_listener is not None:
+        raise UsageError(
+            "The norms of this optimizer's gradients are measured already. Use the "
+            f"{type(exchange.norm_listener).__name__} that was made first."
+        )
+    exchange.norm_listener = listener
+    optimizer._count_samples()

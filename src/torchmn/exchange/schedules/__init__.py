@@ -6,11 +6,9 @@ from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.exchange.schedules.local_updates.base import LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.block_momentum import BlockMomentum
 from torchmn.exchange.schedules.local_updates.diloco import DiLoCo
-from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 from torchmn.exchange.schedules.local_updates.growing_blocks import GrowingBlocks
 from torchmn.exchange.schedules.local_updates.periodic_average import PeriodicAverage
 from torchmn.exchange.schedules.parameter_server.schedule import ParameterServer
-from torchmn.exchange.schedules.parameter_server.staleness import Staleness, WorkerStaleness
 from torchmn.exchange.schedules.phases import Phases, Warmup
 
 __all__ = [
@@ -23,9 +21,6 @@ __all__ = [
     "ParameterServer",
     "PeriodicAverage",
     "Phases",
-    "PseudoGradient",
     "Schedule",
-    "Staleness",
     "Warmup",
-    "WorkerStaleness",
 ]

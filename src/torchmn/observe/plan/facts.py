@@ -19,7 +19,6 @@ from torchmn.cluster.network import rate_bytes_per_s
 from torchmn.cluster.units import MiB
 from torchmn.errors import UsageError
 from torchmn.exchange.auto.predict import (
-    SCHEDULES,
     Cluster,
     CodecFacts,
     LinkSpeed,
@@ -29,9 +28,9 @@ from torchmn.exchange.auto.predict import (
     predict_step,
 )
 from torchmn.exchange.auto.predict import PredictedStep as PredictedStep  # for who shows it
+from torchmn.names import SCHEDULE_TRAITS
 
 PAYLOAD_SHARE = 1448 / 1514  # share of an Ethernet frame, header included, that TCP carries
-LOCAL_UPDATES = ("periodic_average", "block_momentum", "diloco")
 _NUM_GRADIENTS = 50
 
 
@@ -137,14 +136,12 @@ def read_table(path: Path) -> Training:
 
 
 def _model_of(schedule: str) -> str:
-    if schedule in LOCAL_UPDATES:
-        return "blocks"
-    known = [*(name for name in SCHEDULES if name != "blocks"), *LOCAL_UPDATES]
+    known = {name: traits.model for name, traits in SCHEDULE_TRAITS.items() if traits.model}
     if schedule not in known:
         raise UsageError(
             f"No prediction model for schedule {schedule!r}: there is one for {', '.join(known)}."
         )
-    return schedule
+    return known[schedule]
 
 
 def _link_of(training: Training) -> LinkSpeed:

@@ -18,7 +18,7 @@ import threading
 from contextlib import closing, suppress
 from pathlib import Path
 
-from torchmn.cluster import local_address_for
+from torchmn.cluster.network import local_address_for
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.codec import Record, decode, encode

@@ -10,8 +10,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from torchmn.cluster import is_this_host
 from torchmn.cluster.environment_variables import RSH_VARIABLE, split_words
+from torchmn.cluster.network import is_this_host
 from torchmn.cluster.units import counted
 from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module

@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING
 
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.errors import require
-from torchmn.train.evaluation.buffers import BufferRule, sync_buffers_
+from torchmn.train.evaluation.buffers import sync_buffers_
 from torchmn.train.evaluation.evaluation_batches import batch_to, call_with_batch, evaluation_mode
-from torchmn.train.evaluation.sums import (
-    Ratio,
-    Sums,
-    WeightedSums,
-    means_of,
-    merge_sums,
-    scalars_of,
-)
+from torchmn.train.evaluation.sums import Ratio, WeightedSums, means_of, merge_sums
 
 if TYPE_CHECKING:
     from torchmn.train.evaluation.create import (
@@ -26,11 +19,9 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "BufferRule",
     "GenericMultiNodeEvaluator",
     "HeartbeatGather",
     "Ratio",
-    "Sums",
     "WeightedSums",
     "batch_to",
     "call_with_batch",
@@ -38,7 +29,6 @@ __all__ = [
     "evaluation_mode",
     "means_of",
     "merge_sums",
-    "scalars_of",
     "sync_buffers_",
 ]
 

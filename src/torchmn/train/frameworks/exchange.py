@@ -23,7 +23,7 @@ from torchmn.data.sub_dataset import SubDataset
 from torchmn.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.exchange.finiteness import OnNonfinite
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
-from torchmn.exchange.optimizer.multi_node_optimizer import Weight
+from torchmn.exchange.options import Auto, Weight
 from torchmn.exchange.replicas import parameters_of, persistent_buffers
 from torchmn.exchange.schedules import EveryStep, ParameterServer, Schedule
 from torchmn.train.evaluation import sync_buffers_
@@ -34,7 +34,7 @@ class ExchangeOptions:
     """How the optimizers of a framework exchange gradients.
 
     Args:
-        codec, schedule, weight, on_nonfinite, allow_lossy, allow_stale: as in
+        codec, schedule, weight, on_nonfinite: as in
             `torchmn.create_multi_node_optimizer`. An object of `torchmn.schedules` belongs to one
             optimizer: give its name where the framework has several.
         communicator: the route, as in `torchmn.create_communicator`.
@@ -47,12 +47,10 @@ class ExchangeOptions:
         'int8'
     """
 
-    codec: str | Codec | None = None
-    schedule: str | Schedule | None = None
+    codec: str | Codec | Auto | None = None
+    schedule: str | Schedule | Auto | None = None
     weight: Weight = "rank"
     on_nonfinite: OnNonfinite = "raise"
-    allow_lossy: bool = False
-    allow_stale: bool = False
     communicator: str = "auto"
     timeout_s: float = 600
 
@@ -119,8 +117,6 @@ class Exchange:
             schedule=options.schedule,
             weight=options.weight,
             on_nonfinite=options.on_nonfinite,
-            allow_lossy=options.allow_lossy,
-            allow_stale=options.allow_stale,
             _kind=FrameworkOptimizer,
         )
         own = cast(FrameworkOptimizer, made)

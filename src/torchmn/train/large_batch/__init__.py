@@ -1,6 +1,6 @@
 """Large batches that keep their accuracy: the batch, rates that follow it, LARS and LAMB."""
 
-from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
+from torchmn.train.large_batch.batch_growth import BatchGrowth
 from torchmn.train.large_batch.ghost_batch_norm import (
     GhostBatchNorm1d,
     GhostBatchNorm2d,
@@ -8,7 +8,7 @@ from torchmn.train.large_batch.ghost_batch_norm import (
     convert_to_ghost_batch_norm,
     revert_ghost_batch_norm,
 )
-from torchmn.train.large_batch.global_batch import GlobalBatch, MicroBatch
+from torchmn.train.large_batch.global_batch import GlobalBatch
 from torchmn.train.large_batch.lamb import LAMB
 from torchmn.train.large_batch.lars import LARS
 from torchmn.train.large_batch.noise_scale import GradientNoiseScale
@@ -37,9 +37,7 @@ __all__ = [
     "GlobalBatch",
     "GradientNoiseScale",
     "GradualWarmup",
-    "GrowingSampler",
     "LinearScaling",
-    "MicroBatch",
     "MultiStep",
     "Polynomial",
     "SquareRootScaling",

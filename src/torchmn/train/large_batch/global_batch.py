@@ -39,7 +39,7 @@ from torchmn.train.large_batch.batch_growth import BatchGrowth, GrowingSampler
 class MicroBatch(NamedTuple):
     """The samples of one pass, and by what its mean loss is multiplied.
 
-    >>> from torchmn.train.large_batch import MicroBatch
+    >>> from torchmn.train.large_batch.global_batch import MicroBatch
     >>> micro = MicroBatch(samples=[1, 2], share=0.5)
     >>> micro.share
     0.5
@@ -211,7 +211,7 @@ class GlobalBatch:
         return f"{text}; began with {self.initial}, {self.growth})" if self.growth else f"{text})"
 
     def batch_settings(self) -> BatchSettings | None:
-        """What a checkpoint records of the batch; see `torchmn.checkpoint.HasBatchSettings`."""
+        """What a checkpoint records of the batch; see `torchmn.data.batch_settings`."""
         if self.growth is not None and self.growth.unit == "epochs" and self._sampler is None:
             return None  # how long an epoch is comes with the sampler
         plan = self._plan(self.global_batch)

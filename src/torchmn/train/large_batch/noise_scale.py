@@ -24,7 +24,7 @@ from torchmn.cluster.units import counted
 from torchmn.comm.codecs.half_precision import ReducedPrecision
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.gradient_norms import GradientNorms
-from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
+from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer, measure_norms
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
 from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.record import recording
@@ -99,7 +99,7 @@ class GradientNoiseScale:
         self._square = 0.0
         """The average of |G|², and of tr(Σ)."""
         self._variance = 0.0
-        optimizer.measure_norms(self)
+        measure_norms(optimizer, self)
 
     def value(self) -> float | None:
         """The gradient noise scale in samples. Local; the same on all ranks.

@@ -167,7 +167,7 @@ class BatchSchedule(LRScheduler):
         return inner * self.factor(samples)
 
     def batch_settings(self) -> BatchSettings | None:
-        """What a checkpoint records of the batch; see `torchmn.checkpoint.HasBatchSettings`."""
+        """What a checkpoint records of the batch; see `torchmn.data.batch_settings`."""
         return self.batch.batch_settings()
 
     def state_dict(self) -> dict[str, Any]:

@@ -35,6 +35,7 @@ class _Compiler(_Later):
 
 _META = "torch._meta_registrations"
 _STAND_INS = {_META: _Later, "torch._dynamo": _Compiler}
+# Packages that need a module without asking for it by name.
 _NEED = {
     _META: (_META,),
     "torch._decomp": (_META,),
@@ -43,7 +44,6 @@ _NEED = {
     "torch.distributed.tensor": (_META,),
     "torch._dynamo": (_META, "torch._dynamo"),
 }
-"""Packages that need a module without asking for it by name."""
 
 
 def _needed(name):

@@ -12,9 +12,10 @@ import sys
 import torch
 from packaging.version import Version
 
-from torchmn.comm.codecs import Layout, Quantized, Segment
+from torchmn.comm.codecs import Layout, Quantized
 from torchmn.comm.codecs.kernels import reference
 from torchmn.comm.codecs.kernels.wire_format import Noise
+from torchmn.comm.codecs.layout import Segment
 
 SIZES = [(1,), (33,), (512,), (1030, 96), (700, 5, 1999)]
 EXTREMES = [[0.0], [-0.0, 0.1], [1e-42], [3e38, -3e38], [1e25, 1e20], [1e-25], [0.5, 1.5, -2.5]]

@@ -7,8 +7,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from torchmn.comm.codecs import Layout, Segment
-from torchmn.comm.codecs.layout import is_small
+from torchmn.comm.codecs import Layout
+from torchmn.comm.codecs.layout import Segment, is_small
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchmn.comm.codecs import Layout, Quantized, Segment
+from torchmn.comm.codecs import Layout, Quantized
+from torchmn.comm.codecs.layout import Segment
 from torchmn.errors import UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy

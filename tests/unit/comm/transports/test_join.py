@@ -13,7 +13,7 @@ import pytest
 
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
-from torchmn.cluster import read_launcher_env
+from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.comm.transports import join
 from torchmn.errors import TopologyError
 

@@ -13,6 +13,7 @@ from torchmn.cluster import Topology
 from torchmn.comm.codecs import ErrorFeedback, Quantized
 from torchmn.errors import UsageError
 from torchmn.exchange.auto import tuner
+from torchmn.exchange.options import Auto
 from torchmn.exchange.resharding import mean_state, mean_tensor, reshard_codec
 from torchmn.exchange.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
@@ -83,7 +84,7 @@ def test_auto_measures_again_after_a_state_of_its_measurements(num_steps: int) -
     """The plan that was in use, and what is pending in it, are left after one step."""
 
     def rank_main(comm):
-        options = {"codec": "auto", "schedule": "auto", "allow_lossy": True}
+        options = {"codec": Auto(lossy=True), "schedule": "auto"}
         model, optimizer = wrap(comm, **options)
         train(optimizer, model, comm, range(num_steps))
         state = described(optimizer.state_dict())
@@ -104,9 +105,7 @@ def test_auto_measures_again_on_other_ranks_and_loses_nothing() -> None:
     """A mean that was pending under the old plan is applied before the plan is left."""
 
     def old(comm):
-        model, optimizer = wrap(
-            comm, schedule="auto", codec="auto", allow_lossy=True, allow_stale=True
-        )
+        model, optimizer = wrap(comm, schedule=Auto(stale=True), codec=Auto(lossy=True))
         late = next(p for p in optimizer.tuner.space.plans() if "double" in p.schedule)
         optimizer.tuner._decide(late, "for the test")
         train(optimizer, model, comm, range(3))
@@ -118,9 +117,7 @@ def test_auto_measures_again_on_other_ranks_and_loses_nothing() -> None:
     states = [optimizer_state for (_, optimizer_state), _ in saved]
 
     def new(comm):
-        model, optimizer = wrap(
-            comm, schedule="auto", codec="auto", allow_lossy=True, allow_stale=True
-        )
+        model, optimizer = wrap(comm, schedule=Auto(stale=True), codec=Auto(lossy=True))
         model.load_state_dict(saved[0][0][0])
         optimizer.load_state_dict(described(optimizer.reshard_state_dict(states, comm)))
         assert optimizer.tuner.plan is None

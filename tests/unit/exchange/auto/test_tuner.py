@@ -16,6 +16,7 @@ from torchmn.comm.codecs import Float16
 from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.auto import tuner
 from torchmn.exchange.auto.predict import Plan
+from torchmn.exchange.options import Auto
 from torchmn.exchange.schedules import DoubleBuffering, EveryStep
 from torchmn.testing import run_ranks
 
@@ -99,7 +100,7 @@ def test_schedules_that_cannot_work_in_the_script_are_excluded() -> None:
 
 def test_a_saved_plan_that_is_no_longer_allowed() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, schedule="auto", allow_stale=True)
+        model, optimizer = wrap(comm, schedule=Auto(stale=True))
         optimizer.tuner._start_over()
         optimizer.tuner._decide(
             Plan(schedule="double_buffering", codec="float32", bucket_bytes=1 << 20), "for the test"
@@ -119,7 +120,7 @@ def test_a_saved_plan_that_is_no_longer_allowed() -> None:
 
 def test_a_codec_alone_may_be_chosen() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, codec="auto", allow_lossy=True)
+        model, optimizer = wrap(comm, codec=Auto(lossy=True))
         train(optimizer, model, comm, range(MAX_STEPS))
         assert {trial.plan.schedule for trial in optimizer.tuner.trials} == {"every_step"}
 
@@ -128,7 +129,7 @@ def test_a_codec_alone_may_be_chosen() -> None:
 
 def test_a_codec_that_cannot_be_timed_is_tried_all_the_same() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, schedule="auto", codec="power_sgd", allow_stale=True)
+        model, optimizer = wrap(comm, schedule=Auto(stale=True), codec="power_sgd")
         train(optimizer, model, comm, range(MAX_STEPS))
         tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
         assert tried == {"every_step", "double_buffering"}
@@ -139,7 +140,7 @@ def test_a_codec_that_cannot_be_timed_is_tried_all_the_same() -> None:
 
 def test_shared_memory_leaves_nothing_to_choose() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)
+        model, optimizer = wrap(comm, codec=Auto(lossy=True), schedule="auto")
         train(optimizer, model, comm, range(tuner.NUM_WARM_UP + tuner.NUM_TIMED))
         assert optimizer.tuner.plan.codec == "float32"
         assert "nothing crosses a network" in optimizer.tuner.reason
@@ -149,7 +150,7 @@ def test_shared_memory_leaves_nothing_to_choose() -> None:
 
 def test_a_saved_plan_is_used_again_bit_equal() -> None:
     def rank_main(comm):
-        options = {"codec": "auto", "schedule": "auto", "allow_lossy": True}
+        options = {"codec": Auto(lossy=True), "schedule": "auto"}
         model, optimizer = wrap(comm, **options)
         train(optimizer, model, comm, range(MAX_STEPS))
         saved = copy.deepcopy(optimizer.state_dict())
@@ -167,7 +168,7 @@ def test_a_saved_plan_is_used_again_bit_equal() -> None:
 
 def test_ranks_whose_data_end_early_decide_too() -> None:
     def rank_main(comm):
-        model, optimizer = wrap(comm, codec="auto", schedule="auto", allow_lossy=True)
+        model, optimizer = wrap(comm, codec=Auto(lossy=True), schedule="auto")
         with optimizer.join():
             train(optimizer, model, comm, range(4 + comm.rank * MAX_STEPS))
         assert optimizer.tuner.plan is not None
@@ -182,7 +183,7 @@ def test_drift_leads_to_a_new_plan(monkeypatch) -> None:
     monkeypatch.setattr(tuner, "DRIFT", 1e3)
 
     def rank_main(comm):
-        model, optimizer = wrap(comm, codec="auto", retune=True)
+        model, optimizer = wrap(comm, codec=Auto(retune=True))
         train(optimizer, model, comm, range(MAX_STEPS))
         assert optimizer.tuner.plan is not None
         optimizer.tuner.planned_s = 1e-9  # as if the network had been so much faster
@@ -204,6 +205,13 @@ def test_what_is_rejected(options: dict, text: str) -> None:
         run_ranks(lambda comm: wrap(comm, **options), 1)
 
 
-def test_what_takes_the_place_of_the_next_forward_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="Use 'every_step', with a codec"):
-        run_ranks(lambda comm: wrap(comm, schedule="every_step_next_forward"), 1)
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"codec": Auto(stale=True)}, r"Auto\(stale=True\) is about the schedule"),
+        ({"schedule": Auto(lossy=True)}, r"Auto\(lossy=True\) is about the codec"),
+    ],
+)
+def test_what_is_allowed_must_be_chosen(options: dict, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        run_ranks(lambda comm: wrap(comm, **options), 1)

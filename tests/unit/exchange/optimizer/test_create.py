@@ -9,7 +9,7 @@ from tests.unit.models import mlp
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
-from torchmn.exchange.optimizer import SCHEDULES
+from torchmn.exchange.optimizer.create import SCHEDULES
 from torchmn.exchange.schedules import DoubleBuffering
 from torchmn.testing import run_ranks
 

@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 
 from torchmn.errors import LaunchError, UnsupportedError, UsageError
-from torchmn.run import RunOptions, dry_run_elastic, plan_elastic, plan_job
 from torchmn.run.elastic.job import parse_elastic
+from torchmn.run.plan import RunOptions, plan_elastic, plan_job
+from torchmn.run.start import dry_run_elastic
 
 
 def run_options(**more: object) -> RunOptions:

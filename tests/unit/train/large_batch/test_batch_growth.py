@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn.comm.training_start import training_steps
 from torchmn.errors import UsageError
-from torchmn.train.large_batch import BatchGrowth, GlobalBatch, GrowingSampler
+from torchmn.train.large_batch import BatchGrowth, GlobalBatch
+from torchmn.train.large_batch.batch_growth import GrowingSampler
 
 from .test_global_batch import batches
 

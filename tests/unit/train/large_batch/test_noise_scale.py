@@ -32,8 +32,8 @@ from torchmn.train.large_batch import GlobalBatch, GradientNoiseScale
 from torchmn.train.large_batch.noise_scale import estimate
 
 SIZE = 40
+# The gradient of the whole data, and the standard deviation of each element for one sample.
 MEAN = torch.linspace(-0.3, 0.5, SIZE, dtype=torch.float64)
-"""The gradient of the whole data, and the standard deviation of each element for one sample."""
 DEVIATION = torch.linspace(0.1, 1.5, SIZE, dtype=torch.float64)
 SQUARE, VARIANCE = float(MEAN.square().sum()), float(DEVIATION.square().sum())
 
@@ -93,8 +93,7 @@ def optimizer_of(model: nn.Module, comm: Communicator, **options: Any) -> MultiN
     )
 
 
-SIZES = [[3, 5, 2], [0, 4, 1], [6, 0, 0], [2, 2, 7], [1, 1, 1]]
-"""Samples of each rank in each step."""
+SIZES = [[3, 5, 2], [0, 4, 1], [6, 0, 0], [2, 2, 7], [1, 1, 1]]  # samples of each rank in each step
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from torchmn.exchange.sums import Sums, load_means
 class PseudoGradient:
     """One parameter at the end of a block: its anchor takes the place of the parameter.
 
-    >>> from torchmn.exchange.schedules import PseudoGradient
+    >>> from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
     >>> block = PseudoGradient(name="weight", anchor=torch.ones(2), mean=torch.full((2,), 0.5))
     >>> block.anchor - block.mean  # the mean of the ranks' parameters
     tensor([0.5000, 0.5000])

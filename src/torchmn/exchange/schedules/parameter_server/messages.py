@@ -11,13 +11,15 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchmn.comm import object_codec
-from torchmn.comm.codecs import ErrorFeedback, StripeCodec
+from torchmn.comm.codecs import ErrorFeedback, Layout, StripeCodec
 from torchmn.comm.codecs.base import NonfiniteTracker
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport
@@ -30,27 +32,24 @@ _YEAR_S = 365 * 86400.0
 # The longest pause between polls, for transports that poll; times the number of threads.
 _PAUSE_S = 0.001
 _WITH_PARAMETERS = ("push", "skip", "finish")  # requests whose response has the parameters
-_ERRORS: dict[str, type[CommunicationError]] = {
-    error.__name__: error for error in (TimeLimitError, PeerLostError)
-}
-
+_ERRORS = {"TimeLimitError": TimeLimitError, "PeerLostError": PeerLostError}
 # A kind, an object, and buffers whose sizes the receiver knows from the kind.
 Message = tuple[str, Any, Sequence[Tensor]]
 
 
+@dataclass(frozen=True)
 class Messages:
     """Messages to and from other ranks. Threads may use it at once, each for ranks of its own."""
 
-    def __init__(self, transport: Transport, timeout_s: float, trust: object_codec.Trust) -> None:
-        self.transport = transport
-        self.timeout_s = timeout_s
-        self._trust = trust
+    transport: Transport
+    timeout_s: float
+    trust: object_codec.Trust
 
     def send(self, tag: int, messages: Mapping[int, Message], limit_s: float | None = None) -> None:
         """Send one message to each of these ranks."""
         sends = []
         for peer, (kind, content, buffers) in messages.items():
-            packed = object_codec.pack(content, self._trust, note=kind)
+            packed = object_codec.pack(content, self.trust, note=kind)
             head = torch.frombuffer(bytearray(packed.head), dtype=torch.uint8)
             size = torch.tensor([head.numel()], device="cpu")
             sends += [(peer, each) for each in (size, head, *packed.buffers, *buffers)]
@@ -86,7 +85,7 @@ class Messages:
             recvs += [(peer, buffer) for buffer in buffers(peer, kind)]
         exchange([], recvs, self._limit(), tag)
         return {
-            peer: (kind, object_codec.unpack(body, tensors, self._trust))
+            peer: (kind, object_codec.unpack(body, tensors, self.trust))
             for peer, (kind, body, tensors) in described.items()
         }
 
@@ -161,15 +160,13 @@ class WorkerThread(threading.Thread):
         )
         kind, fields = received[self._worker]
         if kind == "push" and self._codec is not None:
-            memory = self._memory
-            rows = zip(memory.buffers, memory.layouts, self._incoming, strict=True)
-            for buffer, layout, encoded in rows:
-                if layout.numel:
-                    self._codec.decode_stripe(encoded, layout, buffer)
+            for buffer, layout, encoded in _stripes(self._memory, self._incoming):
+                self._codec.decode_stripe(encoded, layout, buffer)
             self._codec.nonfinite.clear()  # the worker has checked
         return kind, fields
 
 
+@dataclass(eq=False)
 class ServerClient:
     """The worker's end, for all servers. One thread at a time.
 
@@ -177,37 +174,30 @@ class ServerClient:
     ``own_server`` is that of this rank, None if it has none.
     """
 
-    def __init__(
-        self,
-        messages: Messages | None,
-        memory: Mapping[int, ShardMemory],
-        own_server: ShardServer | None,
-        codec: StripeCodec | None,
-        rank: int,
-        rank_label: str,
-    ) -> None:
-        self.memory = memory
-        self._messages = messages
-        self._own_server = own_server
+    messages: Messages | None
+    memory: Mapping[int, ShardMemory]
+    own_server: ShardServer | None
+    codec: StripeCodec | None
+    rank: int
+    rank_label: str
+
+    def __post_init__(self) -> None:
         self._own_engine = Engine(torch.device("cpu"))
-        self._codec = codec
-        self._rank = rank
-        self._rank_label = rank_label
-        remote = [server for server in memory if server != rank]
-        self._outgoing = {server: message_buffers(memory[server], codec) for server in remote}
+        self._outgoing = {
+            server: message_buffers(memory, self.codec)
+            for server, memory in self.memory.items()
+            if server != self.rank
+        }
         self._broken: CommunicationError | None = None
 
     def encode(self) -> list[str]:
         """Encode the gradients for servers of other ranks; returns names of those out of range."""
-        codec = self._codec
+        codec = self.codec
         if codec is None:
             return []
         for server, outgoing in self._outgoing.items():
-            memory = self.memory[server]
-            rows = zip(memory.buffers, memory.layouts, outgoing, strict=True)
-            for buffer, layout, encoded in rows:
-                if layout.numel:
-                    codec.encode_stripe(buffer, layout, encoded)
+            for buffer, layout, encoded in _stripes(self.memory[server], outgoing):
+                codec.encode_stripe(buffer, layout, encoded)
         names = codec.nonfinite.names("encoding")
         codec.finish(is_valid=not names)
         return names
@@ -225,18 +215,16 @@ class ServerClient:
         try:
             return self._request(kind, fields)
         except CommunicationError as error:
-            self._broken = type(error)(f"{self._rank_label}: {error}")
+            self._broken = type(error)(f"{self.rank_label}: {error}")
             raise self._broken from error
 
     def _request(self, kind: str, fields: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
-        own, rank = self._own_server, self._rank
+        own, rank = self.own_server, self.rank
         answers: dict[int, Any] = {}
         work: Work[Any] | None = None
         if own is not None:  # at once: other servers wait for what this rank sends to its own
-            call, memory = own.answer, self.memory[rank]
-            work = self._own_engine.submit(
-                lambda: call(kind, rank, fields[rank], memory, lambda: None)
-            )
+            request = (kind, rank, fields[rank], self.memory[rank], lambda: None)
+            work = self._own_engine.submit(partial(own.answer, *request))
         asked: dict[int, Message] = {
             server: (kind, fields[server], buffers if kind == "push" else ())
             for server, buffers in self._outgoing.items()
@@ -258,15 +246,15 @@ class ServerClient:
         return answers
 
     def _ask(self, asked: Mapping[int, Message], is_pull: bool) -> dict[int, tuple[str, Any]]:
-        if self._messages is None:
+        if self.messages is None:
             return {}
         try:
-            self._messages.send(_REQUEST, asked)
-            return self._messages.receive(
+            self.messages.send(_REQUEST, asked)
+            return self.messages.receive(
                 _RESPONSE,
                 asked,
                 lambda s, kind: self.memory[s].buffers if is_pull and kind == "result" else (),
-                BackoffTimeLimit(self._messages.timeout_s, _PAUSE_S),
+                BackoffTimeLimit(self.messages.timeout_s, _PAUSE_S),
             )
         except (PeerLostError, TimeLimitError) as error:
             raise type(error)(
@@ -277,17 +265,23 @@ class ServerClient:
 
     def leave(self, limit_s: float) -> None:
         """Tell all servers that this worker leaves; servers that are lost are ignored."""
-        if self._own_server is not None:
-            self._own_server.leave(self._rank)
-        if self._messages is None or self._broken is not None:
+        if self.own_server is not None:
+            self.own_server.leave(self.rank)
+        if self.messages is None or self._broken is not None:
             return
         for server in self._outgoing:
             with suppress(CommunicationError):
-                self._messages.send(_REQUEST, {server: ("leave", None, ())}, limit_s)
+                self.messages.send(_REQUEST, {server: ("leave", None, ())}, limit_s)
 
     def close(self) -> None:
         """End the thread that calls this rank's own server, which is closed."""
         self._own_engine.close()
+
+
+def _stripes(memory: ShardMemory, encoded: Sequence[Tensor]) -> list[tuple[Tensor, Layout, Tensor]]:
+    """The buffers that are not empty, each with its layout and what it is encoded in."""
+    rows = zip(memory.buffers, memory.layouts, encoded, strict=True)
+    return [row for row in rows if row[1].numel]
 
 
 def message_buffers(memory: ShardMemory, codec: StripeCodec | None) -> list[Tensor]:

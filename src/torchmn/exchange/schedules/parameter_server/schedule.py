@@ -114,7 +114,8 @@ class ParameterServer(Schedule):
         """Of each server's parameters, when this rank last pulled them. They only increase."""
         self.lost: set[int] = set()
         """Ranks that died or left early; training continued without them."""
-        self._own = StalenessRecord()
+        self._updates_late: Counter[int] = Counter()
+        self._max_steps_ahead = 0
         self._reported: dict[int, StalenessRecord] = {}
         self._work: Work[dict[int, Any]] | None = None
         self._episode = 0
@@ -138,7 +139,8 @@ class ParameterServer(Schedule):
 
     def staleness(self) -> Staleness:
         """The staleness so far: of this worker up to now, of all as of the last flush."""
-        return report(self.max_staleness, self._reported | {self._comm.rank: self._own})
+        own = self._updates_late, self._max_steps_ahead
+        return report(self.max_staleness, self._reported | {self._comm.rank: own})
 
     # ---- life ----
 
@@ -222,10 +224,8 @@ class ParameterServer(Schedule):
             self._client.leave(_GRACE_S)
         if self._server is not None:
             self._server.close(f"{self._comm.rank_label} has ended its training.")
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + (0.0 if is_stuck else _GRACE_S)
         for thread in self._threads:
-            if is_stuck:
-                thread.end()
             thread.join(max(0.0, deadline - time.monotonic()))
         transport = self._messages.transport if self._messages is not None else None
         if is_stuck or any(thread.is_alive() for thread in self._threads):
@@ -313,10 +313,9 @@ class ParameterServer(Schedule):
     def _pulled(self, replies: Mapping[int, Reply]) -> None:
         """Install the result of a push and record its staleness."""
         self._install(replies)
-        self._own.add(
-            max(reply.num_updates_late for reply in replies.values()),
-            max(reply.num_steps_ahead for reply in replies.values()),
-        )
+        self._updates_late[max(reply.num_updates_late for reply in replies.values())] += 1
+        ahead = (reply.num_steps_ahead for reply in replies.values())
+        self._max_steps_ahead = max(self._max_steps_ahead, *ahead)
 
     def _install(self, replies: Mapping[int, Reply]) -> None:
         """Copy the pulled values into the parameters."""
@@ -384,12 +383,12 @@ class ParameterServer(Schedule):
         self._collect()
         self._open()
         episode = {"episode": self._episode}
-        record = {**episode, "record": [dict(self._own.counts), self._own.max_steps_ahead]}
+        record = {**episode, "record": [dict(self._updates_late), self._max_steps_ahead]}
         replies = self._client.request("finish", dict.fromkeys(self._memory, record))
         self._install(replies)
         for reply in replies.values():
-            for rank, found in reply.records.items():
-                self._reported[rank] = StalenessRecord(Counter(found[0]), found[1])
+            for rank, (counts, max_ahead) in reply.records.items():
+                self._reported[rank] = Counter(counts), max_ahead
         self._gather_state()
         self._client.request("confirm", dict.fromkeys(self._memory, episode))
         self._episode += 1

@@ -43,7 +43,7 @@ _NO_WORKER = 2**62
 _ASKS_PER_LIMIT = 4  # how often a waiting worker asks within the time limit
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reply:
     """What a worker receives besides the parameters."""
 
@@ -83,13 +83,13 @@ class ShardServer:
         self._alive = set(range(num_workers))
         self.lost: dict[int, str] = {}  # workers that died, with the reason
         self._time_limit_error: TimeLimitError | None = None
-        self._closed: CommunicationError | None = None
-        self._failure: CommunicationError | None = None
+        self._closed: CommunicationError | None = None  # why all requests are rejected
         self._version = 0
         self._opened = self._episode = -1
-        self._arrived = dict.fromkeys(range(num_workers), -1)
-        self._done = dict.fromkeys(range(num_workers), -1)
-        self._confirmed = dict.fromkeys(range(num_workers), -1)
+        # The last episode that each worker has begun, ended, and has the results of.
+        self._arrived, self._done, self._confirmed = (
+            dict.fromkeys(range(num_workers), -1) for _ in range(3)
+        )
         self._clocks = dict.fromkeys(range(num_workers), 0)
         self._records: dict[int, Any] = {}
         self._pulled: dict[int, deque[_Pulled]] = {}
@@ -106,7 +106,8 @@ class ShardServer:
     def close(self, why: str) -> None:
         """Reject all requests from now on."""
         with self._changed:
-            self._closed = self._time_limit_error or PeerLostError(  # the former names a rank
+            self._closed = self._closed or self._time_limit_error  # which names a rank
+            self._closed = self._closed or PeerLostError(
                 f"{why} Its part of the parameters is not available to the others: end the "
                 "training on all ranks with flush() or optimizer.join()."
             )
@@ -118,14 +119,14 @@ class ShardServer:
         From any thread.
         """
         with self._changed:
-            if self._failure is None:
-                self._failure = CommunicationError(
+            if self._closed is None:
+                self._closed = CommunicationError(
                     f"the server on rank {self.rank} raised {type(error).__name__}: {error}. Its "
                     "part of the parameters may be half updated: resume from the last checkpoint."
                 )
-                self._failure.__cause__ = error
+                self._closed.__cause__ = error
             self._notify()
-            return self._failure
+            return self._closed
 
     # ---- the workers' threads ----
 
@@ -141,12 +142,10 @@ class ShardServer:
                 return self.state()
             if kind == "confirm":
                 return self.confirm(worker, stay=stay, **fields)
+            fields = {**fields, "memory": memory, "stay": stay}
             if kind == "finish":
-                return self.finish(worker, memory=memory, stay=stay, **fields)
-            with_gradients = kind == "push"
-            return self.push(
-                worker, memory=memory, stay=stay, has_gradients=with_gradients, **fields
-            )
+                return self.finish(worker, **fields)
+            return self.push(worker, has_gradients=kind == "push", **fields)
         except TorchmnError:
             raise
         except BaseException as error:  # no worker may wait
@@ -186,12 +185,7 @@ class ShardServer:
             ahead = clock + self._lead - min(self._slowest(), clock)
             memory.copy_(self._values)
             pulled.append(self._keep(base[1]))
-            return Reply(
-                version=self._version,
-                num_updates_late=num_late,
-                num_steps_ahead=ahead,
-                lost=tuple(self.lost),
-            )
+            return Reply(self._version, num_late, ahead, tuple(self.lost))
 
     def finish(
         self, worker: int, episode: int, memory: ShardMemory, record: Any, stay: Stay
@@ -215,9 +209,8 @@ class ShardServer:
         with self._changed:
             self._confirmed[worker] = episode
             self._notify()
-            self._wait(
-                lambda: all(self._confirmed[w] >= episode for w in self._alive), episode, stay
-            )
+            confirmed = self._confirmed
+            self._wait(lambda: all(confirmed[w] >= episode for w in self._alive), episode, stay)
 
     def state(self) -> dict[str, Any]:
         """The optimizer state of the shard, by parameter name. A copy."""
@@ -244,9 +237,8 @@ class ShardServer:
         self._notify()
 
     def _raise_if_closed(self) -> None:
-        error = self._failure or self._closed
-        if error is not None:
-            raise type(error)(str(error)) from error
+        if self._closed is not None:
+            raise type(self._closed)(str(self._closed)) from self._closed
 
     def _notify(self) -> None:
         self._progress_s = time.monotonic()
@@ -306,14 +298,8 @@ class ShardServer:
 
     def _slowest(self) -> int:
         """The clock of the slowest live worker that is not done with this episode."""
-        return min(
-            (
-                self._clocks[worker]
-                for worker in self._alive
-                if self._arrived[worker] == self._episode > self._done[worker]
-            ),
-            default=_NO_WORKER,
-        )
+        active = [w for w in self._alive if self._arrived[w] == self._episode > self._done[w]]
+        return min((self._clocks[worker] for worker in active), default=_NO_WORKER)
 
     def _wait(self, is_ready: Callable[[], bool], episode: int, stay: Stay) -> None:
         limit_s = self._timeout_s

@@ -89,23 +89,21 @@ def optimizer_like(inner: Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> O
 
 def hyper_parameters(inner: Optimizer) -> Hyper:
     """The options of the optimizer's groups that are sent: plain values and tuples of them."""
-    return [
-        {key: plain for key, value in group.items() if (plain := _plain(key, value)) is not _OMIT}
-        for group in inner.param_groups
-    ]
+    return [_plain_options(group) for group in inner.param_groups]
 
 
-_OMIT = object()
-
-
-def _plain(key: str, value: object) -> object:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    if isinstance(value, list):
-        value = tuple(value)  # a copy, with which later ones are compared
-    items = value if isinstance(value, tuple) else (value,)
-    is_plain = all(isinstance(item, (bool, int, float, str, type(None))) for item in items)
-    return value if is_plain and key not in _NOT_SENT else _OMIT
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
+    for key in group.keys() - _NOT_SENT:
+        value = group[key]
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, list):
+            value = tuple(value)  # a copy, with which later ones are compared
+        items = value if isinstance(value, tuple) else (value,)
+        if all(isinstance(item, (bool, int, float, str, type(None))) for item in items):
+            found[key] = value
+    return found
 
 
 def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStaleness:
     """The staleness of one worker since its optimizer was made.
 
-    >>> from torchmn.exchange.schedules import WorkerStaleness
+    >>> from torchmn.exchange.schedules.parameter_server.staleness import WorkerStaleness
     >>> WorkerStaleness(num_updates=10, mean=0.5, max=2, max_steps_ahead=1).max
     2
     """
@@ -26,7 +26,7 @@ class WorkerStaleness:
 class Staleness:
     """The bound, every worker by rank, and the number of updates with each staleness.
 
-    >>> from torchmn.exchange.schedules import Staleness, WorkerStaleness
+    >>> from torchmn.exchange.schedules.parameter_server.staleness import Staleness, WorkerStaleness
     >>> one = WorkerStaleness(num_updates=2, mean=0.5, max=1, max_steps_ahead=1)
     >>> Staleness(max_staleness=4, workers={1: one}, histogram={0: 1, 1: 1}).workers[1].mean
     0.5
@@ -47,35 +47,21 @@ class Staleness:
         return "\n".join(lines)
 
 
-@dataclass
-class StalenessRecord:
-    """The record of one worker."""
-
-    # Number of pushes by how many updates they were late.
-    counts: Counter[int] = field(default_factory=Counter)
-    max_steps_ahead: int = 0
-
-    def add(self, num_updates_late: int, num_steps_ahead: int) -> None:
-        """Record one push."""
-        self.counts[num_updates_late] += 1
-        self.max_steps_ahead = max(self.max_steps_ahead, num_steps_ahead)
+# Of one worker: the number of its pushes by how many updates they were late, and the most steps
+# that it was ahead.
+StalenessRecord = tuple[Counter[int], int]
 
 
 def report(max_staleness: int, records: Mapping[int, StalenessRecord]) -> Staleness:
     """Summarize the records of workers, by rank; those without updates are omitted."""
-    workers = {
-        rank: WorkerStaleness(
-            num_updates=record.counts.total(),
-            mean=sum(late * num for late, num in record.counts.items()) / record.counts.total(),
-            max=max(record.counts),
-            max_steps_ahead=record.max_steps_ahead,
-        )
-        for rank, record in records.items()
-        if record.counts
-    }
-    histogram: Counter[int] = Counter()
-    for record in records.values():
-        histogram.update(record.counts)
+    workers, histogram = {}, Counter[int]()
+    for rank, (counts, max_ahead) in records.items():
+        histogram.update(counts)
+        if total := counts.total():
+            mean = sum(late * num for late, num in counts.items()) / total
+            workers[rank] = WorkerStaleness(
+                num_updates=total, mean=mean, max=max(counts), max_steps_ahead=max_ahead
+            )
     return Staleness(
         max_staleness=max_staleness, workers=workers, histogram=dict(sorted(histogram.items()))
     )

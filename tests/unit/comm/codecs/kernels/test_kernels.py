@@ -13,9 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchmn.comm.codecs import Layout, Quantized, Segment
+from torchmn.comm.codecs import Layout, Quantized
 from torchmn.comm.codecs.kernels import Kernels, kernels_for, reference
 from torchmn.comm.codecs.kernels.wire_format import Noise
+from torchmn.comm.codecs.layout import Segment
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 

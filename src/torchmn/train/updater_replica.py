@@ -17,7 +17,8 @@ from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.data.batch_size import num_samples
 from torchmn.torch_private import PrefixStore, Store, TCPStore
 from torchmn.train.batch_source import BatchSource
-from torchmn.train.evaluation import Sums, WeightedSums, batch_to, merge_sums, scalars_of
+from torchmn.train.evaluation import WeightedSums, batch_to, merge_sums
+from torchmn.train.evaluation.sums import Sums, scalars_of
 from torchmn.train.standard_updater import compute_gradients
 
 MAIN = 0  # the rank that steps the optimizer

@@ -39,11 +39,11 @@ from torchmn.errors import (
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.replicas import named_parameters
 from torchmn.run.local_ranks import LocalRanks, raise_if_imported_by_rank, start_local_ranks
-from torchmn.run.updater_replica import MAIN, Order, Replica, run_worker
 from torchmn.torch_private import TCPStore
 from torchmn.train.batch_source import batch_source
 from torchmn.train.evaluation import Ratio
 from torchmn.train.standard_updater import StandardUpdater
+from torchmn.train.updater_replica import MAIN, Order, Replica, run_worker
 
 _START_LIMIT_S = 300.0
 _REPORT_LIMIT_S = 5.0

@@ -1,0 +1,68 @@
+"""Options of an optimizer as values: what ``auto`` may choose, and how gradients are combined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.exchange.bucket_set import Reduction
+from torchmn.exchange.finiteness import OnNonfinite
+
+Weight = Literal["rank", "samples"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Auto:
+    """As ``codec`` or ``schedule`` of an optimizer: chosen by measurement, as ``"auto"``.
+
+    What is chosen loses no bits and is no step late, unless this allows it.
+
+    Attributes:
+        lossy: the codec may lose bits.
+        stale: the schedule may be ``double_buffering``, whose gradients are a step late. Otherwise
+            every ``p.grad`` is the mean of this step when ``backward()`` returns.
+        retune: choose again when steps have become slower. A repeated run then need not have the
+            same bits.
+
+    Example:
+        >>> auto = torchmn.Auto(lossy=True)  # codec=auto, schedule=auto
+        >>> auto.lossy, auto.stale
+        (True, False)
+    """
+
+    lossy: bool = False
+    stale: bool = False
+    retune: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientOptions:
+    """How gradients are combined and checked: see `torchmn.create_multi_node_optimizer`.
+
+    Raises UnknownNameError, UsageError, UnsupportedError: a value is not known, or two contradict
+    each other.
+    """
+
+    weight: Weight | None = None
+    reduction: Reduction = "mean"
+    on_nonfinite: OnNonfinite = "raise"
+    max_grad_norm: float | None = None
+    zero_fill: bool = False
+    gradient_as_bucket_view: bool = False
+
+    def __post_init__(self) -> None:
+        if self.weight not in (None, "rank", "samples"):
+            raise UnknownNameError("weight", self.weight, ("rank", "samples"))
+        if self.on_nonfinite not in ("raise", "warn", "ignore"):
+            raise UnknownNameError("on_nonfinite", self.on_nonfinite, ("raise", "warn", "ignore"))
+        if self.reduction not in ("mean", "sum"):
+            raise UnknownNameError("reduction", self.reduction, ("mean", "sum"))
+        if self.reduction == "sum" and self.weight not in (None, "rank"):
+            raise UnsupportedError(
+                f"weight={self.weight!r} and reduction='sum' contradict each other: weights divide "
+                "a mean, and the gradients of a summed loss are added as they are. Leave weight= "
+                "out, or let the loss be a mean over the batch."
+            )
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise UsageError(f"max_grad_norm={self.max_grad_norm} must be a positive number.")
