@@ -104,8 +104,11 @@ class Observer:
     def communicator(self, comm: Communicator, begins: bool) -> None:
         """A communicator was made, or is finalized."""
 
-    def exchange(self, comm: Communicator, block: Any, bucket: int, stage: Stage) -> None:
-        """A bucket of gradients is ready or queued, or its sum has started or ended."""
+    def exchange(self, comm: Communicator, block: Any, bucket: int | None, stage: Stage) -> None:
+        """A block is ready or queued, or its sum has started or ended.
+
+        ``bucket``: its number, None for what is no bucket of gradients.
+        """
 
     def collectives(self, recorder: Collectives) -> None:
         """The collectives of a new communicator can be read here, for as long as it exists."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from types import CodeType
 from typing import Any
 
@@ -94,35 +94,27 @@ made_as: Callable[..., Any] = Tensor._make_subclass
 """A tensor in the memory of another one, of a class whose ``__init__`` is not called."""
 
 
-def local_tensor(tensor: Any) -> Tensor:
-    """The part of a DTensor that this rank holds, which may still be under way."""
-    local: Tensor = tensor._local_tensor
-    return local
+local_tensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+"""The part of a DTensor that this rank holds, which may still be under way."""
 
-
-def layout_of(tensor: Any) -> Any:
-    """Mesh, placements and shape of a DTensor, for the constructor of another one."""
-    return tensor._spec
+layout_of: Callable[[Any], Any] = attrgetter("_spec")
+"""Mesh, placements and shape of a DTensor, for the constructor of another one."""
 
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which part of the whole this rank holds of a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(shape), tuple(offsets)
+    whole = tensor.shape, tensor.device_mesh, tensor.placements
+    return compute_local_shape_and_global_offset(*whole)
 
 
 # ---- modules ----
 
+# The base classes of batch normalization, of layers with running statistics, and of dropout.
 BatchNorm = _BatchNorm
-"""The base class of the layers of batch normalization."""
-Dropout = _DropoutNd
-"""The base class of all layers of dropout."""
 Normalization = _NormBase
-"""The base class of the layers that keep running statistics."""
+Dropout = _DropoutNd
 
 MODULE_HOOKS = (
     "_forward_pre_hooks",
@@ -139,24 +131,21 @@ REPLICA = "_replicate_for_data_parallel"
 
 def replica_of(module: torch.nn.Module) -> torch.nn.Module:
     """What `torch.nn.DataParallel` makes of a module of this class."""
-    kind: Any = type(module)
-    replica: torch.nn.Module = kind._replicate_for_data_parallel(module)
-    return replica
+    return type(module)._replicate_for_data_parallel(module)  # type: ignore[no-any-return]
 
 
-def buffers_of(module: torch.nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers by their names."""
-    return module._buffers
+buffers_of: Callable[[torch.nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+"""The module's own buffers by their names."""
+
+non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = attrgetter(
+    "_non_persistent_buffers_set"
+)
+"""The names of the module's own buffers that its state_dict leaves out."""
 
 
 def active_ddp() -> DistributedDataParallel | None:
     """The DistributedDataParallel whose forward runs."""
     return DistributedDataParallel._active_ddp_module
-
-
-def non_persistent_buffers(module: torch.nn.Module) -> set[str]:
-    """The names of the module's own buffers that its state_dict leaves out."""
-    return module._non_persistent_buffers_set
 
 
 # ---- optimizers ----
@@ -169,14 +158,11 @@ STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 # ---- process groups ----
 
 
-def default_store() -> Store:
-    """The store of the default process group."""
-    return distributed_c10d._get_default_store()
+default_store: Callable[[], Store] = distributed_c10d._get_default_store
+"""The store of the default process group."""
 
-
-def store_of(group: torch.distributed.ProcessGroup) -> Store:
-    """The store of a process group."""
-    return distributed_c10d._get_process_group_store(group)
+store_of: Callable[[Any], Store] = distributed_c10d._get_process_group_store
+"""The store of a process group."""
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
@@ -192,19 +178,14 @@ def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
     return options
 
 
-def start_coalescing(group: Any) -> None:
-    """Begin to collect messages of an NCCL group into one operation."""
-    group._start_coalescing()
+start_coalescing: Callable[[Any], None] = methodcaller("_start_coalescing")
+"""Begin to collect messages of an NCCL group into one operation."""
 
+end_coalescing: Callable[[Any], Any] = methodcaller("_end_coalescing")
+"""Start the collected messages and return their work."""
 
-def end_coalescing(group: Any) -> Any:
-    """Start the collected messages and return their work."""
-    return group._end_coalescing()
-
-
-def source_rank(work: Any) -> int:
-    """From which rank a message of `recv_anysource` has come."""
-    return int(work._source_rank())
+source_rank: Callable[[Any], int] = methodcaller("_source_rank")
+"""From which rank a message of `recv_anysource` has come."""
 
 
 # ---- profiler and compiler ----

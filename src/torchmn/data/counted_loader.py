@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, Sampler
 
+from torchmn import events
 from torchmn.control.script import failure_notes
 from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.errors import UsageError
@@ -122,6 +123,8 @@ class _Loop:
 
     def __next__(self) -> Any:
         one_pass = self._pass
+        for observer in events.observers:
+            observer.phase("data", begins=True)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -129,6 +132,8 @@ class _Loop:
             raise
         finally:
             one_pass.streams.draw_together()
+            for observer in events.observers:
+                observer.phase("data", begins=False)
         one_pass.hand_out()
         if one_pass.num_received > one_pass.num_drawn:
             raise UsageError(

@@ -93,7 +93,7 @@ class StepRecorder(Observer):
         self._step = self._new_step(clock.mark())
         self._ended: deque[_Step] = deque()
         self._comms: list[Communicator] = []
-        self._traffic: tuple[dict[str, int], dict[str, int]] = ({}, {})
+        self._traffic = self._total_traffic()
         self._core_time = CoreTimeReader()
         self._leader: Callable[[], object] = _no_optimizer
         self._others: Counter[int] = Counter()
@@ -296,8 +296,10 @@ class StepRecorder(Observer):
             self._comms.remove(comm)
             self._traffic = self._total_traffic()
 
-    def exchange(self, comm: Communicator, block: Any, bucket: int, stage: Stage) -> None:
+    def exchange(self, comm: Communicator, block: Any, bucket: int | None, stage: Stage) -> None:
         """See `Observer.exchange`. Any thread."""
+        if bucket is None:
+            return
         key = id(block)
         # A mark costs something on a GPU: where a bucket was ready it needs none when it is queued.
         now = self._ready.pop(key, None) if stage == "queued" else None
@@ -328,21 +330,15 @@ class StepRecorder(Observer):
 
     def _new_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         before, self._traffic = self._traffic, self._total_traffic()
-        sent, received = (
-            {host: n for host, total in now.items() if (n := total - then.get(host, 0))}
-            for now, then in zip(self._traffic, before, strict=True)
-        )
+        sent, received = (dict(now - then) for now, then in zip(self._traffic, before, strict=True))
         return sent, received
 
-    def _total_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
-        if len(self._comms) == 1:
-            return self._comms[0].traffic()
-        sent: dict[str, int] = {}
-        received: dict[str, int] = {}
+    def _total_traffic(self) -> tuple[Counter[str], Counter[str]]:
+        sent, received = Counter[str](), Counter[str]()
         for comm in self._comms:
-            for total, own in zip((sent, received), comm.traffic(), strict=True):
-                for host, nbytes in own.items():
-                    total[host] = total.get(host, 0) + nbytes
+            own_sent, own_received = comm.traffic()
+            sent.update(own_sent)
+            received.update(own_received)
         return sent, received
 
     def close(self) -> None:

@@ -167,22 +167,19 @@ class Route:
         chosen = self._default_algorithm if algorithm is None else algorithm
         whole = block if isinstance(block, ReduceBlock) else ReduceBlock(block)
         self._prefetch_send(whole, chosen)
-        if bucket is not None:
-            for observer in events.observers:
-                observer.exchange(self.groups, whole, bucket, "queued")
+        for observer in events.observers:
+            observer.exchange(self.groups, whole, bucket, "queued")
 
         def job() -> None:
             self._flight_recorder.set_label(bucket, step)
-            if bucket is not None:
-                for observer in events.observers:
-                    observer.exchange(self.groups, whole, bucket, "started")
+            for observer in events.observers:
+                observer.exchange(self.groups, whole, bucket, "started")
             try:
                 self._sum_(whole, chosen)
             finally:
                 self._flight_recorder.set_label(None, None)
-                if bucket is not None:
-                    for observer in events.observers:
-                        observer.exchange(self.groups, whole, bucket, "ended")
+                for observer in events.observers:
+                    observer.exchange(self.groups, whole, bucket, "ended")
             if on_complete is not None:
                 on_complete()
 
