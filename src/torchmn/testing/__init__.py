@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from torchmn.cluster import Topology
-from torchmn.comm import Communicator, create_communicator
+from torchmn.comm import Communicator, Timeout, create_communicator
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.control.script import is_consequence
 from torchmn.torch_private import HashStore
@@ -49,8 +49,7 @@ def run_ranks(
             name,
             transport=transport,
             topology=topology or Topology(("localhost",) * world_size),
-            timeout_s=timeout_s,
-            first_timeout_s=timeout_s,
+            timeout_s=Timeout(timeout_s, timeout_s, timeout_s),
             allreduce_grad_dtype=allreduce_grad_dtype,
         )
         try:
