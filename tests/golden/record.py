@@ -96,7 +96,7 @@ def _train(comm: Any, schedule: str, codec: str, folder: Path) -> dict[str, Any]
 
     import torchmn
 
-    comm.route.bucket_bytes = 2000  # several buckets
+    getattr(comm, "route", comm).bucket_bytes = 2000  # several buckets
     model, data = _model(comm.rank), _data()
     adamw = torch.optim.AdamW(model.parameters(), 0.01)
     sgd = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)

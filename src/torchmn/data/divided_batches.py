@@ -92,7 +92,7 @@ class Loop(NamedTuple):
     """The thread that requests the batches."""
 
     def __str__(self) -> str:
-        return f"batch {self.num_received} of loader {self.loader} of scatter_loader"
+        return f"batch {self.num_received} of loader {self.loader}"
 
 
 _MAX_KEPT = 32

@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from enum import Enum
 
 import torch
 
 from torchmn.compiling import not_compiled
 from torchmn.errors import CommunicationError, UsageError
+from torchmn.record import recording
 from torchmn.record.step_recorder import StepRecorder
 
 
@@ -63,30 +65,102 @@ class BackwardPass:
         """Whether autograd will still call back: it lets go of the callback of one that raised."""
         return self._callback() is not None
 
-    def raise_if_unfinished(self, rank_label: str) -> None:
-        """Raise unless its gradients were cleared since it raised.
 
-        UsageError: they were not, or this is called inside of the pass; CommunicationError: its
-        exchange failed.
+class PassState(Enum):
+    """What the backward passes of one reducer are doing.
+
+    =======  ============================  =====================================================
+    state    means                         what changes it
+    =======  ============================  =====================================================
+    IDLE     no pass has begun             the first gradient of one: FILLING
+    FILLING  gradients are being computed  the end of backward, after the exchange: IDLE, or
+                                           FAILED; an error in the pass: RAISED
+    RAISED   the pass raised               `zero_grad`: CLEARED
+    CLEARED  and gradients were cleared    the next gradient or exchange, which first ends the
+                                           exchange that the pass had begun: FILLING
+    FAILED   the ranks no longer agree     nothing
+    =======  ============================  =====================================================
+    """
+
+    IDLE = "idle"
+    FILLING = "filling"
+    RAISED = "raised"
+    CLEARED = "cleared"
+    FAILED = "failed"
+
+
+class Passes:
+    """The backward passes of one reducer, one after another. Every method is local."""
+
+    def __init__(self, rank_label: str) -> None:
+        self._rank_label = rank_label
+        self.current: BackwardPass | None = None
+        """The one that has begun and not ended."""
+        self.is_joint = False
+        """Whether other optimizers exchange in the pass that ends."""
+        self.are_compared = False
+        """Whether that pass has found the parameters as they were laid out."""
+
+    @property
+    def state(self) -> PassState:
+        """Where they are."""
+        current = self.current
+        if current is None:
+            return PassState.IDLE
+        if current.failure is not None:
+            return PassState.FAILED
+        if current.is_running:
+            return PassState.FILLING
+        return PassState.CLEARED if current.is_cleared else PassState.RAISED
+
+    def begin(
+        self, method: Callable[[], None], *, is_last: bool, packs_early: bool
+    ) -> BackwardPass:
+        """A pass has computed its first gradient; ``method`` is called when it ends."""
+        callback = AtEnd(method, is_last=is_last)
+        recorder = recording.current()
+        if recorder is not None and not recorder.clock.is_host:
+            recorder = None  # a GPU packs in order with backward
+        self.current = BackwardPass(
+            torch._C._current_graph_task_id(),
+            callback,
+            packs_early=packs_early,
+            recorder=recorder,
+        )
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        return self.current
+
+    def end(self) -> BackwardPass | None:
+        """The pass has ended: its exchange comes."""
+        ended, self.current = self.current, None
+        self.is_joint = ended is not None and ended.is_joint
+        self.are_compared = ended is not None and ended.packs_early
+        return ended
+
+    def fail(self, ended: BackwardPass | None, error: BaseException) -> None:
+        """The exchange of a pass failed, after which the ranks no longer agree."""
+        self.current = ended
+        if ended is not None:
+            ended.failure = error
+
+    def clear(self) -> None:
+        """Gradients were cleared."""
+        if self.current is not None:
+            self.current.is_cleared = True
+
+    @property
+    def are_inside(self) -> bool:
+        """Whether this is called while a pass computes gradients."""
+        return self.current is not None and torch._C._current_graph_task_id() != -1
+
+    def raise_if_unfinished(self) -> None:
+        """Raise if a pass began that did not end, and was not cleared.
+
+        UsageError: it raised, and the gradients were not cleared since, or this is called inside of
+        a pass; CommunicationError: an exchange failed.
         """
-        if self.failure is not None:
-            raise CommunicationError(
-                f"{rank_label}: the previous backward pass did not complete ({self.failure}), so "
-                "the ranks no longer agree on what was exchanged. End the job and continue from "
-                "the last checkpoint."
-            )
-        if self.is_running:
-            raise UsageError(
-                f"{rank_label}: step() or an exchange is called inside of a backward pass, whose "
-                "means are there when backward() has returned. Call step() after backward(), not "
-                "in a hook of a gradient."
-            )
-        if not self.is_cleared:
-            raise UsageError(
-                f"{rank_label}: the previous backward pass raised an exception, so the gradients "
-                "are not complete. Call optimizer.zero_grad() and run forward and backward again, "
-                "or leave this step out; on all ranks."
-            )
+        if self.current is not None:
+            _raise_if_unfinished(self.current, self.state, self._rank_label)
 
 
 class AtEnd:
@@ -127,3 +201,24 @@ def _runs_inside_another() -> bool:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _raise_if_unfinished(current: BackwardPass, state: PassState, rank_label: str) -> None:
+    if state is PassState.FAILED:
+        raise CommunicationError(
+            f"{rank_label}: the previous backward pass did not complete ({current.failure}), so "
+            "the ranks no longer agree on what was exchanged. End the job and continue from the "
+            "last checkpoint."
+        )
+    if state is PassState.FILLING:
+        raise UsageError(
+            f"{rank_label}: step() or an exchange is called inside of a backward pass, whose means "
+            "are there when backward() has returned. Call step() after backward(), not in a hook "
+            "of a gradient."
+        )
+    if state is PassState.RAISED:
+        raise UsageError(
+            f"{rank_label}: the previous backward pass raised an exception, so the gradients are "
+            "not complete. Call optimizer.zero_grad() and run forward and backward again, or leave "
+            "this step out; on all ranks."
+        )

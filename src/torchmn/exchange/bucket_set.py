@@ -65,7 +65,8 @@ class BucketSet:
         self.footer.streams = self.streams
         if buckets:
             self.footer.values = buckets[-1].exact
-        self.finiteness = self.footer.finite.finiteness
+        finite = self.footer.finite
+        self.finiteness = finite.finiteness
         presence = self.footer.find(Presence)
         if presence is not None:
             presence.slots = self.slots

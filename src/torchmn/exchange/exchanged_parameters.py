@@ -41,6 +41,8 @@ class ExchangedParameters:
         """Of those laid out, the ones that are in no bucket."""
         self._find_sparse = find_sparse
         self._find_untrained: Callable[[], Sequence[NamedParameter]] | None = find_untrained
+        self.are_sharded = False
+        """Whether some are DTensors, of which each rank holds a part."""
         self.mesh = ModelMesh([])
         """The ranks that hold the model among them: this one, unless parameters are sharded."""
         self._known: list[nn.Parameter] = []
@@ -68,6 +70,7 @@ class ExchangedParameters:
         self._shards.follow()
         self._laid_out = self._in_groups()
         trained = self.trained()
+        self.are_sharded = self._shards.exist
         held = {parameter for _, parameter in trained}
         known = trained + [(n, p) for n, p in self.untrained if p not in held]
         self._known = [p for _, p in known]
@@ -80,9 +83,9 @@ class ExchangedParameters:
         return [(n, p) for n, p in trainable if p not in sparse]
 
     @property
-    def are_sharded(self) -> bool:
-        """Whether some are DTensors, of which each rank holds a part."""
-        return self._shards.exist
+    def has_parallel_layers(self) -> bool:
+        """Whether some are plain tensors of which other ranks hold other parts."""
+        return self.mesh.has_parallel_layers
 
     @property
     def can_be_compared_in_backward(self) -> bool:
@@ -108,7 +111,8 @@ class ExchangedParameters:
                 self._addresses.append((False, 0))
         if [*map(id, self._in_groups())] != [*map(id, self._laid_out)]:
             return True  # a script has put others into the groups
-        self._shards.follow()
+        if self.are_sharded:
+            self._shards.follow()
         addresses = [(p.requires_grad, p.data_ptr()) for p in self._known]
         if addresses == self._addresses:
             return False

@@ -40,8 +40,8 @@ class Finiteness:
         self._names: dict[When, list[str]] = {}
         self._found: FoundNonfinite | None = None
         self._here: list[str] = []
-        self._on_device: list[tuple[list[Slot], Tensor]] = []
-        """The largest magnitude in each of some slots, where a GPU would have to be waited for."""
+        self._on_device: list[tuple[Slot, Tensor]] = []
+        """The largest magnitude in each slot, where a GPU would have to be waited for."""
 
     def check(self, bucket: Bucket) -> None:
         """Take note of what was written into a bucket, all of it; before it is sent."""
@@ -49,10 +49,8 @@ class Finiteness:
         if bucket.buffer.device.type != "cpu":
             slots = [slot for slot in bucket.slots if slot.end > slot.start]
             if slots:
-                tensors = [slot.tensor for slot in slots]
-                # In their own dtype: a finite float64 may be infinite in float32.
-                norms = torch._foreach_norm(tensors, float("inf"))
-                self._on_device.append((slots, torch.stack(norms)))
+                norms = torch._foreach_norm([slot.tensor for slot in slots], float("inf"))
+                self._on_device += zip(slots, norms, strict=True)
         elif totals:
             total = 0.0
             for each in totals:
@@ -69,9 +67,16 @@ class Finiteness:
         ``device`` is that of the count.
         """
         count: Tensor | float = float(len(self._here))
-        for _, norms in self._on_device:
+        for norms in self._norms():
             count = count + (~torch.isfinite(norms)).sum().to(device)
         return count
+
+    def _norms(self) -> list[Tensor]:
+        """The magnitudes of each dtype and device: a finite float64 may be infinite in float32."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for _, norm in self._on_device:
+            kinds.setdefault((norm.dtype, norm.device), []).append(norm)
+        return [torch.stack(norms) for norms in kinds.values()]
 
     def exchanged(self, found: FoundNonfinite, is_valid: bool | Deferred) -> None:
         """Take note of what a codec has found on the way. Called by the engine."""
@@ -97,9 +102,7 @@ class Finiteness:
     def here(self) -> list[str]:
         """The names of this rank's gradients that are not finite; waits for a GPU."""
         names = list(self._here)
-        for slots, norms in self._on_device:
-            flags = torch.isfinite(norms).tolist()
-            names += [slot.name for slot, flag in zip(slots, flags, strict=True) if not flag]
+        names += [slot.name for slot, norm in self._on_device if not torch.isfinite(norm)]
         return list(dict.fromkeys(names))
 
     def record(self) -> dict[str, list[str]]:
@@ -180,7 +183,7 @@ TAKEN = (
     "taken the step. Continue from a checkpoint, or go on if the optimizer can recover."
 )
 OnNonfinite = Literal["raise", "warn", "ignore"]
-_MAX_IN_A_ROW = 100
+MAX_IN_A_ROW = 100
 """A script that catches the error and meets it in this many steps does not train any longer."""
 
 
@@ -201,12 +204,13 @@ class ArrivingFlags:
 
 def _start_to_look(reducer: GradientReducer) -> None:
     """Find on a GPU what is not finite; `settle` of the reducer acts on it, a step later."""
-    streams = reducer.comm.engine.streams
+    engine, exchange = reducer.comm.engine, reducer.exchange
+    streams = engine.streams
     if streams.is_capturing():  # a replayed graph leaves out the host
         return
     reducer.settle()
     by_kind: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-    for name, parameter in reducer.exchange.trained():
+    for name, parameter in exchange.trained():
         if (grad := parameter.grad) is not None and grad.numel():
             by_kind.setdefault((grad.device, grad.dtype), {})[name] = grad.detach().to_dense()
     if not by_kind:
@@ -217,8 +221,7 @@ def _start_to_look(reducer: GradientReducer) -> None:
     ]
     names = [name for grads in by_kind.values() for name in grads]
     whole = torch.cat([each.to(flags[0].device) for each in flags])
-    deferred = reducer.comm.engine.fetch(whole)
-    reducer.exchange.own_flags = ArrivingFlags(reducer.step, names, deferred)
+    exchange.own_flags = ArrivingFlags(reducer.step, names, engine.fetch(whole))
 
 
 def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor]) -> None:
@@ -227,7 +230,8 @@ def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor])
     Local; *collective over the ranks of the model* where it is sharded. On a GPU, for which the
     host does not wait, the next step raises it.
     """
-    if not reducer.comm.engine.streams.is_host:
+    engine = reducer.comm.engine
+    if not engine.streams.is_host:
         _start_to_look(reducer)
         return
     held = (reducer.parameters.of(parameter).grad for parameter in parameters)
@@ -260,7 +264,7 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
         text += f" {TAKEN}"
     if policy == "raise":
         error = NonFiniteGradientError(text)
-        if reducer.exchange.nonfinite.num_in_a_row() == _MAX_IN_A_ROW:
+        if exchange.is_hopeless:
             script_monitor.exchange_failed(error)
         raise error
     warnings.warn(text, RuntimeWarning, stacklevel=5)

@@ -21,6 +21,7 @@ from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
 from torchmn.exchange.finiteness import (
+    MAX_IN_A_ROW,
     TAKEN,
     ArrivingFlags,
     NonfiniteGradients,
@@ -106,7 +107,7 @@ class GradientExchange:
         self._num_active, self._num_samples = 0, 0.0
         self.own_flags: ArrivingFlags | None = None
         """What one rank alone will know of its gradients, on a GPU."""
-        self._unsettled: Sums | None = None
+        self.unsettled: Sums | None = None
         """The last sums, whose `settle` was not called yet."""
         self._assigned: list[GradientState] = []
         """The gradients as these have left them."""
@@ -149,7 +150,8 @@ class GradientExchange:
     @property
     def own_weight(self) -> float:
         """This rank's weight in the exchange that is being filled."""
-        return self.filled.context.weight
+        context = self.filled.context
+        return context.weight
 
     # ---- layout ----
 
@@ -167,7 +169,8 @@ class GradientExchange:
         ``sparse`` are in no bucket. ``watched`` are those with a hook, see `BucketSet.number`.
         ``agreements`` is called for each set: what ranks must have in common at its exchanges.
         """
-        self.comm, self.packing, self._unsettled = comm, None, None
+        self.comm, self._engine = comm, comm.engine
+        self.packing = self.unsettled = None
         self.memory.clear()
         algorithm = comm.route.allreduce_algorithm(codec)
 
@@ -192,6 +195,16 @@ class GradientExchange:
         self.filling.warm_up()
         self._find_out_if_plain()
         self.forget_scale()
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether values beyond float16's range would be lost on the way."""
+        return self.filling.is_narrow
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether all of the exchange that has begun was packed."""
+        return all(slot.is_packed for slot in self.filling.slots)
 
     def forget_scale(self) -> None:
         """Agree again on the scale of weights at the next exchange. *Collective.*"""
@@ -260,7 +273,7 @@ class GradientExchange:
 
     def send(self) -> Sums:
         """`reduce` if nothing else is under way, for `assign` follows; else `start`."""
-        return self.reduce() if self.comm.engine.is_idle else self.start()
+        return self.reduce() if self._engine.is_idle else self.start()
 
     def give_up(self) -> Sums:
         """End the exchange with zeros, and wait for it; the same buckets are filled next."""
@@ -279,7 +292,7 @@ class GradientExchange:
 
     def _exchange_sparse(self, sums: Sums, weight: float) -> None:
         """Exchange the sparse gradients of this pass, after all sums on every rank."""
-        if self.sparse:
+        if self._parameters.sparse:
             sums.sparse_means = mean_sparse_gradients(
                 self.comm,
                 [parameter for _, parameter in self.sparse],
@@ -323,7 +336,7 @@ class GradientExchange:
         defers = is_current and sums.buckets.is_deferred and not sums.is_measured
         means = Means(sums)
         means.assign(self.memory, as_view=self._as_view, is_current=is_current, is_on_device=defers)
-        footer = sums.buckets.footer
+        footer = sums.footer
         if not defers and footer.to_report:
             footer.report(sums.context)
         if not self.zero_fill and not sums.are_all_present:
@@ -332,7 +345,7 @@ class GradientExchange:
             self._clear_those_not_in(sums)
         means.assign_sparse()
         if defers:
-            self._unsettled, self.was_applied = sums, False
+            self.unsettled, self.was_applied = sums, False
             self._assigned = self.gradient_states()
             return
         found = self.discard(sums)
@@ -341,7 +354,9 @@ class GradientExchange:
 
     def discard(self, sums: Sums) -> NonfiniteGradients | None:
         """Take note of sums that no gradient becomes. *Collective*, see `record_nonfinite`."""
-        self._num_active, self._num_samples = sums.num_active, sums.num_samples
+        weights = sums.footer.weights
+        sums.read()
+        self._num_active, self._num_samples = weights.num_active, weights.num_samples
         self._note_late_ranks(sums)
         self.adopt_scale(sums)
         if sums.is_measured and self.norm_listener is not None:
@@ -354,7 +369,7 @@ class GradientExchange:
 
     def note_step(self) -> None:
         """The optimizer is about to apply the means. Local."""
-        if self._unsettled is not None:
+        if self.unsettled is not None:
             self.was_applied = True
             self._was_changed = self._assigned != self.gradient_states()
 
@@ -369,12 +384,12 @@ class GradientExchange:
         if own is not None:
             self.was_applied = self.record_problem(own.found(), own.step) is not None
             return self.was_applied
-        sums, self._unsettled, self._assigned = self._unsettled, None, []
+        sums, self.unsettled, self._assigned = self.unsettled, None, []
         if sums is None:
             return False
         try:
             sums.settle()
-            sums.buckets.footer.report(sums.context)
+            sums.footer.report(sums.context)
             self.discard(sums)
             if self.are_late_on_some and self.was_applied and self._was_changed:
                 raise RankMismatchError(f"{self.comm.rank_label}: {_CHANGED_AND_LATE}")
@@ -388,7 +403,7 @@ class GradientExchange:
     @property
     def num_active(self) -> int:
         """How many ranks had data in the last exchange. On a GPU the host waits for it."""
-        return self._num_active if self._unsettled is None else self._unsettled.num_active
+        return self._num_active if self.unsettled is None else self.unsettled.num_active
 
     @num_active.setter
     def num_active(self, num_active: int) -> None:
@@ -397,7 +412,7 @@ class GradientExchange:
     @property
     def num_samples(self) -> float:
         """Samples of all ranks in the last exchange, where they are counted; as `num_active`."""
-        return self._num_samples if self._unsettled is None else self._unsettled.num_samples
+        return self._num_samples if self.unsettled is None else self.unsettled.num_samples
 
     # ---- the gradients ----
 
@@ -417,9 +432,9 @@ class GradientExchange:
 
     def _note_late_ranks(self, sums: Sums) -> None:
         """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
-        late = sums.buckets.footer.get(LateRanks)
+        late = sums.footer.get(LateRanks)
         self.are_late_on_some = late.are_some_late
-        self.are_joint = self.are_late_on_some and sums.buckets.footer.get(JointPass).is_joint
+        self.are_joint = self.are_late_on_some and sums.footer.get(JointPass).is_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
         weight = sums.context.weight
         counts_zeros = late.is_late and not late.has_gradients and self.reduction == "mean"
@@ -439,6 +454,20 @@ class GradientExchange:
 
     # ---- what is not finite ----
 
+    @property
+    def problems(self) -> list[NonfiniteGradients]:
+        """What was not finite so far."""
+        return self.nonfinite.problems
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether so many steps in a row were not finite that training cannot go on."""
+        return self.nonfinite.num_in_a_row() == MAX_IN_A_ROW
+
+    def drop_problem(self) -> None:
+        """No step has applied the current means."""
+        self.nonfinite.current = None
+
     def record_nonfinite(self, sums: Sums) -> NonfiniteGradients | None:
         """Take note of what is not finite in them. *Collective*, if there is something.
 
@@ -454,13 +483,14 @@ class GradientExchange:
 
         *Collective over the ranks of the model*, which must all do the same about it.
         """
-        if self.mesh.any(found is not None) and found is None:
+        mesh = self._parameters.mesh
+        if mesh.any(found is not None) and found is None:
             found = NonfiniteGradients(step, is_elsewhere=True)
         return self.nonfinite.record(found)
 
     def _nonfinite_sparse(self, sums: Sums) -> NonfiniteGradients | None:
         """What is not finite among the sparse means, which are the same on all ranks. Local."""
-        if not self.sparse:
+        if not self._parameters.sparse:
             return None
         names = [
             name

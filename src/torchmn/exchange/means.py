@@ -19,7 +19,7 @@ class Means:
     """What the sums of an exchange become. Every method is local."""
 
     def __init__(self, sums: Sums) -> None:
-        self._sums, self._buckets = sums, sums.buckets
+        self._sums, self._buckets, self._footer = sums, sums.buckets, sums.footer
 
     def assign(
         self, memory: GradientMemory, *, as_view: bool, is_current: bool, is_on_device: bool
@@ -64,7 +64,8 @@ class Means:
 
     def assign_sparse(self) -> None:
         """Make every sparse ``p.grad`` its mean, or None where there is none."""
-        for parameter, mean in self._sums.sparse_means.items():
+        sparse_means = self._sums.sparse_means
+        for parameter, mean in sparse_means.items():
             if parameter.requires_grad or parameter.grad is not None:
                 parameter.grad = mean
 
@@ -72,7 +73,7 @@ class Means:
     def are_present(self) -> list[bool]:
         """Whether any rank had a gradient, for every slot; empty if that was not asked for."""
         self._sums.read()
-        presence = self._buckets.footer.find(Presence)
+        presence = self._footer.find(Presence)
         return [] if presence is None else presence.are_present
 
     def clear_absent(self) -> None:
@@ -96,7 +97,7 @@ class Means:
 
     def norms(self) -> GradientNorms | None:
         """Norms of the ranks' own gradients and of the means; None if not measured."""
-        sums, footer = self._sums, self._buckets.footer
+        sums, footer = self._sums, self._footer
         total = sums.total_weight
         if not sums.is_measured or not total:
             return None

@@ -46,6 +46,7 @@ class Packing:
         is_measured: bool = False,
     ) -> None:
         self.buckets, self.context = buckets, context
+        self._comm, self._finiteness = buckets.comm, buckets.finiteness
         self.is_accumulating = False
         """Whether a gradient was added to the mean of an earlier exchange."""
         self._own_factor = 0.0
@@ -78,7 +79,7 @@ class Packing:
 
     def _set_scale(self, scale: float) -> None:
         self._sums.scale = scale
-        self._own_factor = self.context.weight / (self.buckets.comm.size * scale)
+        self._own_factor = self.context.weight / (self._comm.size * scale)
 
     def pack(self, slot: Slot) -> None:
         """Write this rank's part of a gradient, zeros if there is none; send what is full.
@@ -128,7 +129,7 @@ class Packing:
         if not self._is_on_gpu:
             for run in bucket.runs:
                 bucket.totals.append(sum_of(run))
-        self.buckets.finiteness.check(bucket)
+        self._finiteness.check(bucket)
         if self._own_squares is not None:
             for slot in bucket.slots:
                 if slot.has_gradient and slot.end > slot.start:
@@ -154,13 +155,14 @@ class Packing:
             else:
                 write(slot, self._own_factor)
             if not self._is_on_gpu:
-                slot.bucket.totals.append(sum_of(slot.tensor))
+                bucket = slot.bucket
+                bucket.totals.append(sum_of(slot.tensor))
         for bucket in self.buckets.buckets:
-            self.buckets.finiteness.check(bucket)
+            self._finiteness.check(bucket)
         self.finish()
 
     def _refuse(self, name: str, grad: Tensor) -> None:
-        rank_label = self.buckets.comm.rank_label
+        rank_label = self._comm.rank_label
         if grad.layout is not torch.strided:
             raise UnsupportedError(
                 f"{rank_label}: the gradient of '{name}' is sparse ({grad.layout}), and "

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.comm import Communicator
@@ -34,14 +34,14 @@ from torchmn.exchange.agreements.other_layout import OtherLayout
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
 from torchmn.exchange.agreements.sample_shares import SampleShares
 from torchmn.exchange.agreements.together import Together
-from torchmn.exchange.backward_pass import AtEnd, BackwardPass
+from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.buckets import NamedParameter, Slot
 from torchmn.exchange.codec_state import codec_state, load_codec_state
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.gradient_exchange import GradientExchange
-from torchmn.exchange.gradient_memory import GradientState, gradient_state
+from torchmn.exchange.local_passes import LocalPasses
 from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
@@ -131,18 +131,10 @@ class GradientReducer:
         """The sum of this rank's weights in them."""
         self._find_buffers = find_buffers
         self._further_agreements = agreements
-        self._is_syncing = True
+        self.local_passes = LocalPasses()
+        """Those under no_sync()."""
         self._given_up, self._other_layout = GivenUp(), OtherLayout()
         self._loaded, self._num_exchanges = LoadedState(), NumExchanges()
-        self._unexchanged: dict[Tensor, GradientState | None] = {}
-        """Parameters whose gradient holds passes under no_sync() that no exchange has taken, and
-        that gradient after the last of them; None: a hook of the script may change it later."""
-        self._is_joint = False
-        """Whether other optimizers exchange in the backward pass that ends."""
-        self._are_compared = False
-        """Whether that pass has found the parameters as they were laid out."""
-        self.were_own_changed = False
-        """Whether the script had changed such gradients before they were exchanged in `step`."""
         self.replicas = ReplicaWatch()
         """Of what the script does to parameters, where it must be the same on all ranks."""
         self._has_warned = False
@@ -150,8 +142,7 @@ class GradientReducer:
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.RLock()
         """Autograd has a thread for each device."""
-        self._pass: BackwardPass | None = None
-        """The backward pass that has begun and not ended."""
+        self.passes = Passes(comm.rank_label)
         self.rebuild()
 
     # ---- state ----
@@ -167,7 +158,7 @@ class GradientReducer:
             "step": self.step,
             "scale": self.exchange.scale,
             "has_untrained": bool(self.parameters.untrained),
-            "problems": [asdict(problem) for problem in self.exchange.nonfinite.problems],
+            "problems": [asdict(problem) for problem in self.exchange.problems],
         }
 
     def find_untrained(self) -> None:
@@ -195,11 +186,10 @@ class GradientReducer:
         if not progress:
             return
         self.step = progress["step"]
-        self.exchange.nonfinite.problems[:] = [
-            NonfiniteGradients(**p) for p in progress["problems"]
-        ]
-        if self.exchange.filling.is_narrow:
-            self.exchange.scale = progress["scale"]
+        exchange = self.exchange
+        exchange.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
+        if exchange.is_narrow:
+            exchange.scale = progress["scale"]
 
     def end_step(self, *, are_replicas: bool = False) -> None:
         """The optimizer has stepped. Local.
@@ -224,13 +214,14 @@ class GradientReducer:
         """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
         self.close()
         self.settle()
-        trainable = self.parameters.lay_out(self._unexchanged)
+        local = self.local_passes
+        trainable = self.parameters.lay_out(local.states)
         sparse = self.parameters.sparse
         if self.comm.size > 1:
             raise_if_on_another_gpu([*trainable, *sparse], self.comm)
         if self.is_suspended:
             trainable, sparse = [], []
-        if self.parameters.are_sharded or self.parameters.mesh.has_parallel_layers:
+        if self.parameters.are_sharded or self.parameters.has_parallel_layers:
             self.replicas.watch([])
         else:
             self.replicas.watch([*trainable, *sparse], self._find_buffers())
@@ -293,26 +284,16 @@ class GradientReducer:
         But it must know what is not finite in other parts of a parallel layer.
         """
         return not self.is_suspended and (
-            self.comm.size > 1
-            or self.exchange.num_sets > 1
-            or self.parameters.mesh.has_parallel_layers
+            self.comm.size > 1 or self.exchange.num_sets > 1 or self.parameters.has_parallel_layers
         )
 
     @property
     def bucket_bytes(self) -> int:
         """The size of a bucket, at least, but for the last."""
-        return self.exchange.bucket_bytes or self.comm.route.bucket_bytes
+        route = self.comm.route
+        return self.exchange.bucket_bytes or route.bucket_bytes
 
     # ---- during backward ----
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Exchange nothing in the backward passes inside. Local."""
-        before, self._is_syncing = self._is_syncing, False
-        try:
-            yield
-        finally:
-            self._is_syncing = before
 
     @contextmanager
     def without_data(self) -> Iterator[None]:
@@ -327,15 +308,18 @@ class GradientReducer:
     def _on_gradient(self, index: int) -> None:
         """A gradient is final: pack it, which sends the buckets that are full in order."""
         with self._lock:
-            if not self._is_syncing:
-                self._note_unexchanged(index)
+            local = self.local_passes
+            if local.are_on:
+                watched = self._watched[index]
+                is_final = not has_later_hook(watched, self._on_gradient)
+                local.note(watched, is_final=is_final)
                 return
-            pass_ = self._pass
+            pass_ = self.passes.current
             if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
             exchange = self.exchange
-            slot = exchange.filling.slot_at[index]
-            if slot is None or not pass_.packs_early:
+            slot, packing = exchange.filling.slot_at[index], exchange.packing
+            if slot is None or packing is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
             parameter, recorder = slot.parameter, pass_.recorder
             hooks = parameter._post_accumulate_grad_hooks
@@ -351,7 +335,7 @@ class GradientReducer:
             try:
                 if exchange.is_plain:
                     is_mean = parameter.grad is slot.tensor
-                    exchange.packing.pack(slot)
+                    packing.pack(slot)
                 else:
                     is_mean = self._pack(slot)
             finally:
@@ -379,44 +363,39 @@ class GradientReducer:
             "pass, as torch.utils.checkpoint with use_reentrant=True does. Use use_reentrant=False."
         )
 
-    def _note_unexchanged(self, index: int) -> None:
-        """A gradient of a pass under no_sync() is final."""
-        parameter = self._watched[index]
-        is_final = not has_later_hook(parameter, self._on_gradient)
-        self._unexchanged[parameter] = gradient_state(parameter) if is_final else None
-
     def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
-        backward_id = torch._C._current_graph_task_id()
-        if self._pass is not None:
-            if self._pass.failure is not None:
-                self.raise_if_unfinished()
-            if self._pass.is_running:
-                self._pass.ids.add(backward_id)
-                return self._pass
+        passes, current = self.passes, self.passes.current
+        if current is not None:
+            if passes.state is PassState.FAILED:
+                passes.raise_if_unfinished()
+            if passes.state is PassState.FILLING:
+                current.ids.add(torch._C._current_graph_task_id())
+                return current
             self._give_up_pass()
-        self.settle()
+        self.comm.engine.raise_if_capturing()  # before anything has begun
+        exchange = self.exchange
+        if exchange.unsettled is not None:
+            self.settle()
         self.is_late = False
-        self.exchange.nonfinite.take()
+        exchange.drop_problem()
         parameters = self.parameters
-        callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
         packs_early = (
-            self.exchange.scale is not None
+            exchange.scale is not None
             and parameters.can_be_compared_in_backward
             and not parameters.have_changed()
         )
-        recorder = recording.current()
-        if recorder is not None and not recorder.clock.is_host:
-            recorder = None  # a GPU packs in order with backward
-        self._pass = BackwardPass(backward_id, callback, packs_early=packs_early, recorder=recorder)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        begun = passes.begin(
+            self._end_backward, is_last=parameters.are_sharded, packs_early=packs_early
+        )
         self._begin_exchange()
-        return self._pass
+        return begun
 
     def _begin_exchange(self) -> None:
         """Fix what this rank contributes; once for each exchange."""
         if self.exchange.packing is None:
-            self.settle()
+            if self.exchange.unsettled is not None:
+                self.settle()
             self.exchange.begin(self._context(), self.step)
 
     def settle(self) -> None:
@@ -429,13 +408,14 @@ class GradientReducer:
 
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
-        has_backward = self._pass is not None or self.has_unexchanged
+        has_backward = self.passes.current is not None or bool(self.local_passes.states)
         own.begin_exchange(has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
-            weight, num_samples = self.parameters.mesh.mean_weights(
-                own.weight, own.num_samples, self.comm.rank_label
-            )
+            weight, num_samples = own.weight, own.num_samples
+            mesh = self.parameters.mesh
+            if mesh.size > 1:
+                weight, num_samples = mesh.mean_weights(weight, num_samples, self.comm.rank_label)
         return PassContext(
             step=self.step,
             weight=weight,
@@ -446,7 +426,7 @@ class GradientReducer:
 
     def _agreements(self) -> list[Agreement]:
         """What ranks must have in common at the exchanges of one set of buckets."""
-        is_divided = self.parameters.mesh.has_parallel_layers
+        is_divided = self.parameters.has_parallel_layers
         return [
             self._given_up,
             self._other_layout,
@@ -462,19 +442,14 @@ class GradientReducer:
         ]
 
     def _end_backward(self) -> None:
-        ended, self._pass = self._pass, None
-        self._is_joint = ended is not None and ended.is_joint
-        self._are_compared = ended is not None and ended.packs_early
+        passes = self.passes
+        ended = passes.end()
         recorder = recording.current()
         before = None if recorder is None else recorder.enter("exchange", in_backward=True)
         try:
-            if (
-                ended is not None
-                and ended.is_nested
-                and not all(slot.is_packed for slot in self.exchange.filling.slots)
-            ):
+            if ended is not None and ended.is_nested and not self.exchange.is_packed:
                 # More of it may come in another one, after this has been handed over.
-                self._pass = ended
+                passes.current = ended
                 raise UnsupportedError(
                     f"{self.comm.rank_label}: this backward pass runs in parts, as "
                     "torch.utils.checkpoint with use_reentrant=True does, and the first gradients "
@@ -486,28 +461,12 @@ class GradientReducer:
         except BaseException as error:
             # Ranks that gave up a pass use the same buckets again, others the next ones.
             if self.exchange.num_sets > 1 or not isinstance(error, RankMismatchError):
-                self._pass = ended
-                if ended is not None:
-                    ended.failure = error
+                passes.fail(ended, error)
             raise
         finally:
-            self._is_joint = self._are_compared = False
+            passes.is_joint = passes.are_compared = False
             if recorder is not None:
                 recorder.leave(before)
-
-    def raise_if_unfinished(self) -> None:
-        """Raise if a backward pass began that did not end. Local.
-
-        UsageError: it raised, and the gradients were not cleared since; CommunicationError: an
-        exchange failed, or this is called inside of a pass.
-        """
-        if self._pass is not None:
-            self._pass.raise_if_unfinished(self.comm.rank_label)
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether this is called while a backward pass computes gradients. Local."""
-        return self._pass is not None and torch._C._current_graph_task_id() != -1
 
     def _give_up_pass(self) -> None:
         """End the exchange of a pass that raised, and discard it. *Collective.*
@@ -515,13 +474,14 @@ class GradientReducer:
         Raises RankMismatchError on all ranks, also at the end of the pass of those that have not
         given it up, unless all have.
         """
-        given_up, self._pass = self._pass, None
+        passes = self.passes
+        given_up, passes.current = passes.current, None
         sums = self._end_without_means(self._given_up)
         try:
             sums.raise_if_ranks_disagree()
         except RankMismatchError as error:
             if self.exchange.num_sets > 1 and given_up is not None:  # others use the next buckets
-                self._pass, given_up.failure = given_up, error
+                passes.fail(given_up, error)
             raise
 
     def _end_without_means(self, why: Together) -> Sums:
@@ -536,15 +496,11 @@ class GradientReducer:
 
     def on_zero_grad(self) -> None:
         """Gradients were cleared. Local."""
-        self._unexchanged.clear()
+        local, passes = self.local_passes, self.passes
+        local.states.clear()
+        if passes.current is not None:
+            passes.clear()
         self.contribution.zero_grad()
-        if self._pass is not None:
-            self._pass.is_cleared = True
-
-    @property
-    def has_unexchanged(self) -> bool:
-        """Whether some ``p.grad`` holds passes under no_sync() that no exchange has taken."""
-        return bool(self._unexchanged)
 
     # ---- at the end of backward ----
 
@@ -555,14 +511,12 @@ class GradientReducer:
         """
         if not self.is_needed:
             return
-        if self._pass is not None:
-            self.raise_if_unfinished()
+        passes, local = self.passes, self.local_passes
+        if passes.current is not None:
+            passes.raise_if_unfinished()
             self._give_up_pass()
         self.is_late = is_late
-        self.were_own_changed = is_late and any(
-            state is not None and state != gradient_state(parameter)
-            for parameter, state in self._unexchanged.items()
-        )
+        local.end(is_late=is_late)
         self.finish_filling()
         packing = self.exchange.filled
         weight = packing.context.weight
@@ -590,14 +544,17 @@ class GradientReducer:
 
     def finish_filling(self) -> None:
         """Pack what is not packed yet and hand over what may be sent early."""
-        self.raise_if_unfinished()
-        if not self._are_compared and self.parameters.have_changed():
+        passes, local = self.passes, self.local_passes
+        passes.raise_if_unfinished()
+        if not passes.are_compared and self.parameters.have_changed():
             self._lay_out_again()
-        self._are_compared = False
-        self._begin_exchange()
+        passes.are_compared = False
         exchange = self.exchange
+        if exchange.packing is None:
+            self._begin_exchange()
         filling, packing = exchange.filling, exchange.filled
-        exchange.scale = packing.await_scale(exchange.scale)
+        if exchange.scale is None:
+            exchange.scale = packing.await_scale(None)
         for slot in filling.slots:
             if not slot.is_packed:
                 self._pack(slot)
@@ -607,15 +564,18 @@ class GradientReducer:
         )
         late = filling.footer.get(LateRanks)
         late.note(is_late=self.is_late, has_gradients=has_gradients)
-        filling.footer.get(JointPass).is_idle = not self._is_joint
+        if passes.is_joint:
+            filling.footer.get(JointPass).is_idle = False
         packing.finish()
-        self._unexchanged.clear()
+        local.states.clear()
         self._num_exchanges.num += 1
         self.replicas.exchanged()
 
     def shadow_exchange(self) -> Sums:
         """Take part in an exchange of the other ranks without data. *Collective.*"""
-        self.is_late = self.were_own_changed = False
+        self.is_late = False
+        local = self.local_passes
+        local.were_changed = False
         self.finish_filling()
         means = self.exchange.reduce()
         means.wait()
@@ -631,7 +591,8 @@ class GradientReducer:
 
     def warn_of_second_pass(self) -> None:
         """Warn once, on rank 0, if gradients were added to means. Local."""
-        if self._has_warned or not self.exchange.filled.is_accumulating:
+        packing = self.exchange.filled
+        if self._has_warned or not packing.is_accumulating:
             return
         self._has_warned = True
         if self.comm.rank != 0:

@@ -30,6 +30,7 @@ class Sums:
 
     def __init__(self, buckets: BucketSet, context: PassContext) -> None:
         self.buckets, self.context = buckets, context
+        self.comm, self.footer, self.finiteness = buckets.comm, buckets.footer, buckets.finiteness
         self.scale = 1.0
         self.agreement: WeightAgreement | None = None
         """The sum of weights that comes before, if one does."""
@@ -41,7 +42,8 @@ class Sums:
         """Whether the norms of gradients will be asked for."""
         self.are_all_present = False
         """Whether this rank has a gradient for every slot, and so some rank has."""
-        self._weights = buckets.footer.weights
+        self._weights = self.footer.weights
+        self._codec = buckets.codec
         self._num_started = 0
         self._holds_means = False
         self._arriving: Deferred | None = None
@@ -94,19 +96,19 @@ class Sums:
         """What ends an exchange: after its last bucket, before anything else is encoded."""
         self._num_started += 1
         is_last = self._num_started == len(self.buckets.buckets)
-        ends = self.buckets.codec is not None or self.buckets.is_deferred
+        ends = self._codec is not None or self.buckets.is_deferred
         return self._finish if is_last and ends else None
 
     def weights_are_known(self, total_weight: float, scale: float) -> None:
         """The `agreement` has ended: before anything is encoded. Called by the engine."""
         factor = self._factor_of(total_weight, scale)
-        if self.buckets.codec is not None:
-            self.buckets.codec.begin(1 / factor if factor else 0.0)
+        if self._codec is not None:
+            self._codec.begin(1 / factor if factor else 0.0)
 
     def _finish(self) -> None:
         """The last sum was made, or queued. Called by the engine, on its stream."""
         buckets = self.buckets
-        codec, footer, engine = buckets.codec, buckets.footer, buckets.comm.engine
+        codec, footer, engine = self._codec, self.footer, self.comm.engine
         if codec is not None:
             is_clear = codec.nonfinite.is_clear("decoding")
             found = codec.nonfinite.take(engine.fetch)
@@ -114,7 +116,7 @@ class Sums:
             # If the sum is discarded, keep the old residual: nothing was sent, so nothing was lost.
             codec.finish(is_valid=is_valid & footer.is_used())
             known = is_valid if isinstance(is_valid, bool) else engine.fetch(is_valid)
-            buckets.finiteness.exchanged(found, known)
+            self.finiteness.exchanged(found, known)
         if buckets.is_deferred:
             self._arriving = engine.fetch(footer.values)
 
@@ -123,9 +125,10 @@ class Sums:
     def drain(self) -> None:
         """Wait for all sums, whatever they are, and read what they say about the ranks."""
         self._await_sums()
-        if not self.buckets.is_deferred:
-            self.buckets.footer.read()
-        self.read()
+        if self._arriving is not None:
+            self.read()
+        elif not self.buckets.is_deferred:
+            self.footer.read()
 
     def _await_sums(self) -> None:
         """Wait for all sums; on a device its current stream does, and not the host."""
@@ -141,7 +144,7 @@ class Sums:
         """Wait until the host knows what the sums say about the ranks. Local."""
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
-            self.buckets.footer.read(arriving.get())
+            self.footer.read(arriving.get())
 
     def await_bucket(self, bucket: Bucket) -> None:
         """Wait for the sum of one bucket, which `wait` has not made means yet."""
@@ -170,10 +173,10 @@ class Sums:
         Returns True: they were scaled. `settle` does the rest of `wait`, later.
         """
         self._await_sums()
-        factor: Tensor | float = self.buckets.comm.size * self.scale
+        factor: Tensor | float = self.comm.size * self.scale
         if self.buckets.reduction == "mean":
-            total = self.buckets.footer.total_weight.double()
-            factor = (factor / total).nan_to_num_(0.0, 0.0, 0.0)  # a total of zero
+            total = self.footer.total_weight
+            factor = (factor / total.double()).nan_to_num_(0.0, 0.0, 0.0)  # a total of zero
         self._scale_by(factor)
         self._holds_means = True
         return True
@@ -189,26 +192,27 @@ class Sums:
 
     def _check(self) -> float:
         """Raise if the ranks disagree. Returns the factor that turns the sums into means."""
-        total = self.total_weight
-        self.next_scale = weight_scale(total, self._weights.num_active) if total else self.scale
+        weights = self._weights
+        total = weights.sums[0]
+        self.next_scale = weight_scale(total, weights.num_active) if total else self.scale
         self.raise_if_ranks_disagree()
         return self._factor_of(total, self.scale)
 
     def raise_if_ranks_disagree(self) -> None:
         """Raise or warn if the ranks do not agree, after the sums were awaited. Local."""
         if self.buckets.buckets:
-            self.buckets.footer.check(self.context)
+            self.footer.check(self.context)
 
     def _factor_of(self, total: float, scale: float) -> float:
         """The factor that turns a sum into the mean, or into what else was asked for."""
         if total == 0.0:
             return 0.0
-        return self.buckets.comm.size * scale / (1.0 if self.buckets.reduction == "sum" else total)
+        return self.comm.size * scale / (1.0 if self.buckets.reduction == "sum" else total)
 
     @property
     def is_finite(self) -> bool:
         """Whether what was summed is finite on all ranks, after the sum was awaited."""
-        return self.buckets.footer.finite.are_all_finite
+        return self.footer.are_all_finite
 
     @property
     def total_weight(self) -> float:
@@ -233,7 +237,7 @@ class Sums:
 
         Nothing is sent unless something was not finite.
         """
-        is_finite, own = self.is_finite, self.buckets.finiteness
+        is_finite, own = self.is_finite, self.finiteness
         names = (
             None
             if is_finite
@@ -246,7 +250,7 @@ class Sums:
         own.clear()
         if names is None:
             return None
-        gathered = self.buckets.comm.allgather_obj(names)
+        gathered = self.comm.allgather_obj(names)
         # A rank that encodes for a node meets what is not finite in others' gradients too, so its
         # report counts only if all gradients were finite: then narrowing them was too much.
         by_rank = {rank: own for rank, (own, _, _) in enumerate(gathered) if own}
@@ -263,7 +267,7 @@ class Sums:
             "step": self.context.step,
             "next_scale": self.next_scale,
             "is_finite": self.is_finite,
-            **self.buckets.finiteness.record(),
+            **self.finiteness.record(),
         }
 
 

@@ -87,7 +87,7 @@ class _Forgetful:
         super().attach(reducer, inner)
 
         def forget(parameter):
-            if not reducer._is_syncing:
+            if reducer.local_passes.are_on:
                 parameter.grad.zero_()
 
         for group in inner.param_groups:

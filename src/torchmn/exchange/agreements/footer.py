@@ -46,12 +46,11 @@ class Footer:
             start, end = end, end + agreement.num_values
             self._slices[agreement] = slice(start, end)
         self.num_values = end
+        # What is summed: the end of the last bucket, once it is there.
         self.values = torch.zeros(end, device="cpu")
-        """What is summed: the end of the last bucket, once it is there."""
-        self.streams: Streams = HostStreams()
-        """Those of the device of `values`."""
+        self.streams: Streams = HostStreams()  # those of the device of `values`
+        # What `check` has found, and `report` has not reported.
         self.to_report: Agreement | None = None
-        """What `check` has found, and `report` has not reported."""
         self._own: list[float] = []
         self._sums: list[float] = [0.0] * end
         # Only what a class overrides is called: an exchange may cost few calls.
@@ -63,6 +62,11 @@ class Footer:
     def _overriding(self, method: str) -> list[Agreement]:
         base = getattr(Agreement, method)
         return [each for each in self.agreements if getattr(type(each), method) is not base]
+
+    @property
+    def are_all_finite(self) -> bool:
+        """Whether what was summed is finite on all ranks, and what was made of it on the way."""
+        return self.finite.are_all_finite
 
     def find(self, kind: type[A]) -> A | None:
         """The agreement of a class, None if it is not in this footer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -141,7 +142,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._taken_over_by = ""
         self._named = named = list[NamedParameter]()
         """The parameters that were unified last."""
-        self._batches = batches = BatchWatch(divided_batches(comm).loops)
+        self._batches = batches = BatchWatch(divided_batches(comm))
         self._unify()
         self.reducer = GradientReducer(
             comm,
@@ -290,7 +291,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
         reducer = self.reducer
-        reducer.raise_if_unfinished()
+        reducer.passes.raise_if_unfinished()
         self._has_closure = closure is not None
         if closure is None:
             self._uncounted_steps.before_step(self)
@@ -421,7 +422,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         rank's own then: a warning, or, if others had such a pass, RankMismatchError from `step`.
         """
         self._has_local_passes = True
-        with self.reducer.no_sync():
+        local_passes = self.reducer.local_passes
+        with local_passes.no_sync():
             yield
 
     def set_weight(self, weight: float) -> None:
@@ -604,7 +606,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _before_step(self) -> None:
         """Called before the inner optimizer's step, which a GradScaler skips if need be."""
-        if self.reducer.is_in_backward:
+        passes = self.reducer.passes
+        if passes.are_inside:
             raise UnsupportedError(
                 f"{self.communicator.rank_label}: {type(self.inner).__name__}.step() was called "
                 "inside of backward(), by a hook on a parameter (gradient release, optimizer in "
@@ -633,7 +636,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
 def _agreements(inner: Optimizer, batches: BatchWatch) -> list[Agreement]:
     """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
-    return [LearningRates(lambda: sum_of_rates(inner)), ReceivedBatches(batches)]
+    return [LearningRates(partial(sum_of_rates, inner)), ReceivedBatches(batches)]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

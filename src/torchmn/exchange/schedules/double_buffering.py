@@ -112,7 +112,8 @@ class DoubleBuffering(Schedule):
                 "schedule='every_step'."
             )
         super().attach(reducer, inner)
-        self._exchange = reducer.exchange
+        self._exchange, self._local_passes = reducer.exchange, reducer.local_passes
+        self._rank_label = reducer.comm.rank_label
         if self.delay_compensation:
             if self._exchange.sparse:
                 names = [name for name, _ in self._exchange.sparse]
@@ -176,7 +177,7 @@ class DoubleBuffering(Schedule):
         )
         if self._num_backwards == 0:
             self._reducer.exchange_now(is_late=True)
-        elif self._reducer.has_unexchanged:
+        elif self._local_passes.exist:
             raise UnsupportedError(
                 "A backward pass under no_sync() came after the one that was exchanged, before "
                 "step(). With double_buffering the pass outside no_sync() must be the last one."
@@ -232,9 +233,9 @@ class DoubleBuffering(Schedule):
         changed the gradients of this rank, and some rank had none then.
         """
         self._exchange.assign(means)
-        if means.buckets.footer.get(LateRanks).are_some_late and self._was_changed:
+        if means.footer.get(LateRanks).are_some_late and self._was_changed:
             raise RankMismatchError(
-                f"{self._reducer.comm.rank_label}: in the step before, gradients were changed "
+                f"{self._rank_label}: in the step before, gradients were changed "
                 "between backward() and step(), as by clip_grad_norm_, and a rank without a "
                 "backward pass had none to change. Its parameters are others now. Clip by "
                 "create_multi_node_optimizer(max_grad_norm=...), or call backward() on all ranks: "

@@ -55,7 +55,7 @@ class EveryStep(Schedule):
     def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
         """See `Schedule.attach`."""
         super().attach(reducer, inner)
-        self._exchange = reducer.exchange
+        self._exchange, self._local_passes = reducer.exchange, reducer.local_passes
         if self.exact and reducer.codec is not None:
             reducer.reconfigure(reducer.comm, None)
 
@@ -79,7 +79,7 @@ class EveryStep(Schedule):
 
     def exchange_if_late(self) -> None:
         """See `Schedule.exchange_if_late`."""
-        if not self._is_exchanged or self._reducer.has_unexchanged:
+        if not self._is_exchanged or self._local_passes.exist:
             self._reducer.exchange_now(is_late=True)
 
     def shadow_step(self) -> int:
@@ -129,9 +129,9 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     exchange for one after another, so that this would come in another order than on others. On all
     ranks: a late rank's own gradients were changed.
     """
-    comm, exchange = reducer.comm, reducer.exchange
+    comm, exchange, local = reducer.comm, reducer.exchange, reducer.local_passes
     if not exchange.are_late_on_some:
-        if reducer.were_own_changed:
+        if local.were_changed:
             warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
         return
     if exchange.are_sharded or exchange.are_joint:
@@ -139,7 +139,7 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
             raise RankMismatchError(f"{comm.rank_label}: {_NOT_SHARED}")
         return
     is_late = reducer.is_late or not reducer.is_active
-    own_state = (is_late, reducer.were_own_changed)
+    own_state = (is_late, local.were_changed)
     states = allgather_for(comm, "state of late ranks", own_state)
     changed = [rank for rank, (_, was_changed) in enumerate(states) if was_changed]
     if changed:
