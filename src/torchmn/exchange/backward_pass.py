@@ -69,17 +69,17 @@ class BackwardPass:
 class PassState(Enum):
     """What the backward passes of one reducer are doing.
 
-    ========  ==========================================  =========================================
-    state     is entered                                  is left
-    ========  ==========================================  =========================================
-    IDLE      when a pass has ended and was exchanged     by the first gradient of a pass: FILLING
-    FILLING   by the first gradient                       at the end of backward: IDLE, or FAILED if
-                                                          the exchange raised; RAISED if the pass did
-    RAISED    when a pass raised, out of memory say       by `zero_grad`: CLEARED
-    CLEARED   by `zero_grad` after a pass that raised     by the next pass or exchange, which first
-                                                          ends the exchange that was begun: FILLING
-    FAILED    when ranks no longer agree                  never
-    ========  ==========================================  =========================================
+    =======  ============================  =====================================================
+    state    means                         what changes it
+    =======  ============================  =====================================================
+    IDLE     no pass has begun             the first gradient of one: FILLING
+    FILLING  gradients are being computed  the end of backward, after the exchange: IDLE, or
+                                           FAILED; an error in the pass: RAISED
+    RAISED   the pass raised               `zero_grad`: CLEARED
+    CLEARED  and gradients were cleared    the next gradient or exchange, which first ends the
+                                           exchange that the pass had begun: FILLING
+    FAILED   the ranks no longer agree     nothing
+    =======  ============================  =====================================================
     """
 
     IDLE = "idle"

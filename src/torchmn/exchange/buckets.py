@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 from torchmn.comm.allreduce import ReduceBlock
 from torchmn.comm.codecs import Layout
@@ -32,7 +32,7 @@ _ALIGNMENT = 16  # elements; slots start at a multiple of a vector's width
 _SMALL_NBYTES = 16 << 10
 """Larger gradients are written at once, while they are in the cache, and their memory is used again
 by the next layer's: all of them together would cost 10,000 page faults a step for 60 MB."""
-_SMALL_NBYTES_ON_GPU = 1 << 20
+_SMALL_NBYTES_ON_GPU = 16 << 20
 """There a kernel is launched for each larger one."""
 
 
@@ -261,7 +261,7 @@ def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
         values = torch.view_as_complex(buffer[start:end].view(-1, 2))
     else:
         values = buffer[start : start + parameter.numel()]
-    alias = from_dlpack(to_dlpack(values))
+    alias = from_dlpack(values)
     return alias.set_(alias.untyped_storage(), 0, shape, strides)
 
 

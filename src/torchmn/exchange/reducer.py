@@ -318,8 +318,8 @@ class GradientReducer:
             if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
             exchange = self.exchange
-            slot = exchange.filling.slot_at[index]
-            if slot is None or not pass_.packs_early:
+            slot, packing = exchange.filling.slot_at[index], exchange.packing
+            if slot is None or packing is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
             parameter, recorder = slot.parameter, pass_.recorder
             hooks = parameter._post_accumulate_grad_hooks
@@ -335,7 +335,7 @@ class GradientReducer:
             try:
                 if exchange.is_plain:
                     is_mean = parameter.grad is slot.tensor
-                    exchange.packing.pack(slot)
+                    packing.pack(slot)
                 else:
                     is_mean = self._pack(slot)
             finally:
@@ -498,7 +498,8 @@ class GradientReducer:
         """Gradients were cleared. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
-        passes.clear()
+        if passes.current is not None:
+            passes.clear()
         self.contribution.zero_grad()
 
     # ---- at the end of backward ----
@@ -563,7 +564,8 @@ class GradientReducer:
         )
         late = filling.footer.get(LateRanks)
         late.note(is_late=self.is_late, has_gradients=has_gradients)
-        filling.footer.get(JointPass).is_idle = not passes.is_joint
+        if passes.is_joint:
+            filling.footer.get(JointPass).is_idle = False
         packing.finish()
         local.states.clear()
         self._num_exchanges.num += 1
