@@ -32,8 +32,8 @@ if rank == 0:
     with open(path + ".met", "w") as file:
         file.write(repr(time.time()))
 if kind == "hang" and rank != 1:
-    with script_monitor.joining({LIMIT_S}):
-        time.sleep(600)
+    script_monitor.current().joining({LIMIT_S}, begins=True)
+    time.sleep(600)
 if kind == "hang":
     time.sleep(600)
 if kind == "failure" and rank == 1:

@@ -10,12 +10,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import torch
+from torchmn import torch_private
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
-_frames: Any = torch._C._dynamo.eval_frame
-_IS_SKIPPED_ALONE = hasattr(_frames, "skip_code")
-"""Up to torch 2.12: what a function calls is compiled although the function itself is not."""
 
 
 def not_compiled(
@@ -27,10 +24,11 @@ def not_compiled(
     with the ``reason``). The same as ``torch.compiler.disable``, which loads the compiler: that
     takes seconds.
     """
-    marked: Any = _with_compiler_off(function) if _IS_SKIPPED_ALONE else function
-    marked._torchdynamo_disable = True
-    marked._torchdynamo_disable_msg = reason
-    _skip(marked, is_recursive=True)
+    marked: Any = function
+    if torch_private.IS_SKIPPED_ALONE:
+        marked = _with_compiler_off(function)
+    torch_private.mark_as_disabled(marked, reason)
+    torch_private.skip_code(marked.__code__, is_recursive=True)
     return cast(_Function, marked)
 
 
@@ -40,25 +38,16 @@ def leave_to_python(*functions: Callable[..., object]) -> None:
     Where they are called by code that is compiled as a whole they are compiled with it.
     """
     for function in functions:
-        _skip(function, is_recursive=False)
+        torch_private.skip_code(function.__code__, is_recursive=False)
 
 
 def _with_compiler_off(function: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> object:
-        before = _frames.set_eval_frame(None)
+        before = torch_private.set_compiler(None)
         try:
             return function(*args, **kwargs)
         finally:
-            _frames.set_eval_frame(before)
+            torch_private.set_compiler(before)
 
     return call
-
-
-def _skip(function: Callable[..., object], *, is_recursive: bool) -> None:
-    if _IS_SKIPPED_ALONE:
-        _frames.skip_code(function.__code__)
-        return
-    action = _frames._FrameAction
-    rest = action.SKIP if is_recursive else action.DEFAULT
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(action.SKIP, rest))

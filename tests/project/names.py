@@ -13,7 +13,10 @@ import torchmn
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "names.md"
 # Wings that users have no reason to import.
-INTERNAL = {"cli", "compiling", "control", "doctor", "names", "observe", "submit"}
+INTERNAL = {
+    *("cli", "compiling", "control", "doctor", "events", "names", "observe", "script_line"),
+    *("submit", "torch_private"),
+}
 OTHER_NAMES = {
     **{home: name for name, home in torchmn._SUBMODULES.items() if home != f"torchmn.{name}"},
     "torchmn.nn": "torchmn.links",

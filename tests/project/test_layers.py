@@ -30,7 +30,8 @@ ROWS = [
     {"record"},
     {"control"},
     {"cluster"},
-    {"compiling", "errors", "names", VERSION},
+    {"compiling", "errors", "events", "names", "script_line", VERSION},
+    {"torch_private"},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 # What trains needs no launcher, but for the updater that starts processes; CNTK's sessions know

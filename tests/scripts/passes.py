@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from .models import built, mlp, mlp_and_sgd, steps, train
-from .registry import Refused, everywhere, script
+from .registry import script
 from .worker import Worker
 
 
@@ -143,17 +143,23 @@ def checkpointing_weighted_by_samples(worker: Worker) -> nn.Module:
     return model
 
 
-@script(
-    "Activation checkpointing with `use_reentrant=True`, the whole model in segments",
-    **everywhere(
-        Refused("this backward pass runs in parts", cure="checkpoint with `use_reentrant=False`")
-    ),
-)
+@script("Activation checkpointing with `use_reentrant=True`, the whole model in segments")
 def reentrant_checkpointing(worker: Worker) -> nn.Module:
     model, optimizer = mlp_and_sgd(worker)
     for x, y in steps(optimizer, worker.batches()):
         hidden = checkpoint(model[:2], x.requires_grad_(), use_reentrant=True)
         mse_loss(checkpoint(model[2:], hidden, use_reentrant=True), y).backward()
+    return model
+
+
+@script("Activation checkpointing with `use_reentrant=True`, a part of the model in a segment")
+def reentrant_checkpointing_of_a_part(worker: Worker) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker)
+    for x, y in worker.batches():
+        optimizer.zero_grad()
+        hidden = checkpoint(model[1:], model[0](x), use_reentrant=True)
+        mse_loss(hidden, y).backward()
+        optimizer.step()
     return model
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from torchmn import events
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.folder_owner import FolderOwner
 from torchmn.checkpoint.manifest import Manifest, is_checkpoint, order_of, parse
@@ -27,7 +28,6 @@ from torchmn.errors import (
     TorchmnError,
     UsageError,
 )
-from torchmn.record import recording
 
 OnFailure = Literal["warn", "raise"]
 _PAUSE_S = 0.05
@@ -113,7 +113,7 @@ class MultiNodeCheckpointer:
 
     # ---- saving ----
 
-    @recording.during("checkpoint")
+    @events.during("checkpoint")
     def save(
         self, step: int, state: Mapping[str, Stateful], *, metric: float | None = None
     ) -> None:
@@ -166,7 +166,7 @@ class MultiNodeCheckpointer:
         if not self.is_async:
             self._handle_outcome()
 
-    @recording.during("checkpoint")
+    @events.during("checkpoint")
     def finish(self) -> None:
         """Wait until everything is written. *Collective.*
 

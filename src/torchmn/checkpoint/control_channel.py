@@ -14,7 +14,6 @@ from torch import Tensor
 from torchmn.comm.base import Communicator
 from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.transports.base import BackoffTimeLimit, Transport, abort_pending_receives
-from torchmn.control import script_monitor
 from torchmn.errors import PeerLostError, TimeLimitError
 
 _SLOWEST_BYTES_PER_S = 10e6
@@ -33,7 +32,6 @@ class ControlChannel:
         recorder: FlightRecorder,
     ) -> None:
         self._recorder = recorder
-        script_monitor.follow(self._recorder)  # so that a missing rank is named
         self._transport = transport
         self._timeout_s = timeout_s
         self._rank_label = rank_label

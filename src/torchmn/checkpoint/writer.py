@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from torchmn import __version__
+from torchmn import __version__, events
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.manifest import (
     BEGIN,
@@ -38,7 +38,6 @@ from torchmn.comm.checksums import describe_differences, differences, digest
 from torchmn.comm.grid import num_model_parts
 from torchmn.comm.object_codec import as_bytes
 from torchmn.control.script import record_progress
-from torchmn.control.script_monitor import checkpoint_saved
 from torchmn.errors import DataError
 
 
@@ -207,7 +206,8 @@ class Writer:
             self._discard(staged)
             return {"problem": self._describe(error), "name": None, "note": self._newest()}
         # For who waits for checkpoints: `torchmn submit --requeue`, hosts that join a job.
-        checkpoint_saved(request.step)
+        for observer in events.observers:
+            observer.checkpoint_saved(request.step)
         record_progress(f"checkpoint of step {request.step}")
         notes = [note for note in (replaced, self._remove_old(name)) if note]
         return {"problem": None, "name": name, "note": " ".join(notes) or None}

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchmn import events
 from torchmn.checkpoint import MultiNodeCheckpointer
 from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
-from torchmn.record import recording
 
 if TYPE_CHECKING:
     from torchmn.cntk.train.training_session import TrainingSession
@@ -82,7 +82,7 @@ class SessionUpdater:
         size = limited(size, session.max_samples, num_samples)
         arguments = {}
         if size and not self._is_stopped:
-            with recording.timed("data"):
+            with events.during("data"):
                 arguments = session.next_minibatch(session.mb_source, size)
         has_data = self.trainer.train_minibatch(arguments, device=self._device)
         self.has_ended = not has_data

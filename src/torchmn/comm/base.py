@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torchmn import events
 from torchmn.cluster import Topology
 from torchmn.comm import object_codec
 from torchmn.comm.codecs import Codec
@@ -27,9 +28,7 @@ from torchmn.comm.routes.base import Route
 from torchmn.comm.training_start import share_training_steps, training_start
 from torchmn.comm.transports.base import Transport
 from torchmn.comm.transports.join import make_process_group, mesh_of_groups
-from torchmn.control import script_monitor
 from torchmn.errors import UnsupportedError
-from torchmn.record import recording
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -91,7 +90,6 @@ class Communicator(Collectives):
             has_whole_job=job_ranks is None,
             hosts=topology.hosts,
         )
-        script_monitor.follow(self.flight_recorder)
         self.engine = Engine(
             device, is_threaded=transport.is_threaded, has_peers=transport.size > 1
         )
@@ -110,7 +108,8 @@ class Communicator(Collectives):
         self.replies = Replies(self.world, trust, device)
         self._on_finalize: list[list[Callable[[], None]]] = []
         self.route = route(self.groups, topology, device, codec)
-        recording.follow(self)
+        for observer in events.observers:
+            observer.communicator(self, begins=True)
 
     @property
     def rank_label(self) -> str:
@@ -257,7 +256,8 @@ class Communicator(Collectives):
         try:
             self.engine.close()
         finally:
-            recording.forget(self)
+            for observer in events.observers:
+                observer.communicator(self, begins=False)
             self.groups.close()
 
     def __copy__(self) -> Communicator:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from torchmn import events
 from torchmn.cluster import RankPlacement, Topology
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
@@ -47,7 +48,6 @@ from torchmn.comm.transports.mpi import MpiTransport
 from torchmn.comm.transports.own_rank import own_place
 from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
 from torchmn.comm.waiting import Address, PeerStatus, Timeout
-from torchmn.control import script_monitor
 from torchmn.errors import (
     TopologyError,
     TorchmnError,
@@ -144,8 +144,11 @@ def create_communicator(
     timeout, first_s = _limits(timeout_s)
     codec = _codec_of(allreduce_grad_dtype)
     _raise_if_imported_again()
-    with script_monitor.joining(first_s):
-        world, is_own = _world(transport, first_s)
+    for observer in events.observers:
+        observer.joining(first_s, begins=True)
+    world, is_own = _world(transport, first_s)
+    for observer in events.observers:
+        observer.joining(first_s, begins=False)
     greeting: dict[str, Any] = {
         "name": name,
         "dtype": codec.name if codec else None,
@@ -214,7 +217,7 @@ def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bo
         comm.flight_recorder.peers = peers
     _warn_about_fallback(comm)
     if is_recorded:
-        recording.start(comm, Path(os.environ[RECORD_VARIABLE]))
+        recording.start(comm, Path(os.environ[RECORD_VARIABLE]))  # an observer from now on
     if quiet and comm.rank != 0:
         _drop_standard_output(comm)
     return comm

@@ -20,9 +20,9 @@ from typing import Generic, NoReturn, TypeVar, cast
 
 import torch
 
+from torchmn import events
 from torchmn.comm.streams import Deferred, Event, Streams, streams_of
 from torchmn.comm.watcher import Held, Watcher
-from torchmn.control import script_monitor
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,
@@ -30,7 +30,6 @@ from torchmn.errors import (
     TorchmnError,
     UnsupportedError,
 )
-from torchmn.record import recording
 
 Result = TypeVar("Result")
 _REJECTION = "_is_rejection_on_all_ranks"
@@ -224,14 +223,16 @@ class Engine:
                 self._is_running = True
         if not is_idle:
             return self.submit(job, after).wait()
-        before = recording.enter("exchange")
+        for observer in events.observers:
+            observer.phase("exchange", begins=True)
         try:
             return self._run_here(job, after)
         except BaseException as error:
             self._note(error)
             raise
         finally:
-            recording.leave(before)
+            for observer in events.observers:
+                observer.phase("exchange", begins=False)
             with self._condition:
                 self._is_running = False
                 if self._queue:
@@ -271,11 +272,13 @@ class Engine:
 
     def finish(self, work: Work[Result]) -> None:
         """Wait until ``work`` is done. Every collective in it has its own time limit."""
-        before = recording.enter("exchange")
+        for observer in events.observers:
+            observer.phase("exchange", begins=True)
         try:
             self._await(work)
         finally:
-            recording.leave(before)
+            for observer in events.observers:
+                observer.phase("exchange", begins=False)
 
     def _await(self, work: Work[Result]) -> None:
         if not self.is_threaded:
@@ -321,7 +324,8 @@ class Engine:
     def _refuse(self, error: BaseException) -> NoReturn:
         self._num_refused += 1
         if self._num_refused == _MAX_REFUSED:
-            script_monitor.exchange_failed(error)
+            for observer in events.observers:
+                observer.failed(error)
         raise CommunicationError(
             f"This communicator cannot be used after an exchange failed: {error}"
         ) from error
@@ -361,7 +365,8 @@ class Engine:
         if self._broken is None and (is_peer or is_own):
             self._broken = error
             if is_own and isinstance(error, Exception):
-                script_monitor.exchange_failed(error)
+                for observer in events.observers:
+                    observer.failed(error)
 
 
 def mark_as_rejection(error: Exception) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torchmn.control import script_monitor
+from torchmn import events
 from torchmn.control.messages import CollectiveStatus
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ class FlightRecorder:
         self._owner: threading.Thread | None = threading.current_thread()
         with self._making:
             self._made.add(self)
+        for observer in events.observers:
+            observer.collectives(self)
 
     @classmethod
     def made_in(cls, thread: threading.Thread) -> list[FlightRecorder]:
@@ -163,7 +165,8 @@ class FlightRecorder:
         if state == "late":
             # Before the error is raised: a script that catches it may exit at once, and the result
             # of the job would depend on a race.
-            script_monitor.look_for_hang()
+            for observer in events.observers:
+                observer.collective(entry)
 
     def set_label(self, bucket: int | None, step: int | None) -> None:
         """Name the bucket and the step that the next collectives belong to."""

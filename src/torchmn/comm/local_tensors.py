@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torchmn.torch_private import layout_of, local_shape_and_offset, local_tensor
+
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -35,7 +37,7 @@ def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, in the same memory; any other tensor itself. Local."""
     if not is_distributed(tensor):
         return tensor
-    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    local: Tensor = local_tensor(tensor)
     wait: Callable[[], Tensor] | None = getattr(local, "wait", None)
     return local if wait is None else wait()  # a functional collective may still be under way
 
@@ -76,7 +78,7 @@ def from_part(local: Tensor, like: Tensor) -> Tensor:
     """A DTensor of this part, which it keeps, placed as another one. Local."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return DTensor(local, layout_of(like), requires_grad=False)
 
 
 def reshard(models: Sequence[nn.Module]) -> None:
@@ -111,17 +113,12 @@ def placement_of(tensor: Tensor) -> str:
 
 def describe_part(tensor: Tensor) -> dict[str, Any]:
     """What stands for a DTensor in a state: the local part, and where it is in the whole."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    whole: DTensor = tensor  # type: ignore[assignment]
     local = local_part(tensor)
-    shape, offsets = compute_local_shape_and_global_offset(
-        whole.shape, whole.device_mesh, whole.placements
-    )
+    shape, offsets = local_shape_and_offset(tensor)
     is_empty = local.numel() == 0
     return {
         PART: local.detach(),
-        "shape": list(whole.shape),
+        "shape": list(tensor.shape),
         "offsets": [0] * len(shape) if is_empty else [int(offset) for offset in offsets],
     }
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 import os
 import secrets
 import select
+import socket
 import threading
 import time
 import warnings
@@ -35,10 +36,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torchmn import events
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
 from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_receives
-from torchmn.control import script_monitor
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.connection import listen_on
 from torchmn.control.hang_report import DONE, EARLY_END, RankStatus, report
@@ -135,22 +136,24 @@ class PeerStatus:
         self._peers: Mapping[int, Address] = {}
         self._hosts: Mapping[int, str] = {}
         self._rank = 0
-        self._has_closed = threading.Event()
+        self._has_closed, self._wake = socket.socketpair()
+        self._thread: threading.Thread | None = None
         self._asking: threading.Thread | None = None
 
     def start(self, rank: int, peers: Mapping[int, Address], hosts: Mapping[int, str]) -> None:
         """Answer from now on, and ask ``peers``; ``hosts`` has the names of all."""
         self._rank, self._peers, self._hosts = rank, peers, hosts
-        threading.Thread(
-            target=_serve,
-            args=(weakref.ref(self), self._listener, self._has_closed),
-            name="torchmn-status",
-            daemon=True,
-        ).start()
+        arguments = (weakref.ref(self), self._listener, self._has_closed)
+        self._thread = threading.Thread(
+            target=_serve, args=arguments, name="torchmn-status", daemon=True
+        )
+        self._thread.start()
 
     def close(self) -> None:
         """Neither answer nor ask any more."""
-        self._has_closed.set()
+        self._wake.close()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_ANSWER_S)  # it may be answering
 
     def status(self) -> StatusReply:
         """What this rank does now. From any thread."""
@@ -229,18 +232,18 @@ class PeerStatus:
             return RankStatus(text=f"has ended ({EARLY_END})", is_halted=True, has_ended=True)
         if was_refused:
             return RankStatus(text="has ended, or closed its communicator", is_halted=True)
-        is_alive = is_here or script_monitor.current() is not None
+        is_alive = is_here or any(each.ends_lost_ranks for each in events.observers)
         return RankStatus(text="does not answer", is_halted=not is_alive)
 
 
 def _serve(
-    found: weakref.ref[PeerStatus], listener: AuthenticatedListener, has_closed: threading.Event
+    found: weakref.ref[PeerStatus], listener: AuthenticatedListener, has_closed: socket.socket
 ) -> None:
     """The thread of a `PeerStatus`, which does not keep it."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
-    while not has_closed.is_set():
-        poll.poll(_PERIOD_S * 1e3)
+    poll.register(has_closed, select.POLLIN)
+    while has_closed.fileno() not in dict(poll.poll(_PERIOD_S * 1e3)):
         peers = found()
         if peers is None:
             break
@@ -251,6 +254,7 @@ def _serve(
         peers.look()
         del peers
     listener.close()
+    has_closed.close()
 
 
 def _answer_of(address: str, token: str) -> StatusReply:

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from torchmn import events
 from torchmn.cluster.launcher_env import read_launcher_env
-from torchmn.control import script_monitor
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.heartbeat import LoopClock
 from torchmn.control.processes import (
@@ -45,7 +45,9 @@ class Order(Record, frozen=True, kw_only=True):
 def limited_mpi_start(limit_s: float) -> Iterator[None]:
     """Inside the block this process calls `MPI_Init`: it is killed if that takes longer. Local."""
     launched = read_launcher_env(os.environ)
-    has_other_limit = script_monitor.current() is not None or "mpi4py.MPI" in sys.modules
+    has_other_limit = (
+        any(each.ends_lost_ranks for each in events.observers) or "mpi4py.MPI" in sys.modules
+    )
     if launched is None or launched.known_size == 1 or has_other_limit:
         yield
         return

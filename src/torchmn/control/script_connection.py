@@ -1,7 +1,7 @@
 """The agent's end of the connection to its script: reports come in, requests go out.
 
-The other end is the script's `torchmn.control.script_monitor.ScriptMonitor`. For a script that does
-not answer, the state of its process is reported instead.
+The other end is the script's `torchmn.run.monitor.script_monitor.ScriptMonitor`. For a script that
+does not answer, the state of its process is reported instead.
 """
 
 import os

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, Sampler
 
+from torchmn import events
 from torchmn.control.script import failure_notes
 from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.errors import UsageError
@@ -115,6 +116,8 @@ class _Loop:
     def __next__(self) -> Any:
         one_pass = self._pass
         one_pass.thread = threading.get_ident()
+        for observer in events.observers:
+            observer.phase("data", begins=True)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -122,6 +125,8 @@ class _Loop:
             raise
         finally:
             one_pass.streams.draw_together()
+            for observer in events.observers:
+                observer.phase("data", begins=False)
         one_pass.num_received += 1
         if one_pass.num_received > one_pass.num_drawn:
             raise UsageError(

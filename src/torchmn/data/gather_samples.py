@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from torchmn.data.scatter_loader import ScatteredBatches
 from torchmn.errors import UsageError
+from torchmn.torch_private import tree_map
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -6,17 +6,13 @@ Ctrl-C, it does not; but then it releases the callback, which can be seen.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from enum import Enum
 
-import torch
-
 from torchmn.compiling import not_compiled
 from torchmn.errors import CommunicationError, UsageError
-from torchmn.record import recording
-from torchmn.record.step_recorder import StepRecorder
+from torchmn.torch_private import at_end_of_backward, current_graph_task_id
 
 
 class _Members:
@@ -32,21 +28,11 @@ _MEMBERS: weakref.WeakValueDictionary[int, _Members] = weakref.WeakValueDictiona
 class BackwardPass:
     """A backward pass that has begun."""
 
-    def __init__(
-        self,
-        backward_id: int,
-        callback: AtEnd,
-        *,
-        packs_early: bool,
-        recorder: StepRecorder | None,
-    ) -> None:
+    def __init__(self, backward_id: int, callback: AtEnd, *, packs_early: bool) -> None:
         self.ids = {backward_id}
         """Of the pass, and of those that run inside of it."""
         self.packs_early = packs_early
         """Whether gradients can be packed before the pass ends."""
-        self.recorder = recorder
-        """Notes the time that packing takes in the pass; None if nothing does."""
-        self.is_nested = _runs_inside_another()
         self.is_cleared = False
         """Whether the gradients were cleared since it raised."""
         self.failure: BaseException | None = None
@@ -118,16 +104,8 @@ class Passes:
     ) -> BackwardPass:
         """A pass has computed its first gradient; ``method`` is called when it ends."""
         callback = AtEnd(method, is_last=is_last)
-        recorder = recording.current()
-        if recorder is not None and not recorder.clock.is_host:
-            recorder = None  # a GPU packs in order with backward
-        self.current = BackwardPass(
-            torch._C._current_graph_task_id(),
-            callback,
-            packs_early=packs_early,
-            recorder=recorder,
-        )
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        self.current = BackwardPass(current_graph_task_id(), callback, packs_early=packs_early)
+        at_end_of_backward(callback)
         return self.current
 
     def end(self) -> BackwardPass | None:
@@ -151,7 +129,7 @@ class Passes:
     @property
     def are_inside(self) -> bool:
         """Whether this is called while a pass computes gradients."""
-        return self.current is not None and torch._C._current_graph_task_id() != -1
+        return self.current is not None and current_graph_task_id() != -1
 
     def raise_if_unfinished(self) -> None:
         """Raise if a pass began that did not end, and was not cleared.
@@ -179,28 +157,9 @@ class AtEnd:
         """The pass has reached its end."""
         if self._is_last:
             self._is_last = False
-            torch.autograd.Variable._execution_engine.queue_callback(self)
+            at_end_of_backward(self)
             return
         self._method()
-
-
-def _runs_inside_another() -> bool:
-    """Whether this backward pass was begun by a function of another one, as checkpoints do.
-
-    A function's own hooks run inside of its pass: `fully_shard` calls those of its parameters.
-    """
-    frame = sys._getframe(1)
-    is_begun_here = False
-    while frame is not None:
-        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:
-            is_begun_here = True
-        elif (
-            is_begun_here
-            and frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__
-        ):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 def _raise_if_unfinished(current: BackwardPass, state: PassState, rank_label: str) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from torchmn import events
 from torchmn.comm.codecs.base import FoundNonfinite, When
 from torchmn.comm.streams import Deferred
-from torchmn.control import script_monitor
 from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.buckets import Bucket, Slot
 
@@ -265,6 +265,7 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
     if policy == "raise":
         error = NonFiniteGradientError(text)
         if exchange.is_hopeless:
-            script_monitor.exchange_failed(error)
+            for observer in events.observers:
+                observer.failed(error)
         raise error
     warnings.warn(text, RuntimeWarning, stacklevel=5)

@@ -11,6 +11,7 @@ from torch import nn
 from torchmn.comm.training_start import training_start
 from torchmn.compiling import not_compiled
 from torchmn.exchange.model_hooks import ModelHooks
+from torchmn.torch_private import current_graph_task_id, is_tracing, packs_saved_tensors
 
 
 def watch_first_forward(models: Sequence[nn.Module]) -> ModelHooks:
@@ -24,9 +25,9 @@ def watch_first_forward(models: Sequence[nn.Module]) -> ModelHooks:
 
     @not_compiled
     def begin() -> None:
-        is_in_backward = torch._C._current_graph_task_id() != -1
-        packs_tensors = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-        if not (is_in_backward or packs_tensors or torch._C._is_tracing()):
+        is_in_backward = current_graph_task_id() != -1
+        packs_tensors = packs_saved_tensors()
+        if not (is_in_backward or packs_tensors or is_tracing()):
             hooks.remove()
             training_start.begin()
 

@@ -11,21 +11,22 @@ copies are reused where nothing else refers to them (`GradientMemory`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchmn.exchange.sharded_parameters import whole_of
-
-_STORAGE_USE_COUNT: Callable[[int], int] = getattr(
-    torch._C, "_storage_Use_Count", lambda storage: 0
+from torchmn.torch_private import (
+    COUNTS_USES,
+    storage_address,
+    storage_use_count,
+    tensor_use_count,
+    version_of,
 )
-_TENSOR_USE_COUNT: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
-CAN_COUNT = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
-"""Whether this torch can say who else uses a tensor or its storage; if not, no memory is used
-again."""
+
+CAN_COUNT = COUNTS_USES  # if not, no memory is used again
 
 
 GradientState = tuple[int, int]
@@ -34,7 +35,7 @@ GradientState = tuple[int, int]
 def gradient_state(parameter: Tensor) -> GradientState:
     """What tells whether ``p.grad`` was changed in place or replaced since. Local."""
     grad = whole_of(parameter).grad
-    return (0, 0) if grad is None else (id(grad), grad._version)
+    return (0, 0) if grad is None else (id(grad), version_of(grad))
 
 
 class GradientMemory:
@@ -121,8 +122,8 @@ def num_references(holder: _HasTensor) -> tuple[int, int, int]:
     in torch 2.6 only one more use of the tensor in C++.
     """
     tensor = holder.tensor
-    storage = tensor.untyped_storage()._cdata
-    return sys.getrefcount(tensor), _TENSOR_USE_COUNT(tensor), _STORAGE_USE_COUNT(storage)
+    storage = storage_address(tensor.untyped_storage())
+    return sys.getrefcount(tensor), tensor_use_count(tensor), storage_use_count(storage)
 
 
 Slots = TypeVar("Slots", bound=_Lent)
@@ -139,8 +140,8 @@ def in_use(slots: Sequence[Slots]) -> list[Slots]:
         if unused is None or slot.parameter.grad is slot.tensor:
             continue
         tensor = slot.tensor  # as many variables refer to it here as in num_references
-        storage = tensor.untyped_storage()._cdata
-        counts = (sys.getrefcount(tensor), _TENSOR_USE_COUNT(tensor), _STORAGE_USE_COUNT(storage))
+        storage = storage_address(tensor.untyped_storage())
+        counts = (sys.getrefcount(tensor), tensor_use_count(tensor), storage_use_count(storage))
         if counts != unused or tensor.data_ptr() != slot.address:
             found.append(slot)
     return found

@@ -20,15 +20,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.compiling import leave_to_python
+from torchmn.torch_private import MODULE_HOOKS, MODULES, PARAMETERS, REPLICA, replica_of
 
 _STATE, _SCRIPTABLE = "__getstate__", "__prepare_scriptable__"
-_FORWARD, _REPLICA = "forward", "_replicate_for_data_parallel"
-_TABLES = (
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_load_state_dict_pre_hooks",
-    "_state_dict_pre_hooks",
-)
+_FORWARD = "forward"
 
 
 class ModelHooks:
@@ -122,9 +117,9 @@ class _Hidden:
         if not isinstance(state, dict):
             return state
         state = {key: value for key, value in state.items() if not self._is_own(key, value)}
-        if "_parameters" in state:  # which may do more than a dict does
-            state["_parameters"] = dict(state["_parameters"].items())
-        for name in _TABLES:
+        if PARAMETERS in state:  # which may do more than a dict does
+            state[PARAMETERS] = dict(state[PARAMETERS].items())
+        for name in MODULE_HOOKS:
             if name in state:
                 state[name] = type(state[name])(
                     (key, value) for key, value in state[name].items() if key not in self.ids
@@ -141,7 +136,7 @@ class _Hidden:
         if isinstance(forward, FunctionType):
             self._forward = MethodType(forward, module)
             module.__dict__[_FORWARD] = self._forward
-            module.__dict__[_REPLICA] = self.replica
+            module.__dict__[REPLICA] = self.replica
 
     def hide_from_compiler(self) -> None:
         """Take it away when nothing needs it any more."""
@@ -149,7 +144,7 @@ class _Hidden:
         self.num_shown -= 1
         if self.num_shown or module is None or self._forward is None:
             return
-        for key in (_FORWARD, _REPLICA):
+        for key in (_FORWARD, REPLICA):
             if self._is_own(key, module.__dict__.get(key)):
                 del module.__dict__[key]
         self._forward = None
@@ -157,7 +152,7 @@ class _Hidden:
     def replica(self) -> nn.Module:
         """What `torch.nn.DataParallel` makes of the module; its forward is its own."""
         module: Any = self._module()
-        replica: nn.Module = type(module)._replicate_for_data_parallel(module)
+        replica = replica_of(module)
         for key, value in [*replica.__dict__.items()]:
             if self._is_own(key, value):
                 del replica.__dict__[key]
@@ -167,7 +162,7 @@ class _Hidden:
         """Whether it is an attribute that hides hooks or shows them, and not the user's."""
         if key == _FORWARD:
             return self._forward is not None and value is self._forward
-        return key in (_STATE, _SCRIPTABLE, _REPLICA)
+        return key in (_STATE, _SCRIPTABLE, REPLICA)
 
     def scriptable(self) -> nn.Module | None:
         """A copy of the module and all modules in it, with the same parameters."""
@@ -196,8 +191,8 @@ def _twin(module: nn.Module, twins: dict[nn.Module, nn.Module]) -> nn.Module:
         if isinstance(module, torch.jit.ScriptModule):
             return module
         twins[module] = twin = copy.copy(module)
-        twin.__dict__["_modules"] = {
+        twin.__dict__[MODULES] = {
             name: None if child is None else _twin(child, twins)
-            for name, child in module._modules.items()
+            for name, child in vars(module)[MODULES].items()
         }
     return twins[module]

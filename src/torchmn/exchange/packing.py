@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from torchmn import events
 from torchmn.errors import UnsupportedError
 from torchmn.exchange.agreements.base import PassContext
 from torchmn.exchange.agreements.measured_norms import MeasuredNorms
@@ -17,7 +18,6 @@ from torchmn.exchange.buckets import Bucket, Slot
 from torchmn.exchange.finiteness import sum_of
 from torchmn.exchange.gradient_norms import squared_norms
 from torchmn.exchange.sums import Sums
-from torchmn.record import recording
 
 
 class Packing:
@@ -134,7 +134,9 @@ class Packing:
             for slot in bucket.slots:
                 if slot.has_gradient and slot.end > slot.start:
                     self._own_squares.append(squared_norms(slot.values))
-        bucket.ready, bucket.written = recording.mark(), self._streams.record()
+        for observer in events.observers:
+            observer.exchange(self.buckets.comm, bucket, bucket.index, "ready")
+        bucket.written = self._streams.record()
         if self._overlaps_backward:
             self._sums.start_full()
 

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchmn.compiling import not_compiled
 from torchmn.exchange.sharded_parameters import whole_of
+from torchmn.torch_private import gradient_hooks
 
 
 class GradientHook:
@@ -77,7 +78,7 @@ def owners_of(parameters: Iterable[nn.Parameter]) -> list[object]:
 
 def has_later_hook(parameter: Tensor, method: Callable[[Any], None]) -> bool:
     """Whether the script's own hook is called after ``method``, and may change the gradient."""
-    if len(parameter._post_accumulate_grad_hooks or ()) < 2:
+    if len(gradient_hooks(parameter) or ()) < 2:
         return False
     for hook in reversed(_hooks(parameter)):
         if not isinstance(hook, GradientHook):
@@ -88,4 +89,4 @@ def has_later_hook(parameter: Tensor, method: Callable[[Any], None]) -> bool:
 
 
 def _hooks(parameter: Tensor) -> list[object]:
-    return list((parameter._post_accumulate_grad_hooks or {}).values())
+    return list((gradient_hooks(parameter) or {}).values())

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
@@ -46,7 +47,7 @@ from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
 from torchmn.exchange.weights import Contribution
-from torchmn.record import recording
+from torchmn.torch_private import current_graph_task_id, gradient_hooks
 
 
 class GradientReducer:
@@ -315,14 +316,14 @@ class GradientReducer:
                 local.note(watched, is_final=is_final)
                 return
             pass_ = self.passes.current
-            if pass_ is None or torch._C._current_graph_task_id() not in pass_.ids:
+            if pass_ is None or current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
             exchange = self.exchange
             slot, packing = exchange.filling.slot_at[index], exchange.packing
             if slot is None or packing is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
-            parameter, recorder = slot.parameter, pass_.recorder
-            hooks = parameter._post_accumulate_grad_hooks
+            parameter = slot.parameter
+            hooks = gradient_hooks(parameter)
             if (
                 hooks is not None
                 and len(hooks) > 1
@@ -331,7 +332,8 @@ class GradientReducer:
                 return  # the script may change it: the end of backward sees to it
             if slot.is_packed:
                 self._refuse_second(slot)
-            before = None if recorder is None else recorder.enter("exchange", in_backward=True)
+            for observer in events.observers:
+                observer.phase("pack", begins=True)
             try:
                 if exchange.is_plain:
                     is_mean = parameter.grad is slot.tensor
@@ -339,8 +341,8 @@ class GradientReducer:
                 else:
                     is_mean = self._pack(slot)
             finally:
-                if recorder is not None:
-                    recorder.leave(before)
+                for observer in events.observers:
+                    observer.phase("pack", begins=False)
             # What was copied is freed: the next layer's gradient then takes its memory.
             if self.gradient_as_bucket_view:
                 parameter.grad = slot.tensor
@@ -370,7 +372,7 @@ class GradientReducer:
             if passes.state is PassState.FAILED:
                 passes.raise_if_unfinished()
             if passes.state is PassState.FILLING:
-                current.ids.add(torch._C._current_graph_task_id())
+                current.ids.add(current_graph_task_id())
                 return current
             self._give_up_pass()
         self.comm.engine.raise_if_capturing()  # before anything has begun
@@ -444,17 +446,11 @@ class GradientReducer:
     def _end_backward(self) -> None:
         passes = self.passes
         ended = passes.end()
-        recorder = recording.current()
-        before = None if recorder is None else recorder.enter("exchange", in_backward=True)
+        for observer in events.observers:
+            observer.phase("exchange", begins=True)
         try:
-            if ended is not None and ended.is_nested and not self.exchange.is_packed:
-                # More of it may come in another one, after this has been handed over.
-                passes.current = ended
-                raise UnsupportedError(
-                    f"{self.comm.rank_label}: this backward pass runs in parts, as "
-                    "torch.utils.checkpoint with use_reentrant=True does, and the first gradients "
-                    "came from a part. Use use_reentrant=False."
-                )
+            # Of a pass that runs inside of another one, as reentrant checkpoints do, this is a
+            # part: what comes later is exchanged later, and what is a mean already stays one.
             self.exchange_now()
         except (UsageError, UnsupportedError):
             raise  # on all ranks, and nothing is under way: they may continue
@@ -465,8 +461,8 @@ class GradientReducer:
             raise
         finally:
             passes.is_joint = passes.are_compared = False
-            if recorder is not None:
-                recorder.leave(before)
+            for observer in events.observers:
+                observer.phase("exchange", begins=False)
 
     def _give_up_pass(self) -> None:
         """End the exchange of a pass that raised, and discard it. *Collective.*

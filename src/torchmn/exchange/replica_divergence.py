@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torchmn.comm import Communicator
 from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.replicas import persistent_buffers
+from torchmn.torch_private import Normalization
 
 UNKNOWN = -float(2**23)  # in place of a number, from a rank that does not compare: then none does
 EVERY = 4  # steps from one checksum to the next, which takes longer than all else here
@@ -161,7 +162,7 @@ def buffers_of_replicas(models: Sequence[nn.Module]) -> list[Watched]:
         Watched(own.name, own.get, is_buffer=True)
         for model in models
         for own in persistent_buffers(model)
-        if not isinstance(own.module, nn.modules.batchnorm._NormBase)
+        if not isinstance(own.module, Normalization)
         and not type(own.module).__module__.startswith("torch.ao.")
     ]
 

@@ -26,6 +26,7 @@ from torchmn.comm.local_tensors import (
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.sparse_gradients import sparse_parameters
+from torchmn.torch_private import buffers_of, non_persistent_buffers
 
 _OF_SHARDS = (
     " A model of which ranks hold parts is exchanged between those that hold the same part: give "
@@ -300,7 +301,7 @@ class OwnBuffer(NamedTuple):
 
     def get(self) -> Tensor | None:
         """The tensor of now. Local."""
-        return self.module._buffers.get(self.key)
+        return buffers_of(self.module).get(self.key)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
@@ -311,6 +312,6 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 def persistent_buffers(model: nn.Module) -> Iterator[OwnBuffer]:
     """The buffers of its ``state_dict``, not those with ``persistent=False``. Local."""
     for path, module in model.named_modules():
-        for key in module._buffers:
-            if key not in module._non_persistent_buffers_set:
+        for key in buffers_of(module):
+            if key not in non_persistent_buffers(module):
                 yield OwnBuffer(f"{path}.{key}" if path else key, module, key)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchmn.comm import Communicator
 from torchmn.comm.local_tensors import division_of, from_part, is_distributed, local_part
+from torchmn.torch_private import HooksOfWhole, made_as
 
 
 class ModelMesh:
@@ -119,14 +120,14 @@ def _device_of(group: dist.ProcessGroup) -> str:
 NamedParameter = tuple[str, nn.Parameter]
 
 
-class LocalShard(nn.Parameter):
+class LocalShard(HooksOfWhole):
     """This rank's part of a DTensor parameter, in its memory. Local, but for `grad`."""
 
     whole: nn.Parameter
 
     def __new__(cls, whole: nn.Parameter) -> LocalShard:
         """What stands for ``whole``, a DTensor."""
-        shard = torch.Tensor._make_subclass(cls, local_part(whole).detach(), False)
+        shard: LocalShard = made_as(cls, local_part(whole).detach(), False)
         shard.whole = whole
         return shard
 
@@ -169,10 +170,6 @@ class LocalShard(nn.Parameter):
     @grad.setter
     def grad(self, local: Tensor | None) -> None:
         self.whole.grad = None if local is None else from_part(local, self.whole)
-
-    @property
-    def _post_accumulate_grad_hooks(self) -> Any:  # type: ignore[override]
-        return self.whole._post_accumulate_grad_hooks
 
 
 class LocalShards:

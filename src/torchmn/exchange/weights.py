@@ -13,6 +13,7 @@ from torch import nn
 
 from torchmn.data.batch_size import num_samples
 from torchmn.exchange.sample_proportions import BatchShares, Shares
+from torchmn.torch_private import current_graph_task_id, is_tracing
 
 
 class Contribution:
@@ -141,9 +142,7 @@ class Contribution:
         if not (module.training and torch.is_grad_enabled()) or self.is_set:
             return
         # Compiled code cannot ask; compiled whole, a checkpointed part is not called again.
-        if not torch.compiler.is_compiling() and (
-            torch._C._current_graph_task_id() != -1 or torch._C._is_tracing()
-        ):
+        if not torch.compiler.is_compiling() and (current_graph_task_id() != -1 or is_tracing()):
             return
         found = num_samples((*args, *kwargs.values()))
         if found is not None:

@@ -25,6 +25,7 @@ from torchmn.compiling import not_compiled
 from torchmn.errors import UnknownNameError, UnsupportedError
 from torchmn.nn.layer_communicator import LayerCommunicator, Ranks, differentiable_once
 from torchmn.nn.micro_batches import samples_of_loss
+from torchmn.torch_private import BatchNorm
 
 LossWeight = Literal["rank", "samples"]
 
@@ -37,7 +38,7 @@ _TWICE = (
 _MAX_FEATURES = 2**32
 
 
-class _MultiNode(nn.modules.batchnorm._BatchNorm):
+class _MultiNode(BatchNorm):
     """What the layers of all dimensions have in common."""
 
     _ranks: Ranks
@@ -411,7 +412,7 @@ def convert_layers(model: nn.Module, base: type[nn.Module], of_torch: OfTorch) -
     for name, module in model.named_modules():
         if type(module) in of_torch or isinstance(module, base):
             found.append(module)
-        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+        elif isinstance(module, BatchNorm):
             raise UnsupportedError(
                 f"'{name or 'the model'}' is a {type(module).__name__}, not exactly an "
                 "nn.BatchNorm1d, 2d or 3d, and cannot be converted. Replace it by one of these: "

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -31,6 +29,8 @@ from torchmn.nn.layer_communicator import differentiable_once, has_collective_la
 from torchmn.nn.messages import Messages, Place, Samples
 from torchmn.nn.micro_batches import tensors_of, with_tensors
 from torchmn.nn.pipeline import Batch, LossFunction, NoSync, Pipeline, explained
+from torchmn.script_line import script_line
+from torchmn.torch_private import at_end_of_backward
 
 
 class MultiNodeChainList(nn.Module):
@@ -110,8 +110,7 @@ class MultiNodeChainList(nn.Module):
                 f"{comm.rank_label}: add_link() after the chain has run. Add all links before the "
                 "first forward() or forward_backward()."
             )
-        caller = sys._getframe(1)
-        name = f"{type(module).__name__}, {Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+        name = f"{type(module).__name__}, {script_line()}"
         index = len(self._specs)
         self._specs.append(Link(comm.rank, index, name, _ranks(rank_in), _ranks(rank_out)))
         self.links[f"{comm.rank}_{index}"] = module
@@ -391,5 +390,5 @@ class _Received(torch.autograd.Function):
         place = Place(BACKWARD, ctx.place.edge, 0, ctx.place.call)
         ctx.messages.send(place, list(grads[1:]), _WHOLE)
         # Once, when this pass ends: what was sent must have left before the script can exit.
-        torch.autograd.Variable._execution_engine.queue_callback(ctx.messages.finish_sends)
+        at_end_of_backward(ctx.messages.finish_sends)
         return None, None, None, torch.zeros((), device="cpu") if grads[0] is None else grads[0]

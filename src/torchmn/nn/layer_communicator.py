@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torchmn.comm import Communicator
 from torchmn.comm.group import Group
 from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.torch_private import current_graph_task_id
 
 _COPIES: WeakKeyDictionary[Communicator, LayerCommunicator] = WeakKeyDictionary()
 
@@ -41,7 +42,7 @@ class LayerCommunicator:
 
     def note_forward(self, layer: nn.Module) -> None:
         """Count forward passes, as the time limit after the first one is a shorter one. Local."""
-        if torch._C._current_graph_task_id() != -1:  # a checkpointed function runs again
+        if current_graph_task_id() != -1:  # a checkpointed function runs again
             return
         if layer in self._seen:
             self._seen.clear()

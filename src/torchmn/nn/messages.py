@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn import events
 from torchmn.comm import Communicator, object_codec
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import (
@@ -34,7 +35,6 @@ from torchmn.errors import (
     UsageError,
 )
 from torchmn.nn.chain_graph import BACKWARD, FORWARD, Edge
-from torchmn.record import recording
 
 _HEADER = 8
 _TAG = 1
@@ -291,7 +291,7 @@ class Messages:
         wait = comm.world.wait()
         limit = wait.limit
         entry = recorder.begin(group, f"{name} of {place}", (), "-", limit.seconds, wait)
-        with recording.timed("exchange"):
+        with events.during("exchange"):
             while not (is_done := work.is_done_within(min(limit.left_s, _LOOK_S))):
                 if limit.left_s == 0.0:
                     break

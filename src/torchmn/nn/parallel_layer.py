@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 
 from torchmn.comm import Communicator
 from torchmn.comm.local_tensors import Division, divide
@@ -28,6 +27,7 @@ from torchmn.compiling import not_compiled
 from torchmn.data import shard_bounds
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.nn.layer_communicator import Ranks
+from torchmn.torch_private import active_ddp
 
 Split = Literal["output", "input"]
 _Map = Callable[[Tensor], Tensor]
@@ -177,7 +177,7 @@ class ParallelLayer(nn.Module):
     @not_compiled
     def _raise_if_averaged_by_torch(self, comm: Communicator) -> None:
         """DistributedDataParallel (and Lightning) give all its ranks rank 0's part."""
-        ddp = DistributedDataParallel._active_ddp_module
+        ddp = active_ddp()
         if ddp is None or comm.size == 1:
             return
         own = {comm.flight_recorder.job_ranks[rank] for rank in range(comm.size)}

@@ -53,6 +53,12 @@ class ClockServer:
         self._clients: dict[int, socket.socket] = {}
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
+        self._stopped, self._stop = socket.socketpair()
+        self._poll.register(self._stopped, select.POLLIN)
+
+    def stop(self) -> None:
+        """Have `serve` return now. From any thread."""
+        self._stop.close()
 
     def serve(self, seconds: float) -> None:
         """Answer whoever asks for this long."""
@@ -60,6 +66,8 @@ class ClockServer:
         while (left_s := deadline - time.monotonic()) > 0:
             ready = self._poll.poll(left_s * 1e3)
             for descriptor, _ in ready:
+                if descriptor == self._stopped.fileno():
+                    return
                 if descriptor in self._clients:
                     self._answer(descriptor)
             for client, _ in self._listener.accept():
@@ -82,6 +90,8 @@ class ClockServer:
     def close(self) -> None:
         """Stop answering."""
         self._listener.close()
+        self._stop.close()
+        self._stopped.close()
         for client in self._clients.values():
             client.close()
         self._clients.clear()

@@ -1,8 +1,8 @@
 """The record of this process: whether there is one, how it begins and how it ends.
 
-Under ``torchmn run`` the first communicator begins it, elsewhere if ``TORCHMN_RECORD`` names a
-folder, or by `record`. Code of torchmn that has something to note calls the functions here; where
-nothing is recorded they return at once.
+`create_communicator` begins it where ``TORCHMN_RECORD`` names a folder, as under ``torchmn run``,
+or the script by `record`. It observes `torchmn.events` and the steps of all optimizers, for which
+torch has hooks, and ends with the communicator or with the script.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import cProfile
-import functools
 import os
 import platform
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,8 +28,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from torchmn import events
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
 from torchmn.compiling import not_compiled
@@ -44,15 +43,14 @@ from torchmn.record.records import (
     FORMAT,
     ClockOffset,
     Memory,
-    Phase,
     RecordFile,
     RunEnd,
     RunStart,
     say,
 )
 from torchmn.record.step_recorder import StepRecorder
-from torchmn.record.step_trace import RequestedTrace, StepTrace, TracedComm, running
-from torchmn.record.timeline import Coding, Mark, Traffic, clock_of
+from torchmn.record.step_trace import RequestedTrace, StepTrace, running
+from torchmn.record.timeline import clock_of
 
 _PERIOD_S = 1.0
 _MEMORY_PERIOD_S = 10.0
@@ -60,15 +58,7 @@ _CLOCK_PERIOD_S = 60.0
 _VERSIONED = ("torch", "numpy", "mpi4py")
 
 
-class HasAddresses(Protocol):
-    """The connections of a communicator."""
-
-    @property
-    def addresses(self) -> list[str]:
-        """Those at which the other ranks reach this one."""
-
-
-class World(Traffic, TracedComm, Protocol):
+class World(events.Communicator, Protocol):
     """What is used of a communicator."""
 
     rank: int
@@ -76,14 +66,15 @@ class World(Traffic, TracedComm, Protocol):
     intra_rank: int
     inter_rank: int
     device: torch.device
-
-    @property
-    def groups(self) -> HasAddresses:
-        """Its connections."""
+    groups: Any  # its connections, with the addresses at which other ranks reach this one
+    flight_recorder: Any  # its last collectives
 
     @property
     def settings(self) -> dict[str, str]:
         """Route, transport and the like, as text."""
+
+    def on_finalize(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call it at the beginning of `finalize`, unless what is returned is called before."""
 
     def bcast_obj(self, obj: object, root: int = 0) -> Any:
         """Give every rank the root's object. *Collective.*"""
@@ -111,15 +102,19 @@ class Recording:
         self._clocks, self._server = clocks, server
         self._file = RecordFile(folder, _run_start(comm))
         self.recorder = StepRecorder(self._file.write, clock_of(comm.device.type))
-        self.recorder.follow(comm)
+        self.recorder.communicator(comm, True)
         self._gpu = comm.device if comm.device.type == "cuda" else None
         self._offset: ClockOffset | None = None
         self._requested: RequestedTrace | None = None
         self._functions: tuple[cProfile.Profile, Path] | None = None
         self._stopping = threading.Event()
         self._is_closed = False
-        self._observers = Observers(self.recorder)
-        self._observers.install()
+        self._optimizer_hooks = [
+            register_optimizer_step_pre_hook(self._step_begins),
+            register_optimizer_step_post_hook(self._step_ended),
+        ]
+        events.add(self.recorder)
+        self._forget_finalize = comm.on_finalize(self.close)
         self._thread = threading.Thread(target=self._run, name="torchmn-record", daemon=True)
         self._thread.start()
 
@@ -138,12 +133,16 @@ class Recording:
         if _current and _current[0] is self:
             _current.clear()
         atexit.unregister(self._close_at_exit)
-        self._observers.remove()
+        self._forget_finalize()
+        self._stop_observing()
         recorder = self.recorder
         recorder.close()
         self._end_profile()
         self._file.write(RunEnd(at_s=time.perf_counter(), status=status, phases=recorder.rest()))
         self._file.close()
+        if self._server is not None:
+            self._server.stop()
+        self._thread.join(_PERIOD_S)  # it may still wait for an answer of rank 0
 
     def forget_in_child(self) -> None:
         """In a process that was forked, which has neither the thread nor a right to the files.
@@ -152,12 +151,28 @@ class Recording:
         """
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
-        self._observers.remove()
+        events.observers = ()  # as `_stop_observing`
+        for hook in self._optimizer_hooks:
+            hook.remove()
+
+    def _stop_observing(self) -> None:
+        events.remove(self.recorder)
+        for hook in self._optimizer_hooks:
+            hook.remove()
+
+    @not_compiled
+    def _step_begins(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.recorder.step_begins(optimizer)
+
+    @not_compiled
+    def _step_ended(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.recorder.step_ended(optimizer, self.recorder.num_steps)
 
     def new_trace(self, name: str) -> StepTrace:
         """A profile of this rank, in a file of this name."""
         path = self.folder / PROFILE_FOLDER / f"{name}.json"
-        return StepTrace(self.recorder, self.comm, path, self.comm.rank, lambda: self._offset)
+        recent = self.comm.flight_recorder.recent_collectives
+        return StepTrace(self.recorder, recent, path, self.comm.rank, lambda: self._offset)
 
     def profile(self, request: ProfileRequest) -> None:
         """Do what ``torchmn run --profile`` asks for."""
@@ -275,8 +290,8 @@ def record(comm: World, folder: str | Path = "torchmn-record") -> Recording:
     """Begin to record the steps of this process in ``folder``/steps. *Collective.*
 
     One line, after `create_communicator`, where no ``torchmn run`` or ``TORCHMN_RECORD`` has begun
-    it; else it returns that record. It ends with the process, or with `Recording.close`, and is a
-    context as well.
+    it; else it returns that record. It ends with ``comm.finalize()``, with the process, or with
+    `Recording.close`, and is a context as well.
 
     Raises UsageError: the files cannot be written.
 
@@ -324,74 +339,10 @@ def end(status: int) -> None:
         _current[0].close(status)
 
 
-# ---- what others note; each does nothing where nothing is recorded ----
-
-
-def enter(phase: Phase) -> Phase | None:
-    """See `StepRecorder.enter`."""
-    return _current[0].recorder.enter(phase) if _current else None
-
-
-def leave(before: Phase | None) -> None:
-    """See `StepRecorder.leave`."""
-    if before is not None and _current:
-        _current[0].recorder.leave(before)
-
-
-@contextmanager
-def during(phase: Phase) -> Iterator[None]:
-    """All that is done inside is this phase, such as an evaluation with its data and exchanges."""
-    recorder = current()
-    before = recorder.enter_whole(phase) if recorder is not None else None
-    try:
-        yield
-    finally:
-        if recorder is not None:
-            recorder.leave_whole(before)
-
-
-@contextmanager
-def timed(phase: Phase) -> Iterator[None]:
-    """What is done inside is this phase, but for what is another one by itself."""
-    before = enter(phase)
-    try:
-        yield
-    finally:
-        leave(before)
-
-
-def encoding() -> Coding:
-    """A context in which a codec encodes."""
-    return Coding(current(), "encode")
-
-
-def decoding() -> Coding:
-    """A context in which a codec decodes."""
-    return Coding(current(), "decode")
-
-
-def mark() -> Mark:
-    """Now, for `StepRecorder.exchange`; None where nothing is recorded."""
-    return _current[0].recorder.clock.mark() if _current else None
-
-
-def follow(comm: Traffic) -> None:
-    """Count the bytes of another communicator of this rank."""
-    if _current:
-        _current[0].recorder.follow(comm)
-
-
-def forget(comm: Traffic) -> None:
-    """A communicator has ended."""
-    if _current:
-        _current[0].recorder.forget(comm)
-
-
 def report_value(name: str, value: float, step: int | None = None) -> None:
     """Note a number such as a loss or an accuracy, for the report. Local, from any thread.
 
-    ``step`` is the current one by default. Nothing is done where no record is kept. Once a value
-    named ``loss`` is reported, the record does not look at what ``backward()`` is called on.
+    ``step`` is the current one by default. Nothing is done where no record is kept.
 
     Example:
         >>> torchmn.record.report_value("accuracy", 0.75)
@@ -445,78 +396,3 @@ def _memory(gpu: torch.device | None) -> Memory:
     if gpu is not None:
         device_nbytes = torch.cuda.memory_allocated(gpu)
     return Memory(at_s=time.perf_counter(), rss_nbytes=rss_nbytes, device_nbytes=device_nbytes)
-
-
-# What is put around torch's own calls while a record is kept, and taken off at its end.
-#
-# A loop that torchmn does not run is seen where it calls torch: the iterator of a DataLoader,
-# `torch.autograd.backward` (which ``loss.backward()`` calls), and the step of an optimizer, for
-# which torch has hooks. Each is passed on unchanged; the clock is read before and after.
-
-
-class Observers:
-    """Tells a recorder what the training thread calls. Local."""
-
-    def __init__(self, recorder: StepRecorder) -> None:
-        self._recorder = recorder
-        self._before: list[Phase | None] = []
-        self._undo: list[Callable[[], object]] = []
-
-    def install(self) -> None:
-        """Look at what is called from now on."""
-        recorder = self._recorder
-        plain_next: Callable[[Any], Any] = _BaseDataLoaderIter.__next__
-
-        @not_compiled
-        @functools.wraps(plain_next)
-        def timed_next(iterator: Any) -> Any:
-            before = recorder.data_begins()
-            try:
-                return plain_next(iterator)
-            finally:
-                recorder.data_ends(before)
-
-        plain_backward = torch.autograd.backward
-
-        @not_compiled
-        @functools.wraps(plain_backward)
-        def timed_backward(*args: Any, **kwargs: Any) -> None:
-            is_timed = recorder.backward_begins(args[0] if args else kwargs.get("tensors"))
-            try:
-                plain_backward(*args, **kwargs)
-            finally:
-                if is_timed:
-                    recorder.backward_ends()
-
-        self._replace(_BaseDataLoaderIter, "__next__", plain_next, timed_next)
-        self._replace(torch.autograd, "backward", plain_backward, timed_backward)
-        for register, function in (
-            (register_optimizer_step_pre_hook, self._step_begins),
-            (register_optimizer_step_post_hook, self._step_ends),
-        ):
-            self._undo.append(register(function).remove)
-
-    def remove(self) -> None:
-        """Put everything back as it was."""
-        while self._undo:
-            self._undo.pop()()
-
-    def _replace(self, owner: Any, name: str, plain: object, timed: object) -> None:
-        def put_back() -> None:
-            if getattr(owner, name) is timed:  # else another tool has put itself around it
-                setattr(owner, name, plain)
-
-        setattr(owner, name, timed)
-        self._undo.append(put_back)
-
-    @not_compiled
-    def _step_begins(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Of any optimizer; those inside of another one's step are parts of it."""
-        self._before.append(self._recorder.enter("optimizer"))
-
-    @not_compiled
-    def _step_ends(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        before = self._before.pop() if self._before else None
-        if before is not None:
-            self._recorder.leave("other" if before in ("forward", "backward") else before)
-            self._recorder.optimizer_stepped(optimizer)

@@ -41,8 +41,8 @@ Phase = Literal[
 ]
 """The parts of a step, which do not overlap and add up to it.
 
-``data`` waits for the next batch, ``copy`` moves it to the device, ``backward`` lasts until this
-rank's last gradient is ready, ``exchange`` is what the training thread waits for the exchange,
+``data`` waits for the next batch, ``copy`` moves it to the device, ``backward`` lasts from this
+rank's first gradient to its last, ``exchange`` is what the training thread waits for the exchange,
 without ``encode`` and ``decode`` where that thread does them, ``other`` is the rest.
 """
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -125,7 +125,7 @@ class Step(Record, frozen=True, kw_only=True):
 
 
 class GradientTimes(Record, frozen=True, kw_only=True):
-    """When each gradient was ready, in seconds after the begin of backward. Of some steps only."""
+    """When each gradient was ready, in seconds after the first one. Of some steps only."""
 
     step: int
     ready_s: list[float]

@@ -16,10 +16,11 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from torchmn.events import Communicator, Gradient, Observer, Stage
 from torchmn.record.records import (
     GradientTimes,
     Line,
@@ -28,26 +29,17 @@ from torchmn.record.records import (
     Step,
     Value,
 )
-from torchmn.record.timeline import DIGITS, Exchange, Mark, StepClock, Traffic
+from torchmn.record.timeline import DIGITS, Exchange, Mark, StepClock
+from torchmn.torch_private import at_end_of_backward, current_graph_task_id
 
 if TYPE_CHECKING:
     from torchmn.record.step_trace import StepTrace
 
 _MAX_MARKS = 4096
-_LOSS_PERIOD_S = 0.5
 _MAX_OTHERS = 2
-_GRADIENT_STEPS = frozenset({3, 10, 30, 100})
-_GRADIENT_PERIOD = 500
+# Phases that include all that is done in them, such as exchanges.
+_WHOLE = ("evaluation", "checkpoint")
 _UNTRAINED: frozenset[Phase] = frozenset({"data", "other", "evaluation"})
-
-
-@dataclass(frozen=True)
-class GradientFacts:
-    """A parameter whose gradient is timed."""
-
-    numel: int
-    nbytes: int
-    is_small: bool
 
 
 @dataclass(slots=True)
@@ -59,9 +51,8 @@ class _Step:
     marks: list[tuple[Mark, Phase]]
     folded: dict[Phase, float] = field(default_factory=dict)
     samples: int | None = None
-    gradients: list[tuple[GradientFacts, Mark]] = field(default_factory=list)
+    gradients: list[tuple[Gradient, Mark]] = field(default_factory=list)
     backward: Mark = None
-    loss: Any = None
     # Known when it has ended:
     number: int = 0
     end: Mark = None
@@ -70,18 +61,21 @@ class _Step:
     core_time: CoreTime | None = None
 
 
-class StepRecorder:
+class StepRecorder(Observer):
     """Notes what the training thread does and writes a line for each step. One per process.
 
-    The thread that makes it is the training thread, until a step ends on another one. Its other
-    methods ignore calls of other threads, unless they say otherwise.
+    The thread that makes it is the training thread, until a step ends on another one. What other
+    threads do counts only where a method says so.
     """
 
     def __init__(self, write: Callable[[Line], None], clock: StepClock) -> None:
         self.clock = clock
         self.exchanges: deque[Exchange] = deque()
         """Those that have ended, in the order of their end. Written by engines."""
-        self.running: Exchange | None = None
+        self._ready: dict[int, Mark] = {}  # by the bucket
+        self._queued: dict[int, Exchange] = {}  # by the bucket, until its sum is there
+        self._running: Exchange | None = None
+        self._coding: dict[int, float] = {}  # when each thread began to encode or decode
         self.num_steps = 0
         """Steps that have ended since the recorder was made."""
         self.on_step: list[Callable[[int], None]] = []
@@ -91,60 +85,77 @@ class StepRecorder:
         self._write = write
         self._training = threading.get_ident()
         self._phase: Phase = "other"
+        # The phases that have not ended, each with the one that it has interrupted.
+        self._stack: list[tuple[str, Phase]] = []
         self._whole = 0
+        self._is_data_told = False  # whether a loader has told of its batches in this step
         self._has_begun = False
         self._step = self._new_step(clock.mark())
         self._ended: deque[_Step] = deque()
-        self._comms: list[Traffic] = []
-        self._traffic: tuple[dict[str, int], dict[str, int]] = ({}, {})
+        self._comms: list[Communicator] = []
+        self._traffic = self._total_traffic()
         self._core_time = CoreTimeReader()
         self._leader: Callable[[], object] = _no_optimizer
         self._others: Counter[int] = Counter()
+        self._stepping: Callable[[], object] = _no_optimizer
         self._settings: dict[str, str] = {}
-        self._loss_at_s = 0.0
-        self._reports_loss = True
 
     # ---- phases ----
 
-    def enter(self, phase: Phase, *, in_backward: bool = False) -> Phase | None:
-        """Begin a phase, and return the one that it interrupts, for `leave`.
+    def phase(self, name: str, begins: bool) -> None:
+        """See `Observer.phase`."""
+        if name in ("encode", "decode"):
+            self._note_coding(name, begins)
+        if not self._is_counted():
+            return
+        if name in ("backward", "pack"):
+            self._begin_backward()
+            if name == "backward" or not self.clock.is_host:  # a stream packs within backward
+                return
+            name = "exchange"
+        if begins:
+            self._begin(cast(Phase, name))
+        else:
+            self._end(name)
 
-        None if it does not count: on another thread, inside of the same phase, or of one that is
-        counted as a whole. ``in_backward``: called by autograd, whose thread may be another one.
+    def _is_counted(self) -> bool:
+        """Whether what this thread does is a part of the step.
+
+        Autograd calls the hooks of CUDA tensors on threads of its own.
         """
-        before = self._phase
-        if (
-            before == phase
-            or self._whole
-            or not (in_backward or threading.get_ident() == self._training)
-        ):
-            return None
-        self._switch(phase)
-        return before
+        return threading.get_ident() == self._training or (
+            not self.clock.is_host and current_graph_task_id() != -1
+        )
 
-    def leave(self, before: Phase | None) -> None:
-        """Continue with the phase that was interrupted."""
-        if before is not None and not self._whole:
+    def _begin(self, phase: Phase) -> None:
+        self._stack.append((phase, self._phase))
+        if phase in _WHOLE:
+            self._whole += 1
+            if self._whole == 1:
+                self._switch(phase)
+        elif not self._whole:
+            self._is_data_told |= phase == "data"
+            if phase == "data":
+                self._begin_first_step()
+            self._switch(phase)
+
+    def _end(self, name: str) -> None:
+        """Continue with the phase before, or with ``other`` where that was over long ago."""
+        if all(begun != name for begun, _ in self._stack):
+            return  # it began before there was a recorder, or on another thread
+        before: Phase = "other"
+        begun = ""
+        while begun != name:  # what has raised may lack its end
+            begun, before = self._stack.pop()
+            self._whole -= begun in _WHOLE
+        if name in ("data", "optimizer") and before in ("forward", "backward"):
+            before = "other"
+        if not self._whole:
             self._switch(before)
 
-    def enter_whole(self, phase: Phase) -> Phase | None:
-        """As `enter`, for one that is counted as a whole, whatever is entered before its end."""
-        if threading.get_ident() != self._training:
-            return None
-        before = self._phase
-        if not self._whole:
-            self._switch(phase)
-        self._whole += 1
-        return before
-
-    def leave_whole(self, before: Phase | None) -> None:
-        """End what `enter_whole` began."""
-        if before is not None:
-            self._whole -= 1
-            if not self._whole:
-                self._switch(before)
-
     def _switch(self, phase: Phase) -> None:
+        if phase == self._phase:
+            return
         self._phase = phase
         marks = self._step.marks
         marks.append((self.clock.mark(), phase))
@@ -163,80 +174,92 @@ class StepRecorder:
                 return
             marks[index] = mark, phase
 
+    def _note_coding(self, name: str, begins: bool) -> None:
+        """Add the time in which a codec works to the exchange that runs. Any thread."""
+        thread, now = threading.get_ident(), time.perf_counter()
+        began = self._coding.pop(thread, now)
+        if begins:
+            self._coding[thread] = now
+        elif self._running is not None and self.clock.is_host:
+            self._running.coding_s[name] += now - began
+
     # ---- what a loop does ----
 
-    def data_begins(self) -> Phase | None:
-        """The loop asks for a batch. Returns the phase for `data_ends`."""
-        self._begin_first_step()
-        return self.enter("data")
+    def forward(self, num_samples: int | None, *, is_training: bool) -> None:
+        """See `Observer.forward`. Without gradients it is not for training, but for evaluation.
 
-    def data_ends(self, before: Phase | None) -> None:
-        """The batch is there; ``before`` is continued where it may be waiting for data."""
-        if before is not None:
-            self.leave(before if before in ("evaluation", "checkpoint") else "other")
-
-    def forward_begins(self, num_samples: int | None, *, is_training: bool) -> None:
-        """The model runs; not in training if gradients are off, where a batch was for evaluation.
-
-        ``num_samples``: of its batch, if it is known.
+        Where no loader of ours tells when it is asked for a batch, what lies between a step and the
+        forward after it counts as ``data``.
         """
         self._begin_first_step()
-        if is_training:
-            if num_samples is not None and self._phase not in ("forward", "backward"):
-                self._step.samples = (self._step.samples or 0) + num_samples
-            self.enter("forward")
-        elif not self._whole and threading.get_ident() == self._training:
-            self.enter("evaluation")
+        if self._whole or not self._is_counted():
+            return
+        if not is_training:
+            self._switch("evaluation")
             self._relabel("evaluation", _UNTRAINED)
+            return
+        if num_samples is not None and self._phase not in ("forward", "backward"):
+            self._step.samples = (self._step.samples or 0) + num_samples
+        if not self._is_data_told and self._phase == "other":
+            self._relabel("data", frozenset({"other"}))
+        self._switch("forward")
 
-    def backward_begins(self, loss: object) -> bool:
-        """Autograd is called; whether `backward_ends` must be called. ``loss``: on what."""
+    def _begin_backward(self) -> None:
+        """The first gradient of a backward pass is there."""
+        if self._whole or self._phase in ("backward", "exchange", "encode", "decode"):
+            return
         self._begin_first_step()
-        if self._phase == "backward" or threading.get_ident() != self._training:
-            return False
-        if self._phase == "other":
-            self._relabel("forward", frozenset({"other"}))  # of a model without a hook
-        self._note_loss(loss)
-        if self.enter("backward") is None:
-            return False
+        self._switch("backward")
         self._step.backward = self._step.backward or self._step.marks[-1][0]
-        return True
+        if current_graph_task_id() != -1:
+            at_end_of_backward(self._backward_ended)
 
-    def backward_ends(self) -> None:
-        """Autograd has returned."""
-        self.leave("other")
+    def _backward_ended(self) -> None:
+        if self._phase == "backward":
+            self._switch("other")
 
-    def gradient_ready(self, facts: GradientFacts) -> None:
-        """Called by autograd, in steps in which gradients are timed."""
-        self._step.gradients.append((facts, self.clock.mark()))
+    def gradient(self, gradient: Gradient) -> None:
+        """See `Observer.gradient`. Called by autograd."""
+        self._begin_backward()
+        self._step.gradients.append((gradient, self.clock.mark()))
 
-    def wants_gradients(self) -> bool:
-        """Whether gradients should be timed in the step that begins now."""
-        number = self.num_steps
-        return number in _GRADIENT_STEPS or (number > 0 and number % _GRADIENT_PERIOD == 0)
+    def step_begins(self, optimizer: object) -> None:
+        """See `Observer.step_begins`. A step inside of another one is a part of it."""
+        if self._stepping() in (None, optimizer):
+            self._stepping = weakref.ref(optimizer)
+            self.phase("optimizer", True)
 
-    def optimizer_stepped(self, optimizer: object, number: int | None = None) -> bool:
-        """An optimizer has stepped; ``number`` is that of its step, by default counted here.
+    def step_ended(self, optimizer: object, number: int | None, samples: int | None = None) -> None:
+        """See `Observer.step_ended`."""
+        if samples is not None and number is not None:  # it took part in a step of the others
+            self.end_step(number, samples=samples)
+            return
+        if self._stepping() is not optimizer:
+            return
+        self._stepping = _no_optimizer
+        self.phase("optimizer", False)
+        if number is not None:
+            self._count(optimizer, number)
 
-        Returns whether this was the end of a step.
-        """
+    def _count(self, optimizer: object, number: int) -> None:
         if self._leader() is not optimizer:
             self._others[id(optimizer)] += 1
             if self._leader() is not None and self._others[id(optimizer)] <= _MAX_OTHERS:
-                return False
+                return
             self._leader = weakref.ref(optimizer)
         self._others.clear()
-        self.end_step(self.num_steps if number is None else number)
-        return True
+        self.end_step(number)
 
     def optimizer_closed(self, optimizer: object) -> None:
-        """It will not step again: the next one that steps counts."""
+        """See `Observer.optimizer_closed`: the next one that steps counts."""
         if self._leader() is optimizer:
             self._leader = _no_optimizer
 
     def end_step(self, number: int, *, samples: int | None = None) -> None:
         """A step has ended, and the next one begins. ``samples``: if forward has not seen them."""
-        self._training = threading.get_ident()
+        if self._training != threading.get_ident():
+            self._training = threading.get_ident()
+            self._stack.clear()
         ended = self._step
         ended.number, ended.end = number, self.clock.mark()
         ended.sent, ended.received = self._new_traffic()
@@ -244,6 +267,7 @@ class StepRecorder:
         ended.core_time = self._core_time.since_last()
         self._ended.append(ended)
         self._step = self._new_step(ended.end)
+        self._is_data_told = False
         self.num_steps += 1
         self.write_ended()
         for callback in self.on_step:
@@ -264,74 +288,57 @@ class StepRecorder:
 
     # ---- what is noted beside the phases ----
 
-    def follow(self, comm: Traffic) -> None:
-        """Count the bytes of a communicator."""
-        if comm not in self._comms:
+    def communicator(self, comm: Communicator, begins: bool) -> None:
+        """See `Observer.communicator`: bytes of those that were not finalized are counted."""
+        if begins and comm not in self._comms:
             self._comms.append(comm)
-
-    def forget(self, comm: Traffic) -> None:
-        """The communicator has ended."""
-        if comm in self._comms:
+        elif not begins and comm in self._comms:
             self._comms.remove(comm)
             self._traffic = self._total_traffic()
 
-    def exchange(self, comm: Traffic, number: int, nbytes: int, ready: Mark) -> Exchange:
-        """A sum is handed over, whose gradients were ready at a mark, or just now. Any thread."""
-        return Exchange(self, comm, number, nbytes, ready)
+    def exchange(self, comm: Communicator, block: Any, bucket: int | None, stage: Stage) -> None:
+        """See `Observer.exchange`. Any thread."""
+        if bucket is None:
+            return
+        key = id(block)
+        # A mark costs something on a GPU: where a bucket was ready it needs none when it is queued.
+        now = self._ready.pop(key, None) if stage == "queued" else None
+        now = self.clock.mark() if now is None else now
+        if stage == "ready":
+            self._ready[key] = now
+        elif stage == "queued":
+            self._queued[key] = Exchange(bucket, block.buffer.nbytes, ready=now)
+        elif stage == "started" and key in self._queued:
+            self._running = running = self._queued[key]
+            running.started, running.sent_nbytes = now, -comm.num_sent_nbytes
+        elif stage == "ended" and key in self._queued:
+            ended, self._running = self._queued.pop(key), None
+            ended.ended, ended.sent_nbytes = now, ended.sent_nbytes + comm.num_sent_nbytes
+            self.exchanges.append(ended)
 
-    def settings_are(self, step: int, settings: dict[str, str]) -> None:
-        """Note settings, if they have changed."""
-        changed = {k: v for k, v in settings.items() if self._settings.get(k) != v}
+    def settings(self, step: int, values: dict[str, str]) -> None:
+        """See `Observer.settings`: they are written if they have changed."""
+        changed = {k: v for k, v in values.items() if self._settings.get(k) != v}
         if changed:
             self._settings |= changed
             self._write(SettingsChanged(step=step, settings=changed))
 
     def value(self, name: str, value: float, step: int | None = None) -> None:
         """Note a number that the script reports. Any thread."""
-        if name == "loss":
-            self._reports_loss = False
         at = self.num_steps if step is None else step
         self._write(Value(step=at, name=name, value=value))
 
-    def _note_loss(self, loss: object) -> None:
-        """Keep what backward is called on, now and then, without waiting for a GPU."""
-        step = self._step
-        if not self._reports_loss or step.at_s - self._loss_at_s < _LOSS_PERIOD_S:
-            return
-        import torch
-
-        found = loss[0] if isinstance(loss, Sequence) and len(loss) == 1 else loss
-        if not isinstance(found, torch.Tensor) or found.numel() != 1:
-            return
-        if torch.compiler.is_compiling() or found.is_complex():
-            return
-        if found.is_cuda and torch.cuda.is_current_stream_capturing():
-            return  # every replay of the graph would write to the copy
-        self._loss_at_s = step.at_s
-        value = found.detach()
-        if value.is_cuda:  # there when the marks of the step are over, and not read before
-            host = torch.empty_like(value, device="cpu", pin_memory=True)
-            step.loss = host.copy_(value, non_blocking=True)
-        else:
-            step.loss = value.clone() if not self.clock.is_host else float(value)
-
     def _new_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         before, self._traffic = self._traffic, self._total_traffic()
-        sent, received = (
-            {host: n for host, total in now.items() if (n := total - then.get(host, 0))}
-            for now, then in zip(self._traffic, before, strict=True)
-        )
+        sent, received = (dict(now - then) for now, then in zip(self._traffic, before, strict=True))
         return sent, received
 
-    def _total_traffic(self) -> tuple[dict[str, int], dict[str, int]]:
-        if len(self._comms) == 1:
-            return self._comms[0].traffic()
-        sent: dict[str, int] = {}
-        received: dict[str, int] = {}
+    def _total_traffic(self) -> tuple[Counter[str], Counter[str]]:
+        sent, received = Counter[str](), Counter[str]()
         for comm in self._comms:
-            for total, own in zip((sent, received), comm.traffic(), strict=True):
-                for host, nbytes in own.items():
-                    total[host] = total.get(host, 0) + nbytes
+            own_sent, own_received = comm.traffic()
+            sent.update(own_sent)
+            received.update(own_received)
         return sent, received
 
     def close(self) -> None:
@@ -392,8 +399,6 @@ class StepRecorder:
                     is_small=[each.is_small for each in facts],
                 )
             )
-        if ended.loss is not None:
-            self._write(Value(step=ended.number, name="loss", value=float(ended.loss)))
 
 
 def _add_up(

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmn.control.private_files import make_private_folder
@@ -25,25 +24,10 @@ from torchmn.record.profile_request import ProfileRequest
 from torchmn.record.records import ClockOffset, Phase, say
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.timeline import Exchange, Mark
+from torchmn.torch_private import is_profiler_running
 
 CLOCK_EVENT = "torchmn clock"
-KEY = "torchmn"
-"""Of our part of the file."""
-
-
-class TracedCollectives(Protocol):
-    """The collectives of a communicator."""
-
-    def recent_collectives(self) -> list[dict[str, Any]]:
-        """The last ones that have ended, each with its number, name, times and what it moved."""
-
-
-class TracedComm(Protocol):
-    """A communicator, whose collectives are drawn."""
-
-    @property
-    def flight_recorder(self) -> TracedCollectives:
-        """Holds the last of them."""
+KEY = "torchmn"  # of our part of the file
 
 
 @dataclass(eq=False)
@@ -51,7 +35,7 @@ class StepTrace:
     """One profile of this rank, from `begin` to `end`. Used by the training thread."""
 
     _recorder: StepRecorder
-    _comm: TracedComm
+    _recent: Callable[[], list[dict[str, Any]]]  # the last collectives that have ended
     path: Path
     _rank: int
     _offset: Callable[[], ClockOffset | None]
@@ -68,7 +52,7 @@ class StepTrace:
 
     def begin(self) -> None:
         """Begin to profile. Raises UsageError: torch's profiler runs already."""
-        if profiler._is_profiler_enabled:
+        if is_profiler_running():
             raise UsageError(
                 "torch's profiler runs already in this process, and a second one would end it. "
                 "Profile with one of torch.profiler, torchmn.record.trace() and torchmn run "
@@ -77,9 +61,7 @@ class StepTrace:
         activities = [ProfilerActivity.CPU]
         if not self._recorder.clock.is_host:
             activities.append(ProfilerActivity.CUDA)
-        self._last_number = max(
-            (row["number"] for row in self._comm.flight_recorder.recent_collectives()), default=0
-        )
+        self._last_number = max((row["number"] for row in self._recent()), default=0)
         self._profiler = profile(activities=activities)
         self._profiler.start()
         self._clock_s = time.perf_counter()
@@ -114,7 +96,7 @@ class StepTrace:
         self._add_collectives()
 
     def _add_collectives(self) -> None:
-        for row in self._comm.flight_recorder.recent_collectives():
+        for row in self._recent():
             if row["number"] > self._last_number:
                 self._last_number = row["number"]
                 begin_s, end_s = row.pop("started_s"), row.pop("ended_s")
@@ -186,7 +168,7 @@ class RequestedTrace:
 
     def _begin(self) -> None:
         """Unless the script profiles itself: then in one of the next steps."""
-        self._had_to_wait = profiler._is_profiler_enabled
+        self._had_to_wait = is_profiler_running()
         if not self._had_to_wait:
             self._trace.begin()
 

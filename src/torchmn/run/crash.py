@@ -17,20 +17,18 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from torch._C._distributed_c10d import PrefixStore
-
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import route_to
 from torchmn.comm import Communicator
 from torchmn.comm.transports.join import meet
 from torchmn.comm.transports.own_rank import own_place
-from torchmn.control import script_monitor
 from torchmn.control.codec import Record, encode
 from torchmn.control.processes import python_module
 from torchmn.errors import CommunicationError, TimeLimitError
-from torchmn.run.monitor import rank_monitor, server
+from torchmn.run.monitor import rank_monitor, script_monitor, server
 from torchmn.run.monitor.job_result import LOG_DIR, run_name
+from torchmn.torch_private import PrefixStore
 
 # How long ranks wait for each other without a communicator, as in `create_communicator`.
 _MEET_S = 300.0
@@ -61,7 +59,7 @@ def install_crash_handler(comm: Communicator | None = None, *, grace_s: float = 
     if monitor is None and (monitor := script_monitor.install_from_environment(os.environ)):
         script_monitor.install_exit_hooks(monitor)
         if comm is not None:
-            monitor.follow(comm.flight_recorder)
+            monitor.collectives(comm.flight_recorder)
     if comm is None:
         launched = own_place()
         if monitor is None and launched is not None and launched.size > 1:
@@ -72,7 +70,8 @@ def install_crash_handler(comm: Communicator | None = None, *, grace_s: float = 
     found = _start_server(comm.topology.hosts) if comm.rank == 0 else None
     secret, address, problem = comm.bcast_obj(found)
     _monitor(comm.rank, secret, address, problem, grace_s)
-    script_monitor.follow(comm.flight_recorder)
+    if monitor := script_monitor.current():
+        monitor.collectives(comm.flight_recorder)
 
 
 def _server_through_store(launched: LauncherInfo) -> tuple[str, str, str]:

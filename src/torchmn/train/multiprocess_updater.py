@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import TCPStore
 from torch.optim import Optimizer
 
 from torchmn.cluster import Topology
@@ -40,6 +39,7 @@ from torchmn.errors import (
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.replicas import named_parameters
 from torchmn.run.local_ranks import LocalRanks, raise_if_imported_by_rank, start_local_ranks
+from torchmn.torch_private import TCPStore
 from torchmn.train.batch_source import batch_source
 from torchmn.train.evaluation import Ratio
 from torchmn.train.standard_updater import StandardUpdater

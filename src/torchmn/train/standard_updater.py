@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.data.batch_size import num_samples
 from torchmn.errors import UsageError
 from torchmn.exchange.resharding import reshard_object, warnings_of
 from torchmn.nn.layer_communicator import has_collective_layers
-from torchmn.record import recording
 from torchmn.train.batch_source import batch_source, iterations_per_epoch
 from torchmn.train.evaluation import batch_to, call_with_batch
 
@@ -94,12 +94,12 @@ class StandardUpdater:
 
     def update(self) -> None:
         """Do one iteration."""
-        with recording.timed("data"):
+        with events.during("data"):
             batch = next(self.source)
         if num_samples(batch) == 0:
             self._step_without_samples(batch)
         else:
-            with recording.timed("copy"):
+            with events.during("copy"):
                 batch = self.converter(batch, self.device)
             self.update_core(batch)
         self.iteration += 1

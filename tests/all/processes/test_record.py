@@ -86,7 +86,6 @@ def test_the_run(sections: dict[str, list[list[Line]]]) -> None:
         assert end.status == 0
         assert_adds_up(lines)
         assert any(isinstance(line, ClockOffset) for line in lines)
-        assert any(isinstance(line, Value) and line.name == "loss" for line in lines)
 
 
 def test_every_schedule_records_its_steps(sections: dict[str, list[list[Line]]]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from tests.unit.models import batch, equal, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
-from torchmn.errors import RankMismatchError
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.schedules import DiLoCo, EveryStep, PeriodicAverage, Phases
 from torchmn.testing import run_ranks
 
@@ -91,7 +91,7 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
             model.zero_grad()  # the schedule is not notified of this, as by the optimizer's own
             if len(own):
                 scaler.scale(loss_of(model, own)).backward()
-            if unscales:
+            if unscales and len(own):
                 scaler.unscale_(optimizer)
                 clip(model)
             scaler.step(optimizer)
@@ -115,6 +115,22 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
     results = run_ranks(rank_main, world_size)
     assert all(found == scales and equal(held, results[0][1]) for found, held in results)
     assert near(results[0][1], expected, 1e-5)
+
+
+def test_a_grad_scaler_that_unscales_on_a_rank_without_gradients_is_refused() -> None:
+    def rank_main(comm):
+        model = mlp(dtype=torch.float32)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(torch.zeros(()))
+        if comm.rank == 0:
+            scaler.scale(loss_of(model, batch(0, 0, 2, dtype=torch.float32))).backward()
+            return
+        scaler.unscale_(optimizer)
+        with pytest.raises(UsageError, match=r"rank 1 of 2.*leave unscale_\(\) and clipping out"):
+            scaler.step(optimizer)
+
+    run_ranks(rank_main, 2)
 
 
 def test_a_rank_that_has_left_its_loop() -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 import torchmn
+from torchmn import events
 from torchmn.control.codec import decode_union
 from torchmn.errors import UsageError
 from torchmn.record import record, recording, report_value, trace
@@ -51,12 +51,11 @@ def read(folder: Path) -> list[Line]:
 
 
 def test_everything_is_put_back(comm: torchmn.Communicator, tmp_path: Path) -> None:
-    before = torch.autograd.backward, _BaseDataLoaderIter.__next__
     with record(comm, tmp_path) as own:
         assert record(comm, tmp_path / "other") is own
         train(comm, 3)
         report_value("accuracy", 0.5)
-    assert (torch.autograd.backward, _BaseDataLoaderIter.__next__) == before
+    assert events.observers == ()
     assert not torch_optimizer._global_optimizer_pre_hooks
     assert not torch_optimizer._global_optimizer_post_hooks
     assert recording.current() is None
@@ -64,6 +63,19 @@ def test_everything_is_put_back(comm: torchmn.Communicator, tmp_path: Path) -> N
     lines = read(tmp_path)
     assert [line.step for line in lines if isinstance(line, Step)] == [0, 1, 2]
     assert ("accuracy", 0.5) in [(x.name, x.value) for x in lines if isinstance(x, Value)]
+    assert isinstance(lines[-1], RunEnd)
+
+
+def test_it_ends_with_the_communicator(tmp_path: Path) -> None:
+    comm = torchmn.create_communicator()
+    record(comm, tmp_path)
+    train(comm, 2)
+    comm.finalize()
+    assert recording.current() is None
+    assert events.observers == ()
+    assert "torchmn-record" not in {thread.name for thread in threading.enumerate()}
+    lines = read(tmp_path)
+    assert sum(isinstance(line, Step) for line in lines) == 2
     assert isinstance(lines[-1], RunEnd)
 
 
@@ -141,11 +153,11 @@ def test_a_process_that_was_forked_records_nothing(
     comm: torchmn.Communicator, tmp_path: Path
 ) -> None:
     with record(comm, tmp_path) as of_parent:
-        plain = torch.autograd.backward
         child = os.fork()
         if child == 0:
             of_parent.close()  # as at exit
-            is_forgotten = recording.current() is None and torch.autograd.backward is not plain
+            is_hooked = bool(torch_optimizer._global_optimizer_pre_hooks)
+            is_forgotten = recording.current() is None and not events.observers and not is_hooked
             os._exit(0 if is_forgotten else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert recording.current() is of_parent.recorder

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchmn.record.records import GradientTimes, Line, Step, Value
-from torchmn.record.step_recorder import GradientFacts, StepRecorder
-from torchmn.record.timeline import Coding, GpuClock, Mark
+from torchmn.events import Gradient
+from torchmn.record.records import GradientTimes, Line, Step
+from torchmn.record.step_recorder import StepRecorder
+from torchmn.record.timeline import GpuClock, Mark
 
 
 class ManualClock:
@@ -31,6 +32,10 @@ class ManualClock:
 
 class Optimizer:
     pass
+
+
+class Block:
+    buffer = torch.zeros(25)
 
 
 class Comm:
@@ -65,9 +70,25 @@ def steps(lines: list[Line]) -> list[Step]:
 
 
 def batch(recorder: StepRecorder, clock: ManualClock, seconds: float = 1.0) -> None:
-    before = recorder.data_begins()
+    recorder.phase("data", True)
     clock.now += seconds
-    recorder.data_ends(before)
+    recorder.phase("data", False)
+
+
+def backward(ready: Callable[[], object]) -> None:
+    """A pass of autograd, in which ``ready`` is called for the only gradient."""
+
+    def hook(_: torch.Tensor) -> None:
+        ready()
+
+    x = torch.ones(1, requires_grad=True)
+    x.register_post_accumulate_grad_hook(hook)
+    x.sum().backward()
+
+
+def stepped(recorder: StepRecorder, optimizer: object, number: int = 0) -> None:
+    recorder.step_begins(optimizer)
+    recorder.step_ended(optimizer, number)
 
 
 def test_a_step_of_a_plain_loop(
@@ -76,20 +97,24 @@ def test_a_step_of_a_plain_loop(
     clock.now += 100  # imports and the model: no step
     batch(recorder, clock)
     clock.now += 2
-    recorder.forward_begins(32, is_training=True)
+    recorder.forward(32, is_training=True)
     clock.now += 3
-    assert recorder.backward_begins(torch.tensor(0.5))
-    clock.now += 4
-    waiting = recorder.enter("exchange", in_backward=True)
-    clock.now += 5
-    with Coding(recorder, "decode"):
+
+    def gradient_is_ready() -> None:
+        recorder.phase("backward", True)
+        clock.now += 4
+        recorder.phase("pack", True)
+        clock.now += 5
+        recorder.phase("decode", True)
         clock.now += 1
-    recorder.leave(waiting)
-    recorder.backward_ends()
-    before = recorder.enter("optimizer")
+        recorder.phase("decode", False)
+        recorder.phase("pack", False)
+
+    backward(gradient_is_ready)
+    optimizer = Optimizer()
+    recorder.step_begins(optimizer)
     clock.now += 6
-    recorder.leave(before)
-    assert recorder.optimizer_stepped(Optimizer(), 7)
+    recorder.step_ended(optimizer, 7)
     (step,) = steps(lines)
     assert step.phases == {
         "data": 1.0,
@@ -102,33 +127,66 @@ def test_a_step_of_a_plain_loop(
     }
     assert step.seconds == sum(step.phases.values())
     assert (step.step, step.samples, step.at_s) == (7, 32, 100.0)
-    (loss,) = (line for line in lines if isinstance(line, Value))
-    assert (loss.name, loss.value, loss.step) == ("loss", 0.5, 7)
 
 
-def test_what_comes_before_backward_is_forward_where_no_hook_sees_the_model(
+def test_what_lies_between_a_step_and_forward_is_data_where_no_loader_tells(
     recorder: StepRecorder, clock: ManualClock, lines: list[Line]
 ) -> None:
-    batch(recorder, clock)
-    clock.now += 2
-    recorder.backward_begins(None)
-    clock.now += 3
-    recorder.backward_ends()
+    recorder.forward(8, is_training=True)
+    optimizer = Optimizer()
+    for number in range(2):
+        clock.now += 1
+        backward(lambda: [recorder.phase("pack", begins) for begins in (True, False)])
+        clock.now += 1  # clipping, say
+        stepped(recorder, optimizer, number)
+        clock.now += 2
+        recorder.forward(8, is_training=True)
+    assert steps(lines)[1].phases == {"data": 2.0, "forward": 1.0, "other": 1.0}
+
+
+def test_a_backward_pass_that_exchanges_nothing_ends_too(
+    recorder: StepRecorder, clock: ManualClock, lines: list[Line]
+) -> None:
+    recorder.forward(8, is_training=True)
+    for _ in range(2):  # accumulated, under no_sync()
+        clock.now += 1
+
+        def computed() -> None:
+            recorder.phase("backward", True)
+            clock.now += 3
+
+        backward(computed)
+        clock.now += 5
+        recorder.forward(8, is_training=True)
     recorder.end_step(0)
-    assert steps(lines)[0].phases == {"data": 1.0, "forward": 2.0, "backward": 3.0}
+    assert steps(lines)[0].phases == {"forward": 2.0, "backward": 6.0, "data": 10.0}
+
+
+def test_a_part_that_raised_ends_with_what_it_is_in(
+    recorder: StepRecorder, clock: ManualClock, lines: list[Line]
+) -> None:
+    recorder.forward(8, is_training=True)
+    recorder.phase("exchange", True)
+    recorder.phase("encode", True)
+    clock.now += 1
+    recorder.phase("exchange", False)
+    clock.now += 1
+    recorder.phase("encode", False)  # nothing that has begun
+    recorder.end_step(0)
+    assert steps(lines)[0].phases == {"encode": 1.0, "forward": 1.0}
 
 
 def test_batches_of_a_model_without_gradients_are_for_evaluation(
     recorder: StepRecorder, clock: ManualClock, lines: list[Line]
 ) -> None:
-    recorder.forward_begins(8, is_training=True)
+    recorder.forward(8, is_training=True)
     recorder.end_step(0)
     for _ in range(2):
         batch(recorder, clock, 10)
-        recorder.forward_begins(8, is_training=False)
+        recorder.forward(8, is_training=False)
         clock.now += 1
     batch(recorder, clock, 2)
-    recorder.forward_begins(8, is_training=True)
+    recorder.forward(8, is_training=True)
     clock.now += 5
     recorder.end_step(1)
     assert steps(lines)[1].phases == {"evaluation": 22.0, "data": 2.0, "forward": 5.0}
@@ -138,16 +196,17 @@ def test_batches_of_a_model_without_gradients_are_for_evaluation(
 def test_a_whole_phase_holds_what_is_done_in_it(
     recorder: StepRecorder, clock: ManualClock, lines: list[Line]
 ) -> None:
-    recorder.forward_begins(None, is_training=True)
-    before = recorder.enter_whole("checkpoint")
+    recorder.forward(None, is_training=True)
+    recorder.phase("checkpoint", True)
     clock.now += 1
     batch(recorder, clock)
-    assert recorder.enter("exchange") is None
-    inner = recorder.enter_whole("evaluation")
+    recorder.phase("exchange", True)
+    recorder.phase("evaluation", True)
     clock.now += 1
-    recorder.leave_whole(inner)
+    recorder.phase("evaluation", False)
+    recorder.phase("exchange", False)
     clock.now += 1
-    recorder.leave_whole(before)
+    recorder.phase("checkpoint", False)
     recorder.end_step(0)
     assert steps(lines)[0].phases == {"checkpoint": 4.0}
 
@@ -156,48 +215,62 @@ def test_the_optimizer_that_steps_most_often_ends_steps(
     recorder: StepRecorder, lines: list[Line]
 ) -> None:
     generator, critic = Optimizer(), Optimizer()
-    assert recorder.optimizer_stepped(generator)
-    assert not recorder.optimizer_stepped(critic)
-    assert recorder.optimizer_stepped(generator)
-    ended = [recorder.optimizer_stepped(critic) for _ in range(5)]
-    assert ended == [False, False, True, True, True]
-    assert not recorder.optimizer_stepped(generator)
-    assert [step.step for step in steps(lines)] == [0, 1, 2, 3, 4]
+    ended = []
+    for optimizer in (generator, critic, generator, *[critic] * 5, generator):
+        before = len(lines)
+        stepped(recorder, optimizer, len(ended))
+        ended.append(len(lines) > before)
+    assert ended == [True, False, True, False, False, True, True, True, False]
 
 
 def test_an_optimizer_follows_one_that_is_closed_or_gone(
     recorder: StepRecorder, lines: list[Line]
 ) -> None:
     first, second = Optimizer(), Optimizer()
-    assert recorder.optimizer_stepped(first)
+    stepped(recorder, first, 0)
     recorder.optimizer_closed(first)
-    assert recorder.optimizer_stepped(second)
-    assert not recorder.optimizer_stepped(first)
+    stepped(recorder, second, 1)
+    stepped(recorder, first, 2)
     del second
-    assert recorder.optimizer_stepped(first)
+    stepped(recorder, first, 3)
+    assert [step.step for step in steps(lines)] == [0, 1, 3]
+
+
+def test_a_step_inside_of_another_one_and_one_that_raises(
+    recorder: StepRecorder, lines: list[Line]
+) -> None:
+    outer, inner = Optimizer(), Optimizer()
+    recorder.step_begins(outer)
+    stepped(recorder, inner, 10)
+    recorder.step_ended(outer, 0)
+    recorder.step_begins(outer)
+    recorder.step_ended(outer, None)
+    recorder.step_begins(inner)  # raises, and torch calls no hook at its end
+    stepped(recorder, inner, 1)
+    assert [step.step for step in steps(lines)] == [0]
+    stepped(recorder, outer, 1)
+    assert [step.step for step in steps(lines)] == [0, 1]
 
 
 def test_calls_of_other_threads_change_no_phase(
     recorder: StepRecorder, clock: ManualClock, lines: list[Line]
 ) -> None:
     comm = Comm()
-    recorder.follow(comm)
-    recorder.forward_begins(None, is_training=True)
-    found: list[object] = []
+    recorder.communicator(comm, True)
+    recorder.forward(None, is_training=True)
 
     def engine() -> None:
-        exchange = recorder.exchange(comm, 3, 100, None)
-        found.append(recorder.enter("exchange"))
-        exchange.begin()
+        recorder.exchange(comm, Block, 3, "queued")
+        recorder.phase("exchange", True)
+        recorder.exchange(comm, Block, 3, "started")
         comm.sent["b"] += 70
         clock.now += 2
-        exchange.end()
+        recorder.exchange(comm, Block, 3, "ended")
 
     run_in_thread(engine)
     recorder.end_step(0)
     recorder.end_step(1)
     first, second = steps(lines)
-    assert found == [None]
     assert first.phases == {"forward": 2.0}
     assert (first.sent, second.sent) == ({"b": 70}, {})
     (bucket,) = first.buckets
@@ -205,19 +278,21 @@ def test_calls_of_other_threads_change_no_phase(
     assert (bucket.ready_s, bucket.started_s, bucket.ended_s) == (0.0, 0.0, 2.0)
 
 
-def test_times_of_gradients_are_from_the_begin_of_backward(
+def test_times_of_gradients_are_from_the_first_one(
     recorder: StepRecorder, clock: ManualClock, lines: list[Line]
 ) -> None:
-    recorder.forward_begins(None, is_training=True)
+    recorder.forward(None, is_training=True)
     clock.now += 1
-    recorder.backward_begins(None)
-    for numel in (10, 20):
-        clock.now += 1
-        recorder.gradient_ready(GradientFacts(numel, 4 * numel, is_small=True))
-    recorder.backward_ends()
+
+    def gradients_are_ready() -> None:
+        for numel in (10, 20):
+            recorder.gradient(Gradient(numel, 4 * numel, is_small=True))
+            clock.now += 1
+
+    backward(gradients_are_ready)
     recorder.end_step(0)
     (times,) = (line for line in lines if isinstance(line, GradientTimes))
-    assert (times.ready_s, times.numel, times.nbytes) == ([1.0, 2.0], [10, 20], [40, 80])
+    assert (times.ready_s, times.numel, times.nbytes) == ([0.0, 1.0], [10, 20], [40, 80])
 
 
 def test_a_very_long_step_keeps_no_list_of_its_phases(
@@ -272,18 +347,19 @@ def test_on_a_gpu_a_step_is_written_when_the_stream_has_passed_it(lines: list[Li
     stream = Stream()
     recorder = StepRecorder(lines.append, stream.clock())
     for number in range(3):
-        recorder.forward_begins(4, is_training=True)
-        recorder.backward_begins(None)
-        exchange = recorder.exchange(Comm(), 0, 8, None)
-        run_in_thread(lambda exchange=exchange: (exchange.begin(), exchange.end()))
-        recorder.backward_ends()
+        recorder.forward(4, is_training=True)
+        backward(lambda: recorder.phase("backward", True))
+        recorder.exchange(Comm(), Block, 0, "ready")
+        recorder.exchange(Comm(), Block, 0, "queued")
+        for stage in ("started", "ended"):
+            run_in_thread(lambda stage=stage: recorder.exchange(Comm(), Block, 0, stage))
         recorder.end_step(number)
     assert lines == []
     stream.num_passed = stream.num_events
     recorder.write_ended()
     written = steps(lines)
     assert [step.step for step in written] == [0, 1, 2]
-    assert written[1].phases == {"forward": 1.0, "backward": 4.0, "other": 2.0}
+    assert written[1].phases == {"data": 1.0, "forward": 1.0, "backward": 1.0, "other": 4.0}
     assert written[1].seconds == 7.0
     assert [len(step.buckets) for step in written] == [1, 1, 1]
 
@@ -292,9 +368,10 @@ def test_on_a_gpu_a_long_step_keeps_few_events(lines: list[Line]) -> None:
     """Those that the stream has passed are added up; one that is far behind keeps them."""
     stream = Stream()
     recorder = StepRecorder(lines.append, stream.clock())
-    recorder.forward_begins(4, is_training=True)
+    recorder.forward(4, is_training=True)
     for number in range(20_000):
-        recorder.leave(recorder.enter("evaluation"))
+        recorder.phase("evaluation", True)
+        recorder.phase("evaluation", False)
         stream.num_passed = stream.num_events if number > 5000 else 0
     assert len(recorder._step.marks) < 5000
     recorder.end_step(0)
@@ -312,9 +389,8 @@ def test_a_step_that_is_captured_as_a_graph_takes_no_event_of_it(
     recorder = StepRecorder(lines.append, stream.clock())
     for number in range(3):
         stream.is_capturing = number == 1
-        recorder.forward_begins(4, is_training=True)
-        recorder.backward_begins(None)
-        recorder.backward_ends()
+        recorder.forward(4, is_training=True)
+        backward(lambda: recorder.phase("backward", True))
         recorder.end_step(number)
     stream.num_passed = stream.num_events
     recorder.write_ended()
@@ -322,9 +398,9 @@ def test_a_step_that_is_captured_as_a_graph_takes_no_event_of_it(
 
 
 def test_settings_are_written_where_they_change(recorder: StepRecorder, lines: list[Line]) -> None:
-    recorder.settings_are(0, {"codec": "float32", "schedule": "every_step"})
-    recorder.settings_are(1, {"codec": "float32", "schedule": "every_step"})
-    recorder.settings_are(5, {"codec": "1bit", "schedule": "every_step"})
+    recorder.settings(0, {"codec": "float32", "schedule": "every_step"})
+    recorder.settings(1, {"codec": "float32", "schedule": "every_step"})
+    recorder.settings(5, {"codec": "1bit", "schedule": "every_step"})
     assert [(line.step, line.settings) for line in lines] == [
         (0, {"codec": "float32", "schedule": "every_step"}),
         (5, {"codec": "1bit"}),

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from torchmn import events
 from torchmn.cluster import Topology
 from torchmn.cluster.units import MiB
 from torchmn.comm.allreduce import (
@@ -21,7 +22,6 @@ from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.engine import Work
 from torchmn.comm.group import Group, Groups
 from torchmn.comm.streams import Event
-from torchmn.record import recording
 
 Granularity = Literal["parameter", "everything", "bucket"]
 
@@ -167,20 +167,19 @@ class Route:
         chosen = self._default_algorithm if algorithm is None else algorithm
         whole = block if isinstance(block, ReduceBlock) else ReduceBlock(block)
         self._prefetch_send(whole, chosen)
-        recorder, exchange = recording.current(), None
-        if recorder is not None and bucket is not None:
-            exchange = recorder.exchange(self.groups, bucket, whole.buffer.nbytes, whole.ready)
+        for observer in events.observers:
+            observer.exchange(self.groups, whole, bucket, "queued")
 
         def job() -> None:
             self._flight_recorder.set_label(bucket, step)
-            if exchange is not None:
-                exchange.begin()
+            for observer in events.observers:
+                observer.exchange(self.groups, whole, bucket, "started")
             try:
                 self._sum_(whole, chosen)
             finally:
                 self._flight_recorder.set_label(None, None)
-                if exchange is not None:
-                    exchange.end()
+                for observer in events.observers:
+                    observer.exchange(self.groups, whole, bucket, "ended")
             if on_complete is not None:
                 on_complete()
 

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
 
 from torchmn.comm.transports.base import (
     MAX_DIRECT_RANKS,
@@ -45,6 +44,14 @@ from torchmn.comm.transports.base import (
 )
 from torchmn.comm.transports.staging import Staging
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, UnsupportedError
+from torchmn.torch_private import (
+    PrefixStore,
+    end_coalescing,
+    gloo_options,
+    set_timeout,
+    source_rank,
+    start_coalescing,
+)
 
 _GLOO_REDUCES = {
     torch.float32,
@@ -176,7 +183,7 @@ class TorchDistributedTransport(Transport):
             work.wait(_left(limit))
         except RuntimeError as error:
             raise _translate(error, "a receive from any rank", limit.seconds) from error
-        source = int(work._source_rank())
+        source = source_rank(work)
         self.received[source] += buffer.nbytes
         return source
 
@@ -307,7 +314,7 @@ class _NcclWork:
 
 def _nccl(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _NO_LIMIT
+    set_timeout(options, _NO_LIMIT)
     with _making_nccl, _errors_left_to_us():
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
@@ -332,9 +339,9 @@ def _errors_left_to_us() -> Iterator[None]:
 
 def _batch(group: Any, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Any:
     """All messages as one operation of NCCL, which may otherwise wait for one another."""
-    group._start_coalescing()
+    start_coalescing(group)
     _start_all(group, sends, recvs, tag)
-    return group._end_coalescing()
+    return end_coalescing(group)
 
 
 def _start_all(
@@ -390,15 +397,13 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, own_address: str
     gloo: Any = dist.ProcessGroupGloo
     lazy = {"lazy_init": True} if is_lazy else {}
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME")
-    options = gloo._Options()
-    options._timeout = timeout
     if own_address is not None:
-        options._devices = [gloo.create_device(hostname=own_address, **lazy)]
+        devices = [gloo.create_device(hostname=own_address, **lazy)]
     elif interfaces:
-        options._devices = [gloo.create_device(interface=i, **lazy) for i in interfaces.split(",")]
+        devices = [gloo.create_device(interface=i, **lazy) for i in interfaces.split(",")]
     else:
-        options._devices = [gloo.create_default_device(**lazy)]
-    return gloo(store, rank, size, options)
+        devices = [gloo.create_default_device(**lazy)]
+    return gloo(store, rank, size, gloo_options(timeout, devices))
 
 
 def _sized_tag(tag: int, tensor: Tensor) -> int:

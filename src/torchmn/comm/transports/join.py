@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.distributed_c10d import _get_default_store
 
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted
@@ -43,6 +41,7 @@ from torchmn.errors import (
     UnknownNameError,
     UnsupportedError,
 )
+from torchmn.torch_private import HashStore, PrefixStore, Store, TCPStore, default_store
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,7 +89,7 @@ def join_world(kind: str, timeout_s: float) -> Transport:
     joined as this rank.
     """
     launched = own_place()
-    key = (kind, id(_get_default_store())) if is_adopted(launched) else kind
+    key = (kind, id(default_store())) if is_adopted(launched) else kind
     if key in _joined:
         pid, transport = _joined[key]
         if launched is not None and transport.size > 1 and pid != os.getpid():  # forked since then
@@ -145,7 +144,7 @@ def meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, Store]:
     `join_world`.
     """
     if is_adopted(launched):
-        return "", _get_default_store()
+        return "", default_store()
     if not _met:
         claim_rank(launched, os.environ)
         _met.append(_connect_store(launched, timeout_s))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,8 +40,9 @@ class BlockReads:
         """A warning of a model's state, if the optimizer's is not saved or loaded beside it: both
         together continue the block."""
         self._is_checkpoint = False
+        self._at_exit = partial(_warn, self._owed)  # of a script that ends by saving
         if models:
-            atexit.register(_warn, self._owed)  # of a script that ends by saving
+            atexit.register(self._at_exit)
         for model in models:
             hooks.before_forward(model, self._forward_begins)
             hooks.before_state_dict(model, self._state_is_read)
@@ -51,10 +53,15 @@ class BlockReads:
         self._owed.clear()
 
     def end_step(self) -> None:
-        """What was read is complete: the optimizer has stepped, or is closed."""
+        """What was read is complete: the optimizer has stepped."""
         self._is_checkpoint = False
         self._has_warned |= bool(self._owed)
         _warn(self._owed)
+
+    def close(self) -> None:
+        """The optimizer is closed."""
+        self.end_step()
+        atexit.unregister(self._at_exit)
 
     def _forward_begins(self, module: nn.Module, *_: Any) -> None:
         if not (torch.compiler.is_compiling() or module.training or torch.is_grad_enabled()):

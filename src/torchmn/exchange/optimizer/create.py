@@ -58,6 +58,7 @@ def create_multi_node_optimizer(
     on_nonfinite: OnNonfinite = "raise",
     max_grad_norm: float | None = None,
     gradient_as_bucket_view: bool = False,
+    _kind: type[MultiNodeOptimizer] = MultiNodeOptimizer,
 ) -> MultiNodeOptimizer:
     """Wrap an optimizer so that gradients are means over all ranks. *Collective.*
 
@@ -166,7 +167,7 @@ def create_multi_node_optimizer(
     form = own_codec(codec, comm)
     is_counted = weight is None
     may_differ = is_counted and reduction == "mean" and chosen.averages_gradients
-    made = MultiNodeOptimizer(
+    made = _kind(
         optimizer,
         comm,
         models,

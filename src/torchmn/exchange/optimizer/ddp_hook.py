@@ -24,10 +24,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket, PrefixStore
-from torch.distributed.distributed_c10d import _get_process_group_store
 from torch.nn.parallel import DistributedDataParallel
 
+from torchmn import events
 from torchmn.cluster import Topology
 from torchmn.cluster.gpus import may_share_gpus
 from torchmn.comm import Communicator
@@ -48,9 +47,12 @@ from torchmn.exchange.codec_state import (
 )
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.first_forward import watch_first_forward
+from torchmn.exchange.model_hooks import ModelHooks
+from torchmn.exchange.optimizer.recorded_steps import emit_forward
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.resharding import reshard_codec
+from torchmn.torch_private import GradBucket, PrefixStore, store_of
 
 
 class DdpHook:
@@ -76,6 +78,7 @@ class DdpHook:
         self._was_finite = True
         self._seen: dict[Literal["encoding", "decoding"], list[str]] = {}
         self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._hooks = ModelHooks()
 
     # ---- before training, and after ----
 
@@ -100,6 +103,8 @@ class DdpHook:
             )
         self._open(model, next(model.module.parameters()).device)
         watch_first_forward([model])
+        if events.observers:
+            emit_forward([model], self._hooks)
         self._warm_up()
         model.register_comm_hook(None, self)  # with the model as state neither would ever be freed
         return self
@@ -137,6 +142,7 @@ class DdpHook:
 
     def close(self) -> None:
         """End the connections, if they are its own. The model can no longer be trained. Local."""
+        self._hooks.remove()
         if self._comm is not None and self._is_own_comm:
             self._comm.finalize()
 
@@ -199,6 +205,8 @@ class DdpHook:
 
         Waiting here, not in the futures, gives the user our error and not one of C++.
         """
+        for observer in events.observers:
+            observer.phase("backward", begins=True)
         buffer = bucket.buffer()
         if not self._is_open:
             self._open(state, buffer.device)
@@ -328,7 +336,7 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> Communicator
     """A communicator of the ranks of a process group, met through the group's store."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     default: Any = dist.group.WORLD
-    shared = _get_process_group_store(group if group is not None else default)
+    shared = store_of(group if group is not None else default)
     number = shared.add(f"torchmn/ddp_hooks_of/{rank}", 1)  # hooks of all ranks come in one order
     store = PrefixStore(f"torchmn/ddp_hook{number}", shared)
     cuda_device = device if device.type == "cuda" else None

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
@@ -18,6 +17,7 @@ from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import named_tensors, parameters_of
 from torchmn.nn.chain_list import MultiNodeChainList
+from torchmn.torch_private import Dropout
 
 
 def untrained_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
@@ -107,6 +107,6 @@ def compare_random_numbers(comm: Communicator, models: Sequence[nn.Module]) -> N
 
 
 def _draws_masks(module: nn.Module) -> bool:
-    if isinstance(module, _DropoutNd):
+    if isinstance(module, Dropout):
         return module.p > 0
     return isinstance(module, (nn.RNNBase, nn.MultiheadAttention)) and module.dropout > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start, training_steps
@@ -226,7 +226,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `step` unscales by itself: no. Read by `torch.amp.GradScaler.step` only.
+        """Whether `step` unscales by itself. Read by `torch.amp.GradScaler.step` only.
+
+        *Collective* on a rank without a backward pass, see `LateScalerSteps`.
 
         Raises UnsupportedError: a mean of another step has been scaled by another factor.
         """
@@ -236,10 +238,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
                 "or bfloat16, which needs no scaling."
             )
-        self._late_scaler_steps.take_part(self, sys._getframe(1).f_locals.get("self"))
         if self.tuner is not None:
             self.tuner.scaler_used()
-        return False
+        return self._late_scaler_steps.take_part(self)
 
     def __repr__(self) -> str:
         parts = [self.schedule.name]
@@ -284,8 +285,13 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
                 "newer one, or make one optimizer with several parameter groups."
             )
-        with self.recorded:
+        if "grad_scale" in vars(self) and not self._late_scaler_steps.unscale(self):
+            return None  # as the scalers of the other ranks
+        if not events.observers:
             result = self._step(closure)
+        else:
+            with self.recorded:
+                result = self._step(closure)
         training_start.begin()  # where no forward pass was seen, as in compiled code
         return result
 
@@ -543,7 +549,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
         self._is_closed = True
-        self._block_reads.end_step()
+        self._block_reads.close()
         self.schedule.close()
         self.reducer.close_for_good()
         self.recorded.close()

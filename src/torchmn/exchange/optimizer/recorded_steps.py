@@ -1,4 +1,4 @@
-"""What a multi-node optimizer tells the record of the run, where one is kept."""
+"""What observers are told of the steps of a multi-node optimizer, and of its models."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from torchmn import events
 from torchmn.comm.codecs.layout import is_small
 from torchmn.data.batch_size import num_samples
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.parameter_hook import watch_gradient
 from torchmn.exchange.sharded_parameters import whole_of
-from torchmn.record import recording
-from torchmn.record.records import Phase
-from torchmn.record.step_recorder import GradientFacts, StepRecorder
+from torchmn.torch_private import current_graph_task_id, is_tracing
 
 if TYPE_CHECKING:
     from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 
+_GRADIENT_STEPS = frozenset({3, 10, 30, 100})
+_GRADIENT_PERIOD = 500
+
 
 class RecordedSteps:
-    """A context around each step of one optimizer. Local; it does nothing without a record."""
+    """A context around each step of one optimizer, for where there are observers. Local."""
 
     def __init__(self, optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> None:
         self._found = weakref.ref(optimizer)  # it has this: no cycle, it is freed when closed
         self._models = models
-        self._recorder: StepRecorder | None = None
-        self._before: Phase | None = None
+        self._observers: tuple[events.Observer, ...] = ()  # those that know the settings
         self._number = 0
         self._hooks = ModelHooks()
-        self._facts: dict[Tensor, GradientFacts] = {}
+        self._facts: dict[Tensor, events.Gradient] = {}  # of gradients that are timed in this step
         self._watches: list[RemovableHandle] = []
         self._noted: tuple[object, object] = (None, None)
 
@@ -45,98 +46,107 @@ class RecordedSteps:
         return optimizer
 
     def __enter__(self) -> None:
-        recorder = recording.current()
-        if recorder is not self._recorder:
-            self._meet(recorder)
-        if recorder is not None:
-            self._number = self._optimizer.reducer.step
-            self._before = recorder.enter("optimizer")
+        self.meet()
+        self._number = self._optimizer.reducer.step
+        for observer in events.observers:
+            observer.step_begins(self._optimizer)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
     ) -> None:
-        recorder = self._recorder
-        if recorder is None:
-            return
-        recorder.leave(None if self._before is None else "other")
         if kind is None:
-            self._note_settings(recorder)
-            if recorder.optimizer_stepped(self._optimizer, self._number):
-                self._watch_gradients(recorder)
+            self._note_settings()
+        for observer in events.observers:
+            observer.step_ended(self._optimizer, self._number if kind is None else None)
+        if kind is None:
+            self._watch_gradients(self._number + 1)
 
     def meet(self) -> None:
-        """Look at the model from now on, if there is a record."""
-        self._meet(recording.current())
+        """Look at the model from now on if there are observers, and tell new ones the settings."""
+        if events.observers is self._observers:
+            return
+        self._take_off()
+        self._observers = events.observers
+        if self._observers:
+            emit_forward(self._models, self._hooks)
+            self._note_settings()
+            self._watch_gradients(self._optimizer.reducer.step)
 
     def step_without_data(self) -> None:
         """A step of the other ranks, in which this rank has taken part."""
-        if self._recorder is not None:
-            self._recorder.end_step(self._optimizer.reducer.step, samples=0)
+        for observer in events.observers:
+            observer.step_ended(self._optimizer, self._optimizer.reducer.step, samples=0)
 
     def close(self) -> None:
         """Take the hooks off."""
-        if self._recorder is not None:
-            self._recorder.optimizer_closed(self._optimizer)
-        self._meet(None)
+        for observer in events.observers:
+            observer.optimizer_closed(self._optimizer)
+        self._take_off()
 
-    def _meet(self, recorder: StepRecorder | None) -> None:
+    def _take_off(self) -> None:
         self._stop_watching()
         self._hooks.remove()
-        self._recorder, self._noted = recorder, (None, None)
-        if recorder is not None:
-            for model in self._models:
-                self._hooks.before_forward(model, self._forward_begins)
-            self._note_settings(recorder)
+        self._noted = None, None
 
-    def _forward_begins(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if torch.compiler.is_compiling() or torch._C._is_tracing():
-            return
-        recorder = self._recorder
-        if recorder is None or torch._C._current_graph_task_id() != -1:  # run again in backward
-            return
-        found = num_samples((*args, *kwargs.values()))
-        recorder.forward_begins(found, is_training=torch.is_grad_enabled())
-
-    def _note_settings(self, recorder: StepRecorder) -> None:
+    def _note_settings(self) -> None:
         optimizer = self._optimizer
         reducer, schedule = optimizer.reducer, optimizer.schedule
         if self._noted == (schedule, reducer.codec):
             return
         self._noted = schedule, reducer.codec
         parameters = [parameter for _, parameter in reducer.parameters.trained()]
-        recorder.settings_are(
-            reducer.step,
-            {
-                "schedule": schedule.name,
-                "codec": "float32" if reducer.codec is None else reducer.codec.name,
-                "bucket_bytes": str(reducer.bucket_bytes),
-                "num_buckets": str(len(reducer.exchange.filling.buckets)),
-                "optimizer": type(optimizer.inner).__name__,
-                "model": ", ".join(type(model).__name__ for model in self._models),
-                "num_parameters": str(sum(parameter.numel() for parameter in parameters)),
-                "gradient_nbytes": str(sum(parameter.nbytes for parameter in parameters)),
-            },
-        )
-
-    # ---- when gradients are ready, in some steps ----
-
-    def _watch_gradients(self, recorder: StepRecorder) -> None:
-        self._stop_watching()
-        if not recorder.wants_gradients():
-            return
-        trained = [p for _, p in self._optimizer.reducer.parameters.trained() if p.requires_grad]
-        self._facts = {
-            whole_of(p): GradientFacts(p.numel(), p.nbytes, is_small(p.shape)) for p in trained
+        values = {
+            "schedule": schedule.name,
+            "codec": "float32" if reducer.codec is None else reducer.codec.name,
+            "bucket_bytes": str(reducer.bucket_bytes),
+            "num_buckets": str(len(reducer.exchange.filling.buckets)),
+            "optimizer": type(optimizer.inner).__name__,
+            "model": ", ".join(type(model).__name__ for model in self._models),
+            "num_parameters": str(sum(parameter.numel() for parameter in parameters)),
+            "gradient_nbytes": str(sum(parameter.nbytes for parameter in parameters)),
         }
-        self._watches = [watch_gradient(parameter, self._gradient_ready) for parameter in trained]
+        for observer in events.observers:
+            observer.settings(reducer.step, values)
+
+    # ---- when gradients are ready, in some steps; in others, that backward has begun ----
+
+    def _watch_gradients(self, number: int) -> None:
+        is_timed = number in _GRADIENT_STEPS or (number > 0 and number % _GRADIENT_PERIOD == 0)
+        if self._watches and not is_timed and not self._facts:
+            return
+        self._stop_watching()
+        trained = [p for _, p in self._optimizer.reducer.parameters.trained() if p.requires_grad]
+        if is_timed:
+            self._facts = {
+                whole_of(p): events.Gradient(p.numel(), p.nbytes, is_small(p.shape))
+                for p in trained
+            }
+        watched = trained if is_timed else trained[-1:]
+        self._watches = [watch_gradient(parameter, self._gradient_ready) for parameter in watched]
 
     def _gradient_ready(self, parameter: Tensor) -> None:
-        if self._recorder is not None:
-            self._recorder.gradient_ready(self._facts[parameter])
+        facts = self._facts.get(parameter)
+        for observer in events.observers:
+            if facts is None:
+                observer.phase("backward", begins=True)
+            else:
+                observer.gradient(facts)
 
     def _stop_watching(self) -> None:
         for watch in self._watches:
             watch.remove()
-        self._watches = []
+        self._watches, self._facts = [], {}
+
+
+def emit_forward(models: Sequence[nn.Module], hooks: ModelHooks) -> None:
+    """Tell observers when a model is called, until the hooks are removed. Local."""
+    for model in models:
+        hooks.before_forward(model, _forward_begins)
+
+
+def _forward_begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling() or is_tracing() or current_graph_task_id() != -1:
+        return  # a part of a graph, or run again in backward
+    found = num_samples((*args, *kwargs.values())) if events.observers else None
+    for observer in events.observers:
+        observer.forward(found, is_training=torch.is_grad_enabled())

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler, OptState
 
 from torchmn.errors import UsageError
 from torchmn.exchange.reducer import GradientReducer
@@ -63,24 +62,47 @@ class LateScalerSteps:
 
     Then the scaler finds the same values that are not finite as those of other ranks, and leaves
     out the same steps. `share_with_late_ranks` is what a late rank does without a scaler.
+
+    ``GradScaler.step`` asks an optimizer whether it unscales by itself. A late rank takes part then
+    and says yes: the scaler looks for values that are not finite, leaves the scale and what it has
+    found with the optimizer, and calls `step` in any case.
     """
 
     def __init__(self) -> None:
         self._num_passes = -1
         """How many exchanges there had been at the last one."""
 
-    def take_part(self, optimizer: MultiNodeOptimizer, scaler: object) -> None:
-        """Take part in the exchange, if this rank has not. *Collective* for a GradScaler."""
-        if not isinstance(scaler, GradScaler):
-            return
+    def take_part(self, optimizer: MultiNodeOptimizer) -> bool:
+        """Take part in the exchange if this rank has not; whether it was late. *Collective.*"""
         reducer, schedule = optimizer.reducer, optimizer.schedule
         if reducer.num_passes == self._num_passes:  # of a step that it left out
             schedule.on_zero_grad()
+        before = reducer.num_passes
         schedule.exchange_if_late()
         self._num_passes = reducer.num_passes
-        state = scaler._per_optimizer_states[id(optimizer)]
-        if not state["found_inf_per_device"]:  # if the script has called unscale_(), for nothing
-            state["stage"] = OptState.READY
+        return self._num_passes > before
+
+    def unscale(self, optimizer: MultiNodeOptimizer) -> bool:
+        """Unscale the gradients of a late rank whose scaler calls its step; False: leave it out.
+
+        Raises UsageError: the script has called ``unscale_``, which found no gradients and noted
+        nothing, so that the scaler could not follow the others.
+        """
+        scale, found_inf = vars(optimizer)["grad_scale"], vars(optimizer)["found_inf"]
+        if not isinstance(scale, Tensor):
+            raise UsageError(
+                f"{optimizer.communicator.rank_label}: scaler.unscale_(optimizer) was called on a "
+                "rank that had no backward pass in this step, and so no gradients yet: they come "
+                "from the other ranks in scaler.step(optimizer). On such a rank leave unscale_() "
+                "and clipping out: it takes over the gradients as the others have clipped them."
+            )
+        if float(found_inf):
+            return False
+        factor = scale.double().reciprocal().float()
+        for parameter in parameters_of(optimizer.inner):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))
+        return True
 
 
 def over_ranks(

@@ -9,6 +9,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from torchmn.errors import UnsupportedError
+from torchmn.torch_private import STEP_HOOKS
 
 
 class WrappedOptimizer(Optimizer):
@@ -60,13 +61,10 @@ class WrappedOptimizer(Optimizer):
 # Torch calls hooks in the ``step`` of classes whose ``__init__`` called that of
 # `torch.optim.Optimizer`. A wrapper such as Lookahead often has only the attributes that it makes.
 
-_TABLE = "_optimizer_step_pre_hooks"
-"""Torch's private name, of an attribute that `torch.optim.Optimizer.__init__` makes."""
-
 
 def raise_if_it_has_no_hooks(optimizer: Optimizer) -> None:
     """Raise UnsupportedError: an optimizer by name only, which may make gradients in its step."""
-    if hasattr(optimizer, _TABLE):
+    if hasattr(optimizer, STEP_HOOKS[0]):
         return
     name = type(optimizer).__name__
     raise UnsupportedError(

@@ -30,6 +30,7 @@ from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.trial_step import trial_step
+from torchmn.torch_private import functorch_level, is_tracing
 
 Named = Sequence[tuple[str, nn.Parameter]]
 _MAX_NAMED = 3
@@ -70,9 +71,9 @@ class EagerStep:
     def _forward_begins(self, *_: object) -> None:
         if not self._changes or self._before or not torch.is_grad_enabled():
             return
-        if torch._C._functorch.maybe_current_level() is not None:  # refuses changes in place
+        if functorch_level() is not None:  # refuses changes in place
             return
-        if torch._C._is_tracing():  # what is done here would become a part of the graph
+        if is_tracing():  # what is done here would become a part of the graph
             return
         if self._num_missed or any(m.training for model in self._models for m in model.modules()):
             self._add()

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+from torchmn.torch_private import STEP_HOOKS
+
 _CONTAINERS = (list, tuple, set, deque, dict)
 Restore = Callable[[], None]
 
@@ -26,8 +27,8 @@ def trial_step(optimizer: Optimizer) -> Iterator[None]:
     restores = [_kept_state(optimizer)]
     restores += [_kept(group, without="params") for group in optimizer.param_groups]
     numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
-    hooks = {name: getattr(optimizer, name) for name in _HOOKS}
-    vars(optimizer).update({name: OrderedDict() for name in _HOOKS})
+    hooks = {name: getattr(optimizer, name) for name in STEP_HOOKS}
+    vars(optimizer).update({name: OrderedDict() for name in STEP_HOOKS})
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from torchmn.compiling import not_compiled
 from torchmn.errors import RankMismatchError
 from torchmn.nn.functions.exchange import Backward, Exchange, Gradients
 from torchmn.nn.functions.recomputation import checkpoints
+from torchmn.torch_private import current_graph_task_id
 
 _Backward = Callable[[list[Tensor]], tuple[Gradients, Tensor | None]]
 
@@ -198,7 +199,7 @@ def _made(
         if is_recorded:
             own = any(around.records(x) for x in tensors)
             what = f"{name} that may record gradients"
-            if torch._C._current_graph_task_id() != -1:
+            if current_graph_task_id() != -1:
                 what += ", in backward"
             is_recorded = any(allgather_for(comm, what, own))
         with torch.no_grad():

@@ -16,15 +16,10 @@ What is not used there is released with the next exchange, so graphs without bac
 
 from __future__ import annotations
 
-import dis
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -32,7 +27,15 @@ from torch import Tensor
 
 from torchmn.comm import Communicator
 from torchmn.errors import CommunicationError, RankMismatchError, UsageError
-from torchmn.nn.functions.recomputation import backward_functions, has_gradients
+from torchmn.nn.functions.recomputation import (
+    Position,
+    backward_functions,
+    has_gradients,
+    is_before,
+    position,
+)
+from torchmn.script_line import script_line
+from torchmn.torch_private import current_graph_task_id, keeps_graph, will_execute_node
 
 Gradients = Sequence[Tensor | None]
 Backward = Callable[[list[Tensor | None]], tuple[Gradients, Tensor | None]]
@@ -54,7 +57,7 @@ class Exchange:
         needs_all_gradients: bool = False,
     ) -> None:
         self.comm = comm
-        self.line = source_line()
+        self.line = script_line()
         self.title = f"{title} at {self.line}"
         self.is_delegate = False
         """Whether the only result is a delegate: other ranks decide about the gradient."""
@@ -107,13 +110,13 @@ class Exchange:
 
     def run(self, grads: Gradients) -> tuple[Gradients, Tensor | None]:
         """Run its backward, in a backward pass."""
-        pass_id = torch._C._current_graph_task_id()
+        pass_id = current_graph_task_id()
         order = order_of(self.comm)
         self._raise_if_repeated(pass_id)
         order.raise_if_incomplete(self, pass_id)
         order.has_run_backward = True
         self._pass_id = pass_id
-        self._may_run_again = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._may_run_again = keeps_graph()
         order.forget(self)
         with self.named("Backward of "):
             return self._backward(self._filled(grads))
@@ -156,11 +159,11 @@ class Exchange:
 
     def _add_gradient(self, grad: Tensor) -> Tensor | None:
         """The gradient of the input, complete: called where backward passes through the input."""
-        pass_id = torch._C._current_graph_task_id()
+        pass_id = current_graph_task_id()
         if self.has_run_in(pass_id):
             return None
         node = self.node
-        if node is not None and torch._C._autograd._get_current_graph_task_keep_graph():
+        if node is not None and keeps_graph():
             return None  # a second pass may begin at its result
         (added,), _ = self.run([None] * len(self._results))
         return None if added is None else grad + added
@@ -211,7 +214,7 @@ class Order:
 
     def note_call(self, comm: Communicator) -> None:
         """Count steps, as the time limit after the first one is a shorter one."""
-        if torch._C._current_graph_task_id() == -1:
+        if current_graph_task_id() == -1:
             self._num_steps += self.has_run_backward
             self.has_run_backward = False
             comm.flight_recorder.set_label(None, self._num_steps)
@@ -261,7 +264,7 @@ class Order:
             node = later.node
             if node is None or later.has_run_in(pass_id):
                 continue
-            if not torch._C._will_engine_execute_node(node) and _leads_to(node, own_node):
+            if not will_execute_node(node) and _leads_to(node, own_node):
                 raise UsageError(
                     f"{later.comm.rank_label}: backward reaches {exchange.title}, but not "
                     f"{later.title}, which depends on it, so its gradient would be incomplete. "
@@ -323,62 +326,3 @@ class Like:
         """Zeros, through which a second backward reaches ``delegate``."""
         zero = torch.zeros((), dtype=self._dtype, device=self._device)
         return (zero if delegate is None else zero + delegate.to(zero)).expand(self._shape)
-
-
-_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(torch.__file__).parent))
-
-_JUMPS = {*dis.hasjrel, *dis.hasjabs}
-
-Position = tuple[tuple[CodeType, int], ...]
-"""The calls on the stack, outermost first, each with its instruction."""
-
-
-def source_line() -> str:
-    """The innermost line outside of torchmn and torch: ``train.py:12 in forward``. Local."""
-    frame = _script_frame()
-    if frame is None:
-        return "an unknown line"
-    code = frame.f_code
-    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
-
-
-def position() -> Position:
-    """The position of the program outside of torchmn and torch. Local."""
-    found = []
-    frame = _script_frame()
-    while frame is not None:
-        found.append((frame.f_code, frame.f_lasti))
-        frame = frame.f_back
-    return tuple(reversed(found))
-
-
-def is_before(earlier: Position, later: Position) -> bool:
-    """Whether a call and one after it are in one run of the same function.
-
-    The second may be in a function that is called there; no loop has only one of both.
-    """
-    if not 0 < len(earlier) <= len(later) or earlier[:-1] != later[: len(earlier) - 1]:
-        return False
-    (code, first), (other, second) = earlier[-1], later[len(earlier) - 1]
-    if code is not other or first >= second:
-        return False
-    return not any(
-        (start <= first <= end) != (start <= second <= end) for start, end in _loops(code)
-    )
-
-
-@cache
-def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
-    """First and last instruction of each loop of a function: what jumps lead back over."""
-    return tuple(
-        (instruction.argval, instruction.offset)
-        for instruction in dis.get_instructions(code)
-        if instruction.opcode in _JUMPS and instruction.argval <= instruction.offset
-    )
-
-
-def _script_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    return frame

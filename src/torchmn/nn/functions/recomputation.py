@@ -6,9 +6,11 @@ the results of its exchanges are kept with the checkpoint, and the second run ta
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from types import CodeType, FrameType
 from typing import Any, Literal
 
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch.utils import checkpoint
 
 from torchmn.errors import UsageError
+from torchmn.script_line import script_frame
+from torchmn.torch_private import current_graph_task_id
 
 Made = tuple[tuple[Tensor, ...], Any]
 """The tensors that an exchange has received, and what else is known of it."""
@@ -75,7 +79,7 @@ class Checkpoints:
 
     def _taken(self) -> Made:
         results = _results_of(self.again)
-        pass_id = torch._C._current_graph_task_id()
+        pass_id = current_graph_task_id()
         index = results.num_taken.get(pass_id, 0)
         if index >= len(results.values):
             raise UsageError(
@@ -120,3 +124,47 @@ def _results_of(owner: Any) -> _Results:
     if results is None:
         results = owner._torchmn_results = _Results()
     return results
+
+
+# Where in the program a call is: whether a function that sends is followed, in the same run of the
+# function that called it, by one that can take its delegate. Only frames tell.
+
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+
+Position = tuple[tuple[CodeType, int], ...]
+"""The calls on the stack, outermost first, each with its instruction."""
+
+
+def position() -> Position:
+    """The position of the program outside of torchmn and torch. Local."""
+    found = []
+    frame = script_frame()
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(reversed(found))
+
+
+def is_before(earlier: Position, later: Position) -> bool:
+    """Whether a call and one after it are in one run of the same function.
+
+    The second may be in a function that is called there; no loop has only one of both.
+    """
+    if not 0 < len(earlier) <= len(later) or earlier[:-1] != later[: len(earlier) - 1]:
+        return False
+    (code, first), (other, second) = earlier[-1], later[len(earlier) - 1]
+    if code is not other or first >= second:
+        return False
+    return not any(
+        (start <= first <= end) != (start <= second <= end) for start, end in _loops(code)
+    )
+
+
+@cache
+def _loops(code: CodeType) -> tuple[tuple[int, int], ...]:
+    """First and last instruction of each loop of a function: what jumps lead back over."""
+    return tuple(
+        (instruction.argval, instruction.offset)
+        for instruction in dis.get_instructions(code)
+        if instruction.opcode in _JUMPS and instruction.argval <= instruction.offset
+    )

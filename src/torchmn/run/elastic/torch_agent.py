@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 
-from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.elastic.agent.server.api import Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
@@ -17,6 +16,7 @@ from torch.distributed.elastic.rendezvous import (
 from torchmn.control.messages import Round
 from torchmn.run.elastic.host import Host
 from torchmn.run.job import worker_command
+from torchmn.torch_private import HashStore, Store
 
 _POLL_S = 0.1
 # The rendezvous counts restarts for all hosts together, so the agent of one need not.

@@ -7,9 +7,9 @@ tracebacks begin in the script. `sys.excepthook`, `sys.exit` and `atexit` are le
 module is the caller of the script and sees its exceptions and its exit status itself.
 
 The process differs from a plain one in three ways: `faulthandler` is enabled, a daemon thread
-answers the agent (`torchmn.control.script_monitor`) and the last function at exit waits for threads
-of gloo; and the variable ``TORCHMN_MONITOR``, which names the connection to the agent, is consumed
-before the script runs.
+answers the agent (`torchmn.run.monitor.script_monitor`) and the last function at exit waits for
+threads of gloo; and the variable ``TORCHMN_MONITOR``, which names the connection to the agent, is
+consumed before the script runs.
 
 A command that is not a Python script or module, such as a shell script, is started unchanged and
 keeps that variable. Only `torchmn.run.install_crash_handler` reads it: a Python script that
@@ -34,8 +34,8 @@ from importlib.machinery import SourceFileLoader
 from types import TracebackType
 from typing import NoReturn
 
-from torchmn.control import script_monitor
 from torchmn.control.script import show_exception
+from torchmn.run.monitor import script_monitor
 
 _FLAGS = re.compile("-[bBdEIOPqsSuvx]+")  # options of the interpreter that take no argument
 

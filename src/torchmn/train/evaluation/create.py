@@ -17,11 +17,11 @@ from pytorch_pfn_extras.training import extension
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
 from torch import nn
 
+from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.data.batch_size import num_samples
 from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
-from torchmn.record import recording
 from torchmn.train.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.train.evaluation.evaluation_batches import (
     batch_to,
@@ -127,7 +127,7 @@ class _MultiNodeEvaluation:
         self._buffers = buffers
         self._compat = compat
 
-    @recording.during("evaluation")
+    @events.during("evaluation")
     def __call__(self) -> dict[str, float]:
         targets = self._evaluator.get_all_targets().values()
         sync_buffers_(targets, self._comm, self._buffers)
@@ -322,7 +322,7 @@ class GenericMultiNodeEvaluator(extension.Extension):
         """
         raise NotImplementedError(f"{type(self).__name__} must define aggregate().")
 
-    @recording.during("evaluation")
+    @events.during("evaluation")
     def __call__(self, manager: Any = None) -> Any:
         """Evaluate. *Collective.* Raises CommunicationError: another rank raised."""
         what = f"evaluation '{self.name or self.default_name}'"

@@ -117,8 +117,8 @@ class Exchange:
             schedule=options.schedule,
             weight=options.weight,
             on_nonfinite=options.on_nonfinite,
+            _kind=FrameworkOptimizer,
         )
-        made.__class__ = FrameworkOptimizer
         own = cast(FrameworkOptimizer, made)
         self.keep(own, models)
         return own

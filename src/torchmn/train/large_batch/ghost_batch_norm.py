@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from torchmn.errors import UsageError
 from torchmn.nn.batch_norm import Model, convert_layers, revert_layers
+from torchmn.torch_private import BatchNorm
 
 
-class _Ghost(nn.modules.batchnorm._BatchNorm):
+class _Ghost(BatchNorm):
     """What the layers of all dimensions have in common."""
 
     ghost_batch: int

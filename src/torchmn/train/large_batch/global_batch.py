@@ -161,7 +161,7 @@ class GlobalBatch:
                 "workers": self.comm.size,
             }
             settings = {name: str(value) for name, value in values.items()}
-            recorder.settings_are(recorder.num_steps, settings)
+            recorder.settings(recorder.num_steps, settings)
 
     # ---- the values ----
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from torchmn.nn.functions.exchange import is_before, position, source_line
+from torchmn.nn.functions.recomputation import is_before, position
+from torchmn.script_line import script_line
 
 
 def test_the_line_of_the_script() -> None:
-    assert source_line().startswith("test_source_line.py:")
-    assert source_line().endswith(" in test_the_line_of_the_script")
+    assert script_line().startswith("test_source_line.py:")
+    assert script_line().endswith(" in test_the_line_of_the_script")
 
 
 def test_a_later_line_and_what_it_calls() -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from torchmn import events
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import StripeCodec
 from torchmn.comm.engine import Engine, Work
@@ -51,7 +52,7 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     hyper_parameters,
 )
 from torchmn.exchange.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
-from torchmn.record import recording
+from torchmn.torch_private import STEP_HOOKS
 
 _GRACE_S = 2.0
 
@@ -269,10 +270,10 @@ class ParameterServer(Schedule):
         if self.pipeline:
             self._work = self._engine.submit(lambda: self._client.request(kind, requests))
         else:
-            with recording.timed("exchange"):
+            with events.during("exchange"):
                 replies = self._client.request(kind, requests)
             self._pulled(replies)
-        self._call_hooks("_optimizer_step_post_hooks")
+        self._call_hooks(STEP_HOOKS[1])
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
@@ -435,7 +436,7 @@ class ParameterServer(Schedule):
         if nonfinite:
             problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
         reducer.exchange.nonfinite.record(problem)
-        self._call_hooks("_optimizer_step_pre_hooks")
+        self._call_hooks(STEP_HOOKS[0])
 
     def _call_hooks(self, which: str) -> None:
         """Those of the inner optimizer's step, which is not called on a worker."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.exchange.buckets import NamedParameter, elements_of, plan_buckets
+from torchmn.torch_private import STEP_HOOKS
 
 # The plain options of every parameter group, such as the learning rate.
 Hyper = list[dict[str, Any]]
@@ -72,8 +73,7 @@ def optimizer_like(inner: Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> O
     # Not by its constructor: the arguments of a user's class are unknown.
     clone.__dict__.update(inner.__dict__)
     clone.__dict__.pop("step", None)  # LR schedulers wrap the method of one object
-    clone._optimizer_step_pre_hooks = OrderedDict()
-    clone._optimizer_step_post_hooks = OrderedDict()
+    clone.__dict__.update({name: OrderedDict() for name in STEP_HOOKS})
     clone.state = defaultdict(dict)
     clone.param_groups = []
     for group in inner.param_groups:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
-from torchmn.control import script_monitor
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
 from torchmn.control.script import is_consequence
@@ -22,6 +21,7 @@ from torchmn.errors import (
     TimeLimitError,
     UsageError,
 )
+from torchmn.run.monitor import script_monitor
 from torchmn.testing import run_ranks
 
 

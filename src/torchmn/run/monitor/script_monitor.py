@@ -7,9 +7,11 @@ a collective that exceeds its time limit, and ends a process that is blocked in 
 the other ranks will never reach.
 
 It is installed explicitly, by the launcher's bootstrap (`torchmn.run.monitor.bootstrap`) or by
-`install_crash_handler`. Where neither did so, `follow`, `joining` and `look_for_hang` do nothing:
-making a communicator changes nothing in the process.
+`install_crash_handler`, and observes `torchmn.events`: making a communicator changes nothing in the
+process.
 """
+
+from __future__ import annotations
 
 import atexit
 import faulthandler
@@ -23,11 +25,12 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from torchmn import events
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
@@ -50,35 +53,20 @@ from torchmn.control.script import (
     show_exception,
     traceback_text,
 )
+from torchmn.events import Collectives, Observer
 
 _PERIOD_S = 0.2
 _STUCK_S = 0.5
-# How long a rank that failed only because of other ranks waits for the agent to end it.
 _TERMINATION_S = 10.0
+"""How long a rank that failed only because of other ranks waits for the agent to end it."""
 _MAX_CHARS = 16_000
-_BOOTSTRAP = str(Path(__file__).parents[1] / "run" / "monitor" / "bootstrap.py")
+_BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 
 
-class OverdueCollective(Protocol):
-    """A collective that has exceeded its time limit."""
-
-    group: str
-    in_group: int
-    limit_s: float
-
-
-class Collectives(Protocol):
-    """The collectives of one communicator, read from another thread."""
-
-    def overdue(self) -> OverdueCollective | None:
-        """A collective that has not completed within its time limit, if any."""
-
-    def describe(self) -> list[CollectiveStatus]:
-        """The newest collective of each group."""
-
-
-class ScriptMonitor:
+class ScriptMonitor(Observer):
     """This process's connection to its agent. One per process, made in the main thread."""
+
+    ends_lost_ranks = True
 
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
@@ -92,20 +80,24 @@ class ScriptMonitor:
         self._has_reported_hang = False
         threading.Thread(target=self._run, name="torchmn-monitor", daemon=True).start()
 
-    def follow(self, collectives: Collectives) -> None:
-        """Check the collectives of a communicator for as long as it exists."""
-        self._followed.append(weakref.ref(collectives))
+    def collectives(self, recorder: Collectives) -> None:
+        """See `Observer.collectives`: they are checked."""
+        self._followed.append(weakref.ref(recorder))
 
-    def join(self, limit_s: float) -> None:
-        """Report that this process joins the other ranks. It may hold the GIL until it has."""
-        if not self._has_joined:
-            self._post(Joining(limit_s=limit_s))
+    def collective(self, entry: object) -> None:
+        """See `Observer.collective`."""
+        self.look_for_hang()
 
-    def has_joined(self) -> None:
-        """Report that all ranks have joined."""
-        if not self._has_joined:
-            self._has_joined = True
-            self._post(Joined())
+    def joining(self, limit_s: float, begins: bool) -> None:
+        """See `Observer.joining`. This process may hold the GIL until it has joined."""
+        if self._has_joined:
+            return
+        self._has_joined = not begins
+        self._post(Joining(limit_s=limit_s) if begins else Joined())
+
+    def failed(self, error: BaseException) -> None:
+        """See `Observer.failed`."""
+        self.report(error)
 
     def note_fatal(self, error: BaseException) -> None:
         """Report this exception in place of the stack of what prints it, from now on. Local."""
@@ -167,8 +159,8 @@ class ScriptMonitor:
         """Report a collective that has exceeded its time limit, once. From any thread."""
         if self._has_reported_hang:
             return
-        for collectives in self._alive():
-            overdue = collectives.overdue()
+        for recorder in self._alive():
+            overdue = recorder.overdue()
             if overdue is not None:
                 self._has_reported_hang = True
                 self._post(
@@ -220,28 +212,25 @@ class ScriptMonitor:
         return self._is_waiting or any(each.state == "running" for each in self._collectives())
 
     def _collectives(self) -> list[CollectiveStatus]:
-        return [each for collectives in self._alive() for each in collectives.describe()]
+        return [each for recorder in self._alive() for each in recorder.describe()]
 
     def _alive(self) -> Iterator[Collectives]:
         for reference in list(self._followed):
-            collectives = reference()
-            if collectives is None:
+            recorder = reference()
+            if recorder is None:
                 with suppress(ValueError):  # another thread has removed it
                     self._followed.remove(reference)
             else:
-                yield collectives
+                yield recorder
 
     def _post(self, message: Message) -> None:
         with self._lock:
             self._channel.post(message)
 
 
-_installed: list[ScriptMonitor] = []  # at most one: a process ends only once
-
-
 def current() -> ScriptMonitor | None:
     """The monitor of this process; ``None`` where none has been installed."""
-    return _installed[0] if _installed else None
+    return next((each for each in events.observers if isinstance(each, ScriptMonitor)), None)
 
 
 def install(connection: socket.socket) -> ScriptMonitor:
@@ -254,7 +243,7 @@ def install(connection: socket.socket) -> ScriptMonitor:
         faulthandler.enable()
     monitor = ScriptMonitor(connection)
     on_error(lambda error: monitor.script_failed(error, f"torchmn: {error}"))  # by `run_main`
-    _installed.append(monitor)
+    events.add(monitor)
     return monitor
 
 
@@ -309,41 +298,6 @@ def install_exit_hooks(monitor: ScriptMonitor) -> None:
 
     sys.excepthook, sys.exit = report_exception, exit_with_note
     atexit.register(report_exit)
-
-
-def follow(collectives: Collectives) -> None:
-    """Check the collectives of a communicator, if a monitor is installed."""
-    if monitor := current():
-        monitor.follow(collectives)
-
-
-def look_for_hang() -> None:
-    """Report a collective that has exceeded its time limit, if a monitor is installed."""
-    if monitor := current():
-        monitor.look_for_hang()
-
-
-def exchange_failed(error: BaseException) -> None:
-    """Report an error that has made a communicator unusable, whether or not the script ends."""
-    if monitor := current():
-        monitor.report(error)
-
-
-def checkpoint_saved(step: int) -> None:
-    """Report that all ranks have finished a checkpoint, if a monitor is installed."""
-    if monitor := current():
-        monitor.checkpoint_saved(step)
-
-
-@contextmanager
-def joining(limit_s: float) -> Iterator[None]:
-    """Report that inside the block this rank joins all others, within a time limit."""
-    monitor = current()
-    if monitor is not None:
-        monitor.join(limit_s)
-    yield
-    if monitor is not None:
-        monitor.has_joined()
 
 
 def status_of(code: object) -> int:
