@@ -148,7 +148,7 @@ class GlobalSampler(PassSampler):
     @property
     def epoch(self) -> int:
         """The epoch of the next batch to be drawn."""
-        return self.state_dict()["epoch"]
+        return self._now()["epoch"]
 
     @property
     def position(self) -> int:
@@ -193,7 +193,7 @@ class GlobalSampler(PassSampler):
     @property
     def batches_left(self) -> int:
         """Global batches from the current position to the end of the epoch."""
-        return self._num_batches(self.state_dict())
+        return self._num_batches(self._now())
 
     @property
     def received_batch(self) -> int:
@@ -251,6 +251,23 @@ class GlobalSampler(PassSampler):
 
     def state_dict(self) -> SamplerState:
         """The state after the batches that the loop has received. The same on all ranks."""
+        last = self._pass
+        if (
+            self._is_ahead
+            and not self._has_warned
+            and not (last is None or last.num_drawn == 0 or (last.has_ended and last.was_left))
+        ):
+            self._has_warned = True
+            warnings.warn(
+                f"{self._comm.rank_label}: the position of this GlobalSampler counts the batches "
+                "that workers of a DataLoader have prefetched, too: a training that continues from "
+                "its state would leave them out. Use loader = torchmn.scatter_loader(loader, "
+                "comm), which counts what the loop has received, or state_after(n).",
+                stacklevel=2,
+            )
+        return self._now()
+
+    def _now(self) -> SamplerState:
         return self._reached(is_left=self._pass is not None and self._pass.was_left)
 
     def state_after(self, num_batches: int) -> SamplerState:
@@ -306,15 +323,6 @@ class GlobalSampler(PassSampler):
         has_ended = self._pass.has_ended and num == self._num_batches(self._start)
         if is_left and not has_ended and self._was_peek(num):
             num = 0
-        elif self._is_ahead and num and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"{self._comm.rank_label}: the position of this GlobalSampler counts the batches "
-                "that workers of a DataLoader have prefetched, too: a training that continues from "
-                "its state would leave them out. Use loader = torchmn.scatter_loader(loader, "
-                "comm), which counts what the loop has received, or state_after(n).",
-                stacklevel=3,
-            )
         return self.state_after(num)
 
     def _was_peek(self, num_received: int) -> bool:

@@ -118,6 +118,10 @@ class FakeDevice:
         """Begin to run what was queued, and go on with what will be."""
         self._has_begun.set()
 
+    def pause(self) -> None:
+        """Run nothing until `begin`."""
+        self._has_begun.clear()
+
     def synchronize(self) -> None:
         """Return when everything was done."""
         self.begin()
@@ -130,8 +134,8 @@ class FakeDevice:
         self._thread.join()
 
     def _execute(self) -> None:
-        self._has_begun.wait()
         while not self._is_closed:
+            self._has_begun.wait()
             if not self._execute_one():
                 time.sleep(0.001)
 
@@ -155,20 +159,37 @@ class FakeDevice:
         self.queue(lambda: shadow.copy_(copy) is not None)
         return made
 
+    def adopt(self, values: Tensor) -> Tensor:
+        """A tensor of the device with these values, there at once."""
+        made = self._new(values.shape, values.stride(), values.dtype)
+        self._shadow(made).copy_(values)
+        return made
+
     def owns(self, tensor: Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._memory
+        return self._address_of(tensor) is not None
+
+    def _address_of(self, tensor: Tensor) -> int | None:
+        """Where the memory begins in which a tensor lies, if that is the device's."""
+        place = tensor.data_ptr()
+        with self._lock:
+            for address, memory in self._memory.items():
+                if address <= place < address + memory.raw.nbytes:
+                    return address
+        return None
 
     def keep(self, tensor: Tensor) -> None:
         """As `Tensor.record_stream`."""
-        if self.owns(tensor):
-            self._memory[tensor.untyped_storage().data_ptr()].users.add(self.current)
+        address = self._address_of(tensor)
+        if address is not None:
+            self._memory[address].users.add(self.current)
 
     def _new(self, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         numel = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
         raw = np.full(max(1, numel) * dtype.itemsize, 0xFF, np.uint8)
         view = raw[:]  # as long as a tensor has it the memory is in use
         address = raw.ctypes.data
-        self._memory[address] = _Memory(raw, self.current)
+        with self._lock:
+            self._memory[address] = _Memory(raw, self.current)
         weakref.finalize(view, self._free, address)
         return torch.from_numpy(view).view(dtype).as_strided(shape, stride)
 
@@ -181,16 +202,19 @@ class FakeDevice:
 
         def overwrite() -> bool:
             memory.raw.fill(0xFF)
-            self._memory.pop(address, None)
+            with self._lock:
+                self._memory.pop(address, None)
             return True
 
         self.queue(overwrite, memory.stream)
 
     def _shadow(self, tensor: Tensor) -> Tensor:
         """The same memory, which a queued operation uses without keeping it."""
-        raw = self._memory[tensor.untyped_storage().data_ptr()].raw
-        whole = torch.from_numpy(raw).view(tensor.dtype)
-        return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        address = self._address_of(tensor)
+        assert address is not None
+        whole = torch.from_numpy(self._memory[address].raw).view(tensor.dtype)
+        first = (tensor.data_ptr() - address) // tensor.itemsize
+        return whole.as_strided(tensor.shape, tensor.stride(), first)
 
     # ---- operations ----
 
@@ -204,6 +228,8 @@ class FakeDevice:
         aliases = [each.alias_info for each in schema.returns]
         if any(alias is not None and not alias.is_write for alias in aliases):
             return function(*args, **kwargs)  # a view
+        if schema.name == "aten::set_":
+            return function(*args, **kwargs)  # of the host: which memory a tensor has
         shadows = [self._shadow(x) if isinstance(x, Tensor) and self.owns(x) else x for x in flat]
         late_args, late_kwargs = tree_unflatten(shadows, spec)
         if schema.is_mutable:
@@ -265,6 +291,14 @@ class FakeStreams(Streams):
         event = FakeEvent()
         self.device.queue(event.pass_)
         return event
+
+    def current(self) -> str:
+        return self.device.current
+
+    def wait_for(self, stream: object) -> None:
+        passed = FakeEvent()
+        self.device.queue(passed.pass_, str(stream))
+        self.wait(passed)
 
     def wait(self, event: Event | None) -> None:
         if event is not None:

@@ -194,6 +194,19 @@ def test_a_plain_loader_counts_what_was_drawn_and_says_so_where_that_is_ahead(
     assert sampler.state_dict() == {"epoch": 1, "position": 0}
 
 
+@pytest.mark.processes
+@FORKS
+def test_a_plain_loader_whose_loop_has_ended_is_not_ahead() -> None:
+    (sampler,) = samplers(1, 8, 4)
+    loader = DataLoader(torch.arange(8), batch_sampler=sampler, num_workers=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            assert len([*loader]) == 2
+        assert sampler.samples_seen == 16
+
+
 @pytest.mark.parametrize("position", [0, 4])
 @pytest.mark.parametrize("num_steps", [None, 0])
 @pytest.mark.parametrize("options", LOADERS)

@@ -1,0 +1,208 @@
+"""Steps of training on a device that runs late and out of step: results, and no wait of the host.
+
+The exchange itself is that of GPUs over NCCL: gradients are packed on the caller's stream, sums are
+queued on the exchange's, the footer arrives a step later. Each missing wait changes the parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from tests.limits import limit
+from tests.unit.comm.fake_device import FakeDevice, FakeNccl, FakeStreams, Meeting
+from torchmn import create_multi_node_optimizer
+from torchmn.cluster import Topology
+from torchmn.comm import Communicator
+from torchmn.comm.object_codec import Trust
+from torchmn.comm.routes.flat import FlatRoute
+from torchmn.comm.streams import Deferred
+from torchmn.comm.transports.base import WrappingTransport
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.comm.watcher import Watcher
+from torchmn.errors import CommunicationError
+from torchmn.testing import run_threads
+
+SIZE, NUM_STEPS = 2, 4
+
+
+class ArrivesLate(FakeStreams):
+    """The device does nothing until the host waits for a number."""
+
+    def fetch(self, values, check=lambda: None) -> Deferred:
+        deferred, device = super().fetch(values, check), self.device
+        get = deferred.get
+
+        def begin_and_get() -> Tensor:
+            device.begin()
+            try:
+                return get()
+            finally:
+                device.pause()
+
+        deferred.get = begin_and_get
+        return deferred
+
+
+class OneStep(FlatRoute):
+    """Buckets that are summed while backward runs, in memory of the device."""
+
+    granularity = "bucket"
+    bucket_bytes = 100
+    device_of_rank: FakeDevice | None = None
+
+    @property
+    def overlaps_backward(self) -> bool:
+        return True
+
+    def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.device_of_rank is None:
+            return super().new_buffer(numel, dtype, device)
+        return self.device_of_rank.adopt(torch.zeros(numel, dtype=dtype))
+
+
+class GlooAndFakeNccl(WrappingTransport):
+    def __init__(self, inner, nccl: FakeNccl | None = None) -> None:
+        super().__init__(inner)
+        self.nccl = nccl
+        self.name = inner.name
+
+    def split(self, ranks, key, limit):
+        return self.inner.split(ranks, key, limit)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def all_reduce_(self, buffer, op, limit) -> None:
+        if self.nccl is not None and self.nccl._streams.device.owns(buffer):
+            self.nccl.all_reduce_(buffer, op, limit)
+        else:
+            self.inner.all_reduce_(buffer, op, limit)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def parts(rank: int) -> list[tuple[Tensor, Tensor]]:
+    made = torch.Generator().manual_seed(rank)
+    shapes = (3, 5), (3, 1)
+    return [tuple(torch.randn(*s, generator=made) for s in shapes) for _ in range(NUM_STEPS)]
+
+
+def make_optimizer(comm: Communicator, model: nn.Module, **options):
+    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return create_multi_node_optimizer(sgd, comm, model, **options)
+
+
+def on_device(optimizer, comm: Communicator, streams: FakeStreams, nccl: FakeNccl) -> None:
+    """From now on work of the exchange is queued, as if the parameters were on a GPU."""
+    engine = comm.engine
+    engine.streams, engine.watcher = streams, Watcher(streams, engine._fail)
+    comm.world.transport.nccl = nccl
+    for buckets in optimizer.reducer.exchange.sets:
+        buckets.streams = buckets.footer.streams = streams
+        buckets.is_deferred = buckets.is_on_gpu = True
+        buckets.finiteness.check = lambda bucket: bucket.totals.clear()
+        for slot in buckets.slots:
+            slot.may_lend = False  # as on GPUs
+
+
+def trained(streams_class: type[FakeStreams] | None, order: str, **options) -> list[list[Tensor]]:
+    """The parameters of all ranks; without ``streams_class`` on the CPU."""
+    store, meeting, first = HashStore(), Meeting(SIZE), network()
+
+    def rank_main(rank: int) -> list[Tensor]:
+        inner = TorchDistributedTransport(store, rank, SIZE, timeout_s=limit(20))
+        comm = Communicator(
+            OneStep,
+            GlooAndFakeNccl(inner),
+            Topology(("localhost",) * SIZE),
+            device=torch.device("cpu"),
+            timeout_s=limit(20),
+            trust=Trust(),
+        )
+        model = copy.deepcopy(first)
+        device = FakeDevice(order)
+        if streams_class is not None:
+            comm.route.device_of_rank = device
+            for parameter in model.parameters():
+                parameter.data = device.adopt(parameter.data)
+        optimizer = make_optimizer(comm, model, **options)
+        batches = parts(rank)
+
+        def train() -> None:
+            for x, y in batches:
+                optimizer.zero_grad()
+                (model(x) - y).square().mean().backward()
+                optimizer.step()
+
+        try:
+            if streams_class is None:
+                train()
+                optimizer.flush()
+            else:
+                streams = streams_class(device)
+                on_device(optimizer, comm, streams, FakeNccl(meeting, rank, streams))
+                batches = [(device.adopt(x), device.adopt(y)) for x, y in batches]
+                with device.running():
+                    train()
+                    optimizer.flush()
+                device.synchronize()
+            return [parameter.detach().clone() for parameter in model.parameters()]
+        finally:
+            device.begin()
+            comm.finalize()
+            device.close()
+
+    return run_threads(rank_main, SIZE)
+
+
+def equal(a: list[list[Tensor]], b: list[list[Tensor]]) -> bool:
+    return all(
+        torch.allclose(x, y, rtol=1e-5, atol=1e-6)
+        for ours, theirs in zip(a, b, strict=True)
+        for x, y in zip(ours, theirs, strict=True)
+    )
+
+
+OPTIONS = {
+    "every_step": {},
+    "view": {"gradient_as_bucket_view": True},
+    "double_buffering": {"schedule": "double_buffering"},
+}
+
+
+@pytest.mark.parametrize("order", ["caller first", "exchange first"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_parameters_are_those_of_a_cpu(name: str, order: str) -> None:
+    expected = trained(None, order, **OPTIONS[name])
+    assert equal(trained(ArrivesLate, order, **OPTIONS[name]), expected)
+
+
+class NoWaitOfJobs(ArrivesLate):
+    def wait(self, event) -> None:
+        if self.device.current != "exchange":
+            super().wait(event)
+
+
+class NoWaitOfCallers(ArrivesLate):
+    def wait(self, event) -> None:
+        if self.device.current == "exchange":
+            super().wait(event)
+
+
+@pytest.mark.parametrize("broken", [NoWaitOfJobs, NoWaitOfCallers])
+def test_a_missing_wait_changes_the_parameters(broken: type[FakeStreams]) -> None:
+    def holds(order: str) -> bool:
+        try:
+            return equal(trained(broken, order), trained(None, order))
+        except CommunicationError:  # a footer was wrong as well
+            return False
+
+    assert not all(holds(order) for order in ("caller first", "exchange first"))
