@@ -201,11 +201,6 @@ class GradientExchange:
         """Whether values beyond float16's range would be lost on the way."""
         return self.filling.is_narrow
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether all of the exchange that has begun was packed."""
-        return all(slot.is_packed for slot in self.filling.slots)
-
     def forget_scale(self) -> None:
         """Agree again on the scale of weights at the next exchange. *Collective.*"""
         self.scale = None if self.filling.is_narrow else 1.0
