@@ -120,7 +120,8 @@ def main() -> None:
     fault.raise_if_due(launched_rank, 0, "start")
     torch.set_num_threads(1)
     comm = torchmn.create_communicator(
-        options.route, timeout_s=options.timeout, first_timeout_s=2 * options.timeout
+        options.route,
+        timeout_s=torchmn.Timeout(options.timeout, options.timeout, 2 * options.timeout),
     )
     install_crash_handler(comm)
     digits = load_file(options.digits)

@@ -61,6 +61,7 @@ def main() -> None:
     photos = Photos(train, options.image_size, seed=options.seed)
     sampler = batch.sampler(photos, options.seed, drop_last=True)
     loader = DataLoader(photos, batch_sampler=sampler, **loading(options, device))
+    loader = torchmn.scatter_loader(loader, comm)  # counts what the loop has received
     optimizer = torchmn.create_multi_node_optimizer(build_optimizer(options, model), comm, model)
     schedule = build_schedule(options, optimizer, batch)
     smoothing = RECIPES[options.recipe].label_smoothing

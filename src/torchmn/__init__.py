@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from torchmn import comm as comm
     from torchmn import data as data
     from torchmn import errors as errors
-    from torchmn import functions as functions
-    from torchmn import links as links
     from torchmn import nn as nn
     from torchmn import record as record
     from torchmn import run as run
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
     from torchmn.exchange.optimizer.ddp_hook import ddp_hook
     from torchmn.exchange.options import Auto
     from torchmn.exchange.replica_check import ReplicaCheck
+    from torchmn.nn import functions as functions
     from torchmn.run import Preemption
     from torchmn.run.launch_local import launch_local
     from torchmn.train import (
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
     )
     from torchmn.train.multiprocess_updater import MultiprocessParallelUpdater
 
-    compression = codecs
+    compression, links = codecs, nn
 
 _HOME = {
     "AllreducePersistent": "torchmn.train",

@@ -9,9 +9,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchmn
 from tests.limits import limit
+from torchmn.cli.run import run
 
 from .names import INTERNAL, PAGE, names_of, packages, page, without_example
 
@@ -28,6 +30,28 @@ def test_the_surface_is_small() -> None:
     """A name counts once, wherever it is offered."""
     names = {name for package in packages() for name in names_of(package)}
     assert len(names) <= 220
+
+
+def members_of(kind: type) -> set[str]:
+    """Public attributes of a class; those that ``__init__`` sets are not among them."""
+    return {name for name in dir(kind) if not name.startswith("_")}
+
+
+def test_classes_that_everybody_uses_are_small() -> None:
+    """What only torchmn's own modules use belongs to them."""
+    assert len(members_of(torchmn.Communicator)) <= 36
+    of_torch = members_of(torch.optim.Optimizer) | {"defaults", "param_groups", "state"}
+    assert len(members_of(torchmn.MultiNodeOptimizer) - of_torch) <= 12
+
+
+def test_options_are_few() -> None:
+    """ChainerMN's arguments and torchrun's spellings do not count."""
+    options = set(inspect.signature(torchmn.create_multi_node_optimizer).parameters)
+    of_chainermn = {"optimizer", "comm", "double_buffering", "zero_fill"}
+    assert len(options - of_chainermn) <= 10
+    of_torchrun = {"is_module", "log_dir", "max_restarts"}
+    arguments = {"target", "args"}
+    assert len(set(inspect.signature(run).parameters) - of_torchrun - arguments) <= 16
 
 
 def test_all_is_reality() -> None:

@@ -95,7 +95,6 @@ def create_communicator(
     transport: str | Transport = "auto",
     topology: Topology | None = None,
     timeout_s: float | Timeout = Timeout(),  # noqa: B008 - frozen
-    first_timeout_s: float | None = None,
     allreduce_grad_dtype: torch.dtype | str | None = None,
     quiet: bool = False,
 ) -> Communicator:
@@ -112,11 +111,9 @@ def create_communicator(
         transport: ``auto``, ``mpi``, ``torch``, or a `Transport`.
         topology: the host of each rank; by default from the host names.
         timeout_s: how long a collective waits for other ranks: a `Timeout` has one limit for ranks
-            that work, such as rank 0 in an evaluation, and one for ranks that will not arrive. A
-            number of seconds is the limit for both, whatever the others do; 0 for none.
-        first_timeout_s: the limit for ranks that will not arrive until the end of the first
-            exchange of gradients, while ranks still read data or compile at different speeds; 5
-            times that of ``timeout_s`` by default.
+            that work, such as rank 0 in an evaluation, one for ranks that will not arrive, and one
+            for these until the first exchange of gradients has ended. A number of seconds is the
+            limit for ranks of both kinds, and 5 times that in the beginning; 0 for none.
         allreduce_grad_dtype: float16 or bfloat16 to send gradients in; by default their own dtype.
         quiet: only rank 0 prints: what other ranks write to ``sys.stdout`` is dropped until
             `finalize`. Warnings and errors, on ``sys.stderr``, are shown.
@@ -128,7 +125,7 @@ def create_communicator(
         TopologyError: launcher, MPI and host names contradict each other.
         LaunchError: there is no rendezvous address, or MPI was finalized.
         RankMismatchError: ranks gave different arguments or run different versions of torch.
-        TimeLimitError: not all ranks joined within ``first_timeout_s``.
+        TimeLimitError: not all ranks joined within ``Timeout.first_s``.
         UsageError: a limit is negative or infinite; a process of multiprocessing calls this while
             it imports the script; or another process has joined as this rank, as where a rank
             starts a program that calls this.
@@ -144,7 +141,7 @@ def create_communicator(
     """
     if name != "auto" and name not in ROUTES:
         raise UnknownNameError("communicator", name, ["auto", *ROUTES])
-    timeout, first_s = _limits(timeout_s, first_timeout_s)
+    timeout, first_s = _limits(timeout_s)
     codec = _codec_of(allreduce_grad_dtype)
     _raise_if_imported_again()
     with script_monitor.joining(first_s):
@@ -274,18 +271,17 @@ def _warn_if_hashes_differ(hashes: set[int]) -> None:
         )
 
 
-def _limits(given: float | Timeout, first_timeout_s: float | None) -> tuple[Timeout, float]:
-    """Both limits, the second in seconds; a very long time for none. Raises UsageError."""
-    timeout_s = given.unreachable_s if isinstance(given, Timeout) else given
-    first_s = _FIRST_FACTOR * timeout_s if first_timeout_s is None else first_timeout_s
-    for name, seconds in (("timeout_s", timeout_s), ("first_timeout_s", first_s)):
-        if not 0 <= seconds < float("inf"):
+def _limits(given: float | Timeout) -> tuple[Timeout, float]:
+    """The limits, and the first one in seconds; a very long time for none. Raises UsageError."""
+    if not isinstance(given, Timeout):
+        if not 0 <= given < float("inf"):
             raise UsageError(
-                f"{name}={seconds} must be a finite number of seconds, or 0 for no limit."
+                f"timeout_s={given} must be a finite number of seconds, or 0 for no limit."
             )
-    own_s = timeout_s or _NO_LIMIT_S
-    timeout = given if isinstance(given, Timeout) else Timeout(own_s, own_s)
-    return timeout, first_s or _NO_LIMIT_S
+        own_s = given or _NO_LIMIT_S
+        given = Timeout(own_s, own_s)
+    longer_s = min(_NO_LIMIT_S, _FIRST_FACTOR * given.unreachable_s)
+    return given, longer_s if given.first_s is None else given.first_s
 
 
 def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, bool]:

@@ -12,6 +12,7 @@ engine, by `Work.wait` or by `Deferred.get`, whichever comes first.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +34,8 @@ from torchmn.record import recording
 
 Result = TypeVar("Result")
 _REJECTION = "_is_rejection_on_all_ranks"
+_FAILING_S = 30.0
+_POLL_S = 0.001
 _MAX_REFUSED = 3
 """A script that has caught the error and makes this many calls will not end by itself."""
 
@@ -154,6 +157,7 @@ class Engine:
         self._num_refused = 0
         self._failure: BaseException | None = None
         self._has_raised_failure = False
+        self._is_failing = False
         self._runner_id = -1
         self.watcher = Watcher(self.streams, self._fail)
 
@@ -179,16 +183,23 @@ class Engine:
         return self.streams.fetch(values, self.raise_failure)
 
     def raise_failure(self) -> None:
-        """Raise what the watcher has found: nothing that was queued since means anything.
+        """Raise the error of queued work, after which nothing on the device means anything.
 
         As it is the first time, then CommunicationError.
         """
-        if self._failure is None:
+        if not self._is_failing:
             return
-        if not self._has_raised_failure:
+        until_s = time.monotonic() + _FAILING_S  # another thread ends it, and then says why
+        while self._broken is None and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+        if self._failure is not None and not self._has_raised_failure:
             self._has_raised_failure = True
             raise self._failure
-        self._refuse(self._failure)
+        self._refuse(self._broken or CommunicationError("An exchange has failed."))
+
+    def begin_to_fail(self) -> None:
+        """From now on nothing of the device is handed out: a collective fails. From any thread."""
+        self._is_failing = not self.streams.is_host
 
     def raise_if_capturing(self) -> None:
         """Raise UnsupportedError if the caller records a CUDA graph. Before anything is started."""
@@ -290,13 +301,14 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
         self.watcher.close()
-        if not self._has_raised_failure:
+        if self._failure is not None and not self._has_raised_failure:
             self.raise_failure()
 
     def _fail(self, error: BaseException) -> None:
         """Queued work has failed: the next call raises it. Called on the watcher's thread."""
         if self._broken is None:
-            self._broken = self._failure = error
+            self._failure = error
+            self._broken, self._is_failing = error, True
 
     def _raise_if_unusable(self) -> None:
         self.raise_failure()

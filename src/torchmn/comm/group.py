@@ -184,6 +184,9 @@ class Group:
         try:
             yield
         except (TimeLimitError, PeerLostError) as error:
+            # First: when a device goes on, numbers arrive that mean nothing.
+            self.engine.begin_to_fail()
+            self.transport.abort()
             is_late = isinstance(error, TimeLimitError)
             self.flight_recorder.end(entry, "late" if is_late else "failed")
             cure = wait.limit.reason or (_LATE if is_late else _LOST)
@@ -212,7 +215,8 @@ class _QueuedCollective:
             if not all(work.is_done() for work in self._works):
                 if limit.left_s > 0:
                     return False
-                raise self._works[0].abort(limit.seconds)
+                what = self._works[0].what
+                raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
         self._group.flight_recorder.end(self._entry, "done")
         return True
 

@@ -10,17 +10,19 @@ On the CPU work is done when a call returns: `HostStreams` has nothing to wait f
 
 from __future__ import annotations
 
+import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 _POLL_S = 0.00005
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Event(Protocol):
@@ -131,7 +133,9 @@ class Streams(ABC):
 
         ``values`` may be changed when it returns. The host waits for nothing.
         """
-        host = self.pinned(values.numel(), values.dtype)
+        # In the dtype of the device: torch would convert into memory that is not pinned, and a copy
+        # of that may wait for the stream.
+        host = self.pinned(values.numel(), into.dtype)
         host.copy_(values.reshape(-1))
         into.copy_(host.view(into.shape), non_blocking=True)
         event = self.record()
@@ -219,6 +223,12 @@ class CudaStreams(Streams):
 
     def enter_thread(self) -> None:
         torch.cuda.set_device(self.device)
+        # While a script captures a CUDA graph, other threads may make no call that could be unsafe
+        # in a capture, such as to ask for an event: the capture would fail. This thread never
+        # takes part in one, and says so.
+        with suppress(OSError, AttributeError):  # a torch that is built for other devices
+            driver = ctypes.CDLL("libcuda.so.1")
+            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -64,8 +64,11 @@ class Timeout:
             be reached.
         busy_s: for a rank that works by itself, such as rank 0 in an evaluation. After
             ``unreachable_s`` there is a warning, which says who waits for whom.
+        first_s: in place of ``unreachable_s`` until the first exchange of gradients has ended,
+            while ranks still read data or compile at different speeds; by default 5 times that.
 
-    Raises UsageError: not 0 < ``unreachable_s`` <= ``busy_s`` < infinity.
+    Raises UsageError: not 0 < ``unreachable_s`` <= ``busy_s`` < infinity, or ``first_s`` is no
+    positive, finite number.
 
     Example:
         >>> comm = torchmn.create_communicator(timeout_s=torchmn.Timeout(busy_s=3600))
@@ -73,8 +76,11 @@ class Timeout:
 
     unreachable_s: float = 60.0
     busy_s: float = 600.0
+    first_s: float | None = None
 
     def __post_init__(self) -> None:
+        if self.first_s is not None and not 0 < self.first_s < float("inf"):
+            raise UsageError(f"{self}: first_s must be a positive, finite number of seconds.")
         if not 0 < self.unreachable_s <= self.busy_s < float("inf"):
             raise UsageError(
                 f"{self}: both must be positive, finite numbers of seconds, and busy_s not less "

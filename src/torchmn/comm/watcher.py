@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torchmn.comm.streams import Event, Streams
 
-_PERIOD_S = 0.002
+_PERIOD_S = 0.01  # each look takes the interpreter from the thread that launches kernels
 
 
 class Queued(Protocol):
@@ -46,12 +46,7 @@ class Held:
         return
 
     def is_over(self) -> bool:
-        try:
-            return self._event.query()
-        except RuntimeError as error:
-            if "captur" in str(error):  # a script records a CUDA graph: ask later
-                return False
-            raise
+        return self._event.query()
 
     def drop(self) -> None:
         return

@@ -130,8 +130,8 @@ def report_of_joining(
     else:
         cause = (
             "all ranks have reached it, so there is a connectivity problem. Check the network "
-            "between the hosts (MASTER_ADDR, interface, firewall), or raise first_timeout_s= if it "
-            "is slow"
+            "between the hosts (MASTER_ADDR, interface, firewall), or raise the limit, "
+            "timeout_s=torchmn.Timeout(first_s=...), if it is slow"
         )
     return _hang_report(head, cause, missing, statuses, hosts)
 

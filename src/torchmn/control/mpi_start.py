@@ -81,7 +81,7 @@ def main() -> int:
         before = now
     print(
         f"torchmn: rank {order.rank} on {socket.gethostname()}: MPI_Init, which waits for all "
-        f"ranks, has not returned within {order.limit_s:g} s (first_timeout_s): "
+        f"ranks, has not returned within {order.limit_s:g} s (Timeout.first_s): "
         f"{_describe(_ranks_beside(order.pid))}. This rank is killed.",
         file=sys.stderr,
         flush=True,

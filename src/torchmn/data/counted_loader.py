@@ -7,6 +7,8 @@ has received, and the end of the indices is not the end of the loop.
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,23 +25,14 @@ Loader = TypeVar("Loader", bound=DataLoader[Any])
 
 
 class PassSampler(Sampler[list[Any]]):
-    """A batch sampler of this rank's parts, whose passes are counted. Local.
+    """A batch sampler of this rank's parts, whose passes are counted. Local."""
 
-    Derived classes call `_begins_with` in their constructor, define `_started` and `_parts`, and
-    find the last pass in ``_pass``.
-    """
-
-    _comm: Communicator
-    _pass: LoaderPass | None
-    _name: str
-    _number: int
-    _announced: LoaderPass | None
-    """A pass over a loader whose iterator has drawn nothing yet."""
-
-    def _begins_with(self, comm: Communicator, name: str) -> None:
+    def __init__(self, comm: Communicator, name: str) -> None:
         self._comm, self._name = comm, name
-        self._pass = self._announced = None
         self._number = divided_batches(comm).new_loader()
+        self._pass: LoaderPass | None = None
+        self._announced: LoaderPass | None = None
+        """A pass over a loader whose iterator has drawn nothing yet."""
         failure_notes.add(self)
 
     def _started(self, one_pass: LoaderPass) -> None:
@@ -66,7 +59,7 @@ class PassSampler(Sampler[list[Any]]):
         one_pass = self._announced or self.begin_pass(is_of_loader=False, fetches=False)
         indices = self._counted(one_pass, self._parts(one_pass))
         if not one_pass.is_of_loader:
-            one_pass.held_by(indices)
+            one_pass.loop = weakref.ref(indices)
         return indices
 
     def _counted(self, one_pass: LoaderPass, indices: Iterator[list[Any]]) -> Iterator[list[Any]]:
@@ -75,23 +68,25 @@ class PassSampler(Sampler[list[Any]]):
         one_pass.streams.draw_together(has_seed_of_workers=True)
         for batch in indices:
             one_pass.num_drawn += 1
+            one_pass.num_received += not one_pass.is_of_loader
             if one_pass.is_fetched_here:
                 one_pass.streams.draw_apart()  # until the batch is fetched
             yield batch
         one_pass.is_exhausted = True
+        one_pass.has_ended |= not one_pass.is_of_loader
 
     def failure_note(self) -> str:
         """The size of the part that the loop has in hand, where it may explain an exception."""
         last = self._pass
-        if last is None or not last.num_parts or (last.is_of_loader and last.has_ended):
+        if last is None or not last.num_parts or last.has_ended:
             return ""
         ((own, whole),) = last.parts(last.num_parts - 1)
         if own > 1 or own == whole:
             return ""
         return (
             f"torchmn: this rank has {own} of the {whole} samples of this batch of {self._name}: "
-            "none to divide by or to make a batch of, or too few for layers such as BatchNorm1d. "
-            "Give it drop_last=True, or another batch size."
+            "none to divide by, or too few for layers such as BatchNorm1d. Give it drop_last=True, "
+            "or another batch size."
         )
 
 
@@ -109,7 +104,7 @@ class _Loop:
 
     def __init__(self, batches: Iterator[Any], one_pass: LoaderPass, name: str) -> None:
         self._batches, self._pass, self._name = batches, one_pass, name
-        one_pass.held_by(self)
+        one_pass.loop = weakref.ref(self)
 
     def __iter__(self) -> _Loop:
         return self
@@ -117,19 +112,17 @@ class _Loop:
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
-
     def __next__(self) -> Any:
         one_pass = self._pass
+        one_pass.thread = threading.get_ident()
         try:
             batch = next(self._batches)
         except StopIteration:
-            one_pass.end()
+            one_pass.has_ended = True
             raise
         finally:
             one_pass.streams.draw_together()
-        one_pass.hand_out()
+        one_pass.num_received += 1
         if one_pass.num_received > one_pass.num_drawn:
             raise UsageError(
                 f"The iterator of {self._name} returns batches that its batch_sampler has not "

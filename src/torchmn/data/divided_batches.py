@@ -7,7 +7,6 @@ communicator looks there for what its step is of; neither knows the other.
 
 from __future__ import annotations
 
-import threading
 import weakref
 from array import array
 from collections.abc import Callable
@@ -41,45 +40,21 @@ class LoaderPass:
         first exchange."""
         self.is_fetched_here = False
         """Whether this process fetches the batches, and not workers."""
+        self.num_drawn = self.num_received = 0
+        self.is_exhausted = self.has_ended = False
+        """Whether a batch after the last one was requested: of the sampler, and by the script."""
         self.thread = 0
         """That in which the last batch was received."""
-        self.num_drawn = 0
-        self.is_exhausted = False
-        """Whether indices were requested after the last ones, by the loop or by prefetching."""
+        self.loop: weakref.ref[object] | None = None
+        """What the script holds on to as long as it is in the pass."""
         self.streams = rank_seeds.current()
         self._batches = batches
-        self._num_received = 0
-        self._has_ended = False
-        self._loop: weakref.ref[object] | None = None
         self._own, self._all = array("q"), array("q")
-
-    def held_by(self, loop: object) -> None:
-        """The script holds on to this object as long as it is in the pass."""
-        self._loop = weakref.ref(loop)
-
-    def hand_out(self) -> None:
-        """The script receives the next batch."""
-        self._num_received += 1
-        self.thread = threading.get_ident()
-
-    def end(self) -> None:
-        """The script has requested a batch after the last one."""
-        self._has_ended = True
-
-    @property
-    def num_received(self) -> int:
-        """Batches that the script has received."""
-        return self._num_received if self.is_of_loader else self.num_drawn
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the script has requested a batch after the last one."""
-        return self._has_ended if self.is_of_loader else self.is_exhausted
 
     @property
     def was_left(self) -> bool:
         """Whether nothing holds its iterator any more: no batch of it will be requested."""
-        return self._loop is not None and self._loop() is None
+        return self.loop is not None and self.loop() is None
 
     @property
     def is_over(self) -> bool:
@@ -117,7 +92,7 @@ class Loop(NamedTuple):
     """The thread that requests the batches."""
 
     def __str__(self) -> str:
-        return f"batch {self.num_received} of loader {self.loader} of scatter_loader"
+        return f"batch {self.num_received} of loader {self.loader}"
 
 
 _MAX_KEPT = 32

@@ -137,7 +137,7 @@ class GlobalSampler(PassSampler):
         self.pad_last = pad_last
         self.rank = comm.rank
         self.size = comm.size
-        self._begins_with(comm, "GlobalSampler")
+        super().__init__(comm, "GlobalSampler")
         self.batch: HasBatchSettings | None = None
         """The `GlobalBatch` that has made this sampler, if one has."""
         self._start = SamplerState(epoch=0, position=0)

@@ -217,7 +217,7 @@ class ScatteredBatches(PassSampler):
     ) -> None:
         self.batches = batches
         self._dataset = dataset
-        self._begins_with(comm, "scatter_loader")
+        super().__init__(comm, "scatter_loader")
         self._order: _Order | None = None
         """Of the last pass; None before there is one, or since a state was loaded."""
         self._resumed: LoaderState | None = None

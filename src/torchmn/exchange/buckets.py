@@ -32,7 +32,7 @@ _ALIGNMENT = 16  # elements; slots start at a multiple of a vector's width
 _SMALL_NBYTES = 16 << 10
 """Larger gradients are written at once, while they are in the cache, and their memory is used again
 by the next layer's: all of them together would cost 10,000 page faults a step for 60 MB."""
-_SMALL_NBYTES_ON_GPU = 1 << 20
+_SMALL_NBYTES_ON_GPU = 16 << 20
 """There a kernel is launched for each larger one."""
 
 

@@ -40,8 +40,8 @@ class Finiteness:
         self._names: dict[When, list[str]] = {}
         self._found: FoundNonfinite | None = None
         self._here: list[str] = []
-        self._on_device: list[tuple[list[Slot], Tensor]] = []
-        """The largest magnitude in each of some slots, where a GPU would have to be waited for."""
+        self._on_device: list[tuple[Slot, Tensor]] = []
+        """The largest magnitude in each slot, where a GPU would have to be waited for."""
 
     def check(self, bucket: Bucket) -> None:
         """Take note of what was written into a bucket, all of it; before it is sent."""
@@ -49,10 +49,8 @@ class Finiteness:
         if bucket.buffer.device.type != "cpu":
             slots = [slot for slot in bucket.slots if slot.end > slot.start]
             if slots:
-                tensors = [slot.tensor for slot in slots]
-                # In their own dtype: a finite float64 may be infinite in float32.
-                norms = torch._foreach_norm(tensors, float("inf"))
-                self._on_device.append((slots, torch.stack(norms)))
+                norms = torch._foreach_norm([slot.tensor for slot in slots], float("inf"))
+                self._on_device += zip(slots, norms, strict=True)
         elif totals:
             total = 0.0
             for each in totals:
@@ -69,9 +67,16 @@ class Finiteness:
         ``device`` is that of the count.
         """
         count: Tensor | float = float(len(self._here))
-        for _, norms in self._on_device:
+        for norms in self._norms():
             count = count + (~torch.isfinite(norms)).sum().to(device)
         return count
+
+    def _norms(self) -> list[Tensor]:
+        """The magnitudes of each dtype and device: a finite float64 may be infinite in float32."""
+        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for _, norm in self._on_device:
+            kinds.setdefault((norm.dtype, norm.device), []).append(norm)
+        return [torch.stack(norms) for norms in kinds.values()]
 
     def exchanged(self, found: FoundNonfinite, is_valid: bool | Deferred) -> None:
         """Take note of what a codec has found on the way. Called by the engine."""
@@ -97,9 +102,7 @@ class Finiteness:
     def here(self) -> list[str]:
         """The names of this rank's gradients that are not finite; waits for a GPU."""
         names = list(self._here)
-        for slots, norms in self._on_device:
-            flags = torch.isfinite(norms).tolist()
-            names += [slot.name for slot, flag in zip(slots, flags, strict=True) if not flag]
+        names += [slot.name for slot, norm in self._on_device if not torch.isfinite(norm)]
         return list(dict.fromkeys(names))
 
     def record(self) -> dict[str, list[str]]:

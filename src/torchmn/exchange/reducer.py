@@ -361,6 +361,7 @@ class GradientReducer:
                 current.ids.add(torch._C._current_graph_task_id())
                 return current
             self._give_up_pass()
+        self.comm.engine.raise_if_capturing()  # before anything has begun
         exchange = self.exchange
         if exchange.unsettled is not None:
             self.settle()
@@ -551,7 +552,8 @@ class GradientReducer:
         )
         late = filling.footer.get(LateRanks)
         late.note(is_late=self.is_late, has_gradients=has_gradients)
-        filling.footer.get(JointPass).is_idle = not passes.is_joint
+        if passes.is_joint:
+            filling.footer.get(JointPass).is_idle = False
         packing.finish()
         local.states.clear()
         self._num_exchanges.num += 1

@@ -28,13 +28,10 @@ from torchmn.comm import Communicator
 from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.replicas import persistent_buffers
 
-UNKNOWN = -float(2**23)
-"""In place of a number, from a rank that does not compare: then none does."""
-EVERY = 4
-"""Steps from one checksum to the next, which takes longer than all else here."""
+UNKNOWN = -float(2**23)  # in place of a number, from a rank that does not compare: then none does
+EVERY = 4  # steps from one checksum to the next, which takes longer than all else here
 _PART_NUMEL = 65_536
-_LARGEST_SUM = 2**24
-"""Of the squares of checksums over all ranks, which float32 holds exactly."""
+_LARGEST_SUM = 2**24  # of the squares of checksums over all ranks, which float32 holds exactly
 _LARGEST_CHECKSUM = 4096
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,8 +40,7 @@ class Watched(NamedTuple):
     """A parameter or a buffer that is the same on all ranks."""
 
     name: str
-    get: Callable[[], Tensor | None]
-    """The tensor of now: a script may replace a buffer."""
+    get: Callable[[], Tensor | None]  # the tensor of now: a script may replace a buffer
     is_buffer: bool = False
 
 
@@ -52,17 +48,15 @@ class ReplicaWatch:
     """The steps of this rank since the last exchange, a checksum after the last one. Local."""
 
     def __init__(self) -> None:
+        # Since the exchange before; None: what other ranks have done since is not known.
         self.num_steps: int | None = None
-        """Since the exchange before; None: what other ranks have done since is not known."""
+        # An element on the device of `part`; None: not compared.
         self.checksum: Tensor | None = None
-        """An element on the device of `part`; None: not compared."""
-        self.part: Watched | None = None
-        """What the checksum is of."""
+        self.part: Watched | None = None  # what the checksum is of
         self._watched: list[Watched] = []
+        # Whether there was an exchange since the last pass over a loader began.
         self._has_exchanged = True
-        """Whether there was an exchange since the last pass over a loader began."""
-        self._warned_of: set[bool] = set()
-        """Values of `Watched.is_buffer`."""
+        self._warned_of: set[bool] = set()  # values of `Watched.is_buffer`
 
     def watch(
         self, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[Watched] = ()

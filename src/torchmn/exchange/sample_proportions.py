@@ -27,14 +27,11 @@ from typing import NamedTuple
 
 from torchmn.data.divided_batches import DividedBatches, LoaderPass
 
-NUM_TRIED = 1
-"""Numbers of a rank in the footer."""
 _TOLERANCE = 1e-5
 """Relative, of the square of the sum: float32 rounds sums."""
 _UNFIT = 1e20
-_UNKNOWN = -1e30
-NOT_COMPARED = (_UNKNOWN,) * NUM_TRIED
-"""In place of `Shares.fits`, from a rank that does not compare: then none does."""
+NOT_COMPARED = -1e30
+"""In place of `Shares.fit`, from a rank that does not compare: then none does."""
 _MAX_LEFT = 16
 """Batches that were requested early, and then left out."""
 
@@ -46,17 +43,28 @@ class Shares(NamedTuple):
     """What the batches of loaders say of one exchange on this rank."""
 
     weight: float
-    num_samples: float
-    fits: tuple[float, ...]
-    """c^2 / p, or `NOT_COMPARED`."""
-    own: int
-    total: int
-    """p and P."""
+    """In samples."""
     compared_by: BatchShares
+    num_counted: float = 0.0
+    """What forward has seen; the part itself if it saw nothing."""
+    fit: float = NOT_COMPARED
+    """c^2 / p."""
+    part: Part = (0, 0)
+    """p and P."""
     is_miscounted: bool = False
     """Whether the samples that forward saw are no multiple of any batch that the step may be of."""
     loaders: tuple[Part, ...] = ()
     """p and P of each loader, if several were read whose parts are in no common proportion."""
+
+    def is_proportional(self, fit: float, num_counted: float) -> bool:
+        """Whether counts are as the parts of the batch. The same on all ranks.
+
+        Args:
+            fit: the sum over ranks.
+            num_counted: over all ranks.
+        """
+        square = num_counted**2
+        return self.part[1] * fit - square <= _TOLERANCE * square
 
 
 @dataclass
@@ -104,10 +112,10 @@ class BatchShares:
         last, first = self._last, self._first_passes
         return last is None or first is None or all(each in first for each in last.passes)
 
-    def look(self, num_counted: float, num_forwards: int, *, is_used: bool = True) -> Shares | None:
+    def look(self, num_counted: float, num_forwards: int) -> Shares | None:
         """What the next exchange is of, if it is of batches of loaders. Local; notes nothing."""
         found = self._find()
-        return None if found is None else self._shares(found, num_counted, num_forwards, is_used)
+        return None if found is None else self._shares(found, num_counted, num_forwards)
 
     def take(self, num_counted: float, num_forwards: int, *, is_used: bool = True) -> Shares | None:
         """As `look`, for an exchange that begins. Local.
@@ -117,21 +125,22 @@ class BatchShares:
             num_forwards: how often it was called.
             is_used: whether this rank had a backward pass.
         """
-        found = self._find()
+        found = self._last = self._find()
         if found is None:
             return None
         if not found.is_kept and any(not each.is_over for each in found.passes):
             self._batches.settle()
         for each in self._batches.passes:
             self._received[each] = each.num_parts
-        self._last = found
         if self._first_passes is None:
             self._first_passes = weakref.WeakSet(found.passes)
-        shares = self._shares(found, num_counted, num_forwards, is_used)
+        shares = self._shares(found, num_counted, num_forwards)
+        if not (is_used or num_counted):  # no gradient of this rank, whatever the others have
+            return Shares(0.0, self)
         if shares.is_miscounted and not self.is_in_first_pass:  # too late to be refused
-            shares = shares._replace(is_miscounted=False)
-            if shares.fits == NOT_COMPARED and self.first_warning():
-                warnings.warn(miscount(num_counted), stacklevel=2)
+            if shares.fit == NOT_COMPARED:
+                self.warn(miscount(num_counted))
+            return shares._replace(is_miscounted=False)
         return shares
 
     def _find(self) -> _Found | None:
@@ -158,52 +167,46 @@ class BatchShares:
         again = [part for each in last.passes for part in each.parts()]
         return _Found(last.passes, again, is_kept=True, counted=last.counted)
 
-    def _shares(
-        self, found: _Found, num_counted: float, num_forwards: int, is_used: bool
-    ) -> Shares:
-        if not (is_used or num_counted):  # no gradient of this rank, whatever the others have
-            return Shares(0.0, 0.0, NOT_COMPARED, 0, 1, self)
+    def _shares(self, found: _Found, num_counted: float, num_forwards: int) -> Shares:
         parts, are_proportional = found.parts, self._have_one_proportion(found.parts)
+        part = parts[0] if found.is_kept else parts[-1]
+        own, total = part
+        weight = own
         if found.is_kept:
             # What a thread requests is not the same on all ranks at a step.
             is_of_thread = any(each.thread != self._thread for each in found.passes)
             if is_of_thread or not are_proportional:
                 return self._of_kept(found, num_counted, num_forwards)
             found.parts = parts[1:]
-        own, total = parts[0] if found.is_kept else parts[-1]
-        weight = float(own)
-        if are_proportional and not found.is_kept:
-            weight = float(sum(each for each, _ in parts))
-        elif not are_proportional and len(found.passes) > 1:
+        elif are_proportional:
+            weight = sum(each for each, _ in parts)
+        elif len(found.passes) > 1:
             latest = tuple(each.parts(each.num_parts - 1)[0] for each in found.passes)
-            return Shares(weight, num_counted, (_UNFIT,), own, total, self, loaders=latest)
+            return Shares(weight, self, num_counted, _UNFIT, part, loaders=latest)
         if are_proportional and total % self._size == 0:
-            return Shares(weight, num_counted or weight, NOT_COMPARED, own, total, self)
+            return Shares(weight, self)
         # Else batches were left out, or were accumulated, which then shows.
         counted = num_counted or own
-        fit = counted**2 / own if own else (_UNFIT if counted else 0.0)
-        is_miscounted = counted % own != 0 if own else counted > 0
-        return Shares(weight, counted, (fit,), own, total, self, is_miscounted)
+        fit = counted**2 / own if own else _UNFIT * bool(counted)
+        return Shares(weight, self, counted, fit, part, not _is_multiple(counted, own))
 
     def _of_kept(self, found: _Found, num_counted: float, num_forwards: int) -> Shares:
         """The count as the weight, if it is that of a batch that was kept, or of several."""
         if not num_counted and found.counted is not None:
             return found.counted  # a second backward pass of the same forward pass
         parts = found.parts
-        runs = [
-            (i, i + n) for n in dict.fromkeys((1, max(1, num_forwards))) for i in range(len(parts))
+        lengths = dict.fromkeys((1, max(1, num_forwards)))
+        runs = [(i, parts[i : i + n]) for n in lengths for i in range(len(parts))]
+        sums = [sum(own for own, _ in run) for _, run in runs]
+        order = [
+            *(own == num_counted for own in sums),
+            *(_is_multiple(num_counted, own) for own in sums),
         ]
-        sums = [sum(own for own, _ in parts[first:last]) for first, last in runs]
-        equal = [run for run, own in zip(runs, sums, strict=True) if own == num_counted]
-        several = [
-            run for run, own in zip(runs, sums, strict=True) if own and num_counted % own == 0
-        ]
-        first, last = next(iter([*equal, *several]), (0, 0))
-        chosen = parts[first:last]
-        found.parts = [*parts[:first], *parts[first + 1 :]] if chosen else parts
-        is_miscounted = not chosen or not self._have_one_proportion(chosen)
-        own, total = (chosen or parts)[0]
-        shares = Shares(num_counted, num_counted, NOT_COMPARED, own, total, self, is_miscounted)
+        first, run = runs[order.index(True) % len(runs)] if any(order) else (0, [])
+        if run:
+            found.parts = [*parts[:first], *parts[first + 1 :]]
+        is_miscounted = not run or not self._have_one_proportion(run)
+        shares = Shares(num_counted, self, num_counted, is_miscounted=is_miscounted)
         found.counted = shares if num_counted else None
         return shares
 
@@ -215,21 +218,15 @@ class BatchShares:
         totals = {total for _, total in parts}
         return len(totals) == 1 or all(total % self._size == 0 for total in totals)
 
-    def is_proportional(self, sums: Sequence[float], num_counted: float, shares: Shares) -> bool:
-        """Whether counts are as the parts of the batch. The same on all ranks.
+    def warn(self, text: str) -> None:
+        """Warn of wrong weights, once."""
+        has_warned, self._has_warned = self._has_warned, True
+        if not has_warned:
+            warnings.warn(text, stacklevel=2)
 
-        Args:
-            sums: of `Shares.fits` over ranks.
-            num_counted: over all ranks.
-            shares: of this rank.
-        """
-        square = num_counted**2
-        return shares.total * sums[0] - square <= _TOLERANCE * square
 
-    def first_warning(self) -> bool:
-        """Whether nothing was warned of before. Later calls return False."""
-        is_first, self._has_warned = not self._has_warned, True
-        return is_first
+def _is_multiple(num_counted: float, own: int) -> bool:
+    return num_counted % own == 0 if own else not num_counted
 
 
 _COUNT_RULE = (
@@ -250,8 +247,8 @@ def miscount(num_samples: float) -> str:
     )
 
 
-def disproportion(num_samples: float, num_all: float, shares: Shares) -> str:
-    """What is wrong where `BatchShares.is_proportional` is False, and the cure."""
+def disproportion(num_all: float, shares: Shares) -> str:
+    """What is wrong where `Shares.is_proportional` is False, and the cure."""
     if shares.loaders:
         parts = " and ".join(f"{own} of {total}" for own, total in shares.loaders)
         return (
@@ -261,9 +258,10 @@ def disproportion(num_samples: float, num_all: float, shares: Shares) -> str:
             "drop_last=True; or, if the loss is one mean over the samples of all of them, call "
             "optimizer.set_weight(number_of_samples) before each backward()."
         )
+    own, total = shares.part
     return (
-        f"the model's forward saw {num_samples:g} samples here and {num_all:g} on all ranks, and "
-        f"this rank's part of the batch of scatter_loader is {shares.own} of {shares.total}: not "
-        "in proportion on all ranks, so that the mean of gradients would have wrong weights. "
+        f"the model's forward saw {shares.num_counted:g} samples here and {num_all:g} on all "
+        f"ranks, and this rank's part of the batch of scatter_loader is {own} of {total}: not in "
+        f"proportion on all ranks, so that the mean of gradients would have wrong weights. "
         f"{_COUNT_RULE}"
     )

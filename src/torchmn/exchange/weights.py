@@ -43,17 +43,13 @@ class Contribution:
         """What was counted before `zero_grad`, if anything was."""
         self._last_counted = 0.0
         """What the last exchange of this step has counted."""
-        self.is_checked = False
-        """Whether `is_miscounted` was asked for."""
 
     @property
     def num_samples(self) -> float:
-        """What was set, or else what forward has seen, or the batches in hand if it saw nothing."""
+        """What was set, or else of batches of loaders, or else what forward has seen."""
         if self.is_set:
             return self._set_samples
-        if self.shares is not None:
-            return self.shares.num_samples
-        return self._num_counted
+        return self._num_counted if self.shares is None else self.shares.weight
 
     @property
     def _num_counted(self) -> float:
@@ -86,7 +82,7 @@ class Contribution:
     @property
     def is_known(self) -> bool:
         """Whether anything was counted or set since the last exchange or step."""
-        return self.is_set or self._is_counted
+        return self.is_set or self._is_counted or self.shares is not None
 
     @property
     def given(self) -> tuple[float, float] | None:
@@ -129,19 +125,6 @@ class Contribution:
             self._before_zero_grad = self._counted
             self._counted, self._has_counted = 0.0, False
             self._num_forwards = 0
-
-    def is_miscounted(self) -> bool:
-        """Whether forward has seen no multiple of the batch in hand, asked for the first time."""
-        is_first, self.is_checked = not self.is_checked, True
-        if not is_first or self.is_set or self.batches is None:
-            return False
-        shares, counted = (
-            self.batches.take(self._num_counted, self._num_forwards),
-            self._num_counted,
-        )
-        if shares is None:
-            return False
-        return counted % shares.own != 0 if shares.own else counted > 0
 
     def resume(self, num_samples: float) -> None:
         """Continue counting from ``num_samples``."""

@@ -113,6 +113,7 @@ class AgentSession(RankSession):
             self._on_output(record, message)
         elif isinstance(message, ScriptStarted):
             connection.script_pid = message.pid
+            self.log_dir.mkdir(parents=True, exist_ok=True)
             with (self.log_dir / BINDING_FILE).open("a") as file:
                 file.write(f"{_binding(record, message)}\n")
         elif isinstance(message, StartRefused):

@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from torchmn.cluster import Topology
-from torchmn.comm import Communicator, create_communicator
+from torchmn.comm import Communicator, Timeout, create_communicator
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.control.script import is_consequence
 
@@ -49,8 +49,7 @@ def run_ranks(
             name,
             transport=transport,
             topology=topology or Topology(("localhost",) * world_size),
-            timeout_s=timeout_s,
-            first_timeout_s=timeout_s,
+            timeout_s=Timeout(timeout_s, timeout_s, timeout_s),
             allreduce_grad_dtype=allreduce_grad_dtype,
         )
         try:

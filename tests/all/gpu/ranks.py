@@ -128,9 +128,7 @@ def _rank(function: str, folder: str, route: str, timeout_s: str) -> None:
     from tests.all.gpu import work
 
     work.SHARED["folder"] = Path(folder)
-    comm = torchmn.create_communicator(
-        route, timeout_s=float(timeout_s), first_timeout_s=float(timeout_s)
-    )
+    comm = torchmn.create_communicator(route, timeout_s=torchmn.Timeout(*[float(timeout_s)] * 3))
     getattr(work, function)(comm)
     (Path(folder) / f"done{comm.rank}").touch()
     if function in ENDS_AT_ONCE:

@@ -102,7 +102,7 @@ def test_nccl_is_not_used_by_ranks_that_share_a_gpu(over: Over) -> None:
 
 STUCK = """
 import torch, torchmn
-comm = torchmn.create_communicator(timeout_s=5, first_timeout_s=5)
+comm = torchmn.create_communicator(timeout_s=torchmn.Timeout(5, 5, 5))
 x = torch.ones(1000, device=comm.device)
 comm.allreduce(x)
 if comm.rank == 1:

@@ -365,6 +365,14 @@ def chain(comm: Communicator) -> None:
 # ---- what goes wrong ----
 
 
+def sum_and_await_the_error(comm: Communicator, x: torch.Tensor) -> None:
+    """Over NCCL a sum is queued, and a later call raises its error."""
+    comm.route.sum_(x)  # without a comparison of calls before
+    while True:
+        time.sleep(0.05)
+        comm.engine.call(lambda: None)
+
+
 def stuck_stream(comm: Communicator) -> None:
     """A rank whose stream waits for a kernel that does not end: all ranks get an error in time."""
     if comm.device.type != "cuda":
@@ -377,7 +385,7 @@ def stuck_stream(comm: Communicator) -> None:
     began = time.monotonic()
     expected = TimeLimitError if comm.rank == 0 else CommunicationError
     with pytest.raises(expected):
-        comm.route.sum_(x)  # without a comparison of calls before
+        sum_and_await_the_error(comm, x)
     assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
 
 
@@ -390,7 +398,7 @@ def missing_rank(comm: Communicator) -> None:
         return
     began = time.monotonic()
     with pytest.raises(CommunicationError):
-        comm.route.sum_(x)
+        sum_and_await_the_error(comm, x)
     assert time.monotonic() - began < comm.timeout_s + limit(20), "the error came late"
     assert float((torch.ones(10, device=comm.device) * 2).sum()) == 20.0
 

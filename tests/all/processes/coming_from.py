@@ -545,7 +545,7 @@ def exchanged(comm: Communicator) -> None:
 @row("horovod", "hvd.barrier()", "a stall inspector that warns")
 def waiting(comm: Communicator) -> None:
     comm.barrier()
-    hasty = torchmn.create_communicator("naive", timeout_s=0.2, first_timeout_s=20)
+    hasty = torchmn.create_communicator("naive", timeout_s=torchmn.Timeout(0.2, 0.2, 20))
     hasty.flight_recorder.has_stepped = True
     if comm.rank == 0:
         with pytest.raises(torchmn.errors.CommunicationError, match="rank 0 of 2"):

@@ -19,12 +19,12 @@ import os, signal, sys, time
 import torch, torchmn
 from torchmn.run import install_crash_handler
 fault = sys.argv[1]
-first_timeout_s = limit(20)
+first_s = limit(20)
 if fault == "stop at the start":
-    first_timeout_s = limit(3)
+    first_s = limit(3)
     if os.environ.get("RANK", os.environ.get("OMPI_COMM_WORLD_RANK")) == "1":
         os.kill(os.getpid(), signal.SIGSTOP)
-comm = torchmn.create_communicator("naive", timeout_s=limit(2), first_timeout_s=first_timeout_s)
+comm = torchmn.create_communicator("naive", timeout_s=torchmn.Timeout(limit(2), limit(2), first_s))
 install_crash_handler(comm)
 model = torch.nn.Linear(8, 8)
 optimizer = torchmn.create_multi_node_optimizer(
@@ -157,7 +157,7 @@ CAUGHT = """
 import os, pathlib, sys, time
 import torchmn
 from torchmn.errors import TimeLimitError
-comm = torchmn.create_communicator("naive", timeout_s=limit(1), first_timeout_s=limit(1))
+comm = torchmn.create_communicator("naive", timeout_s=torchmn.Timeout(limit(1), limit(1), limit(1)))
 is_over = pathlib.Path("is_over")
 if comm.rank == 0:
     try:
@@ -286,7 +286,7 @@ install_crash_handler()
 if rank == 1:
     raise ValueError("no data")
 import torchmn
-torchmn.create_communicator("naive", first_timeout_s=300)
+torchmn.create_communicator("naive", timeout_s=torchmn.Timeout(first_s=300))
 """
 
 
@@ -302,7 +302,7 @@ import sys
 from torchmn.run import install_crash_handler
 install_crash_handler()
 import torch, torchmn
-comm = torchmn.create_communicator("naive", timeout_s=limit(2), first_timeout_s=limit(2))
+comm = torchmn.create_communicator("naive", timeout_s=torchmn.Timeout(limit(2), limit(2), limit(2)))
 print(float(comm.allreduce(torch.ones(1))), flush=True)
 if rank == 1 and len(sys.argv) > 1:
     import time
@@ -390,7 +390,7 @@ def test_torchrun_names_the_rank_that_failed(runner: Runner) -> None:
 
 SWALLOWS = """
 import sys, time, torch, torchmn
-comm = torchmn.create_communicator("naive", timeout_s=limit(3), first_timeout_s=limit(3))
+comm = torchmn.create_communicator("naive", timeout_s=torchmn.Timeout(limit(3), limit(3), limit(3)))
 model = torch.nn.Linear(4, 4)
 inner = torch.optim.SGD(model.parameters(), 0.1)
 optimizer = torchmn.create_multi_node_optimizer(inner, comm, model)

@@ -12,7 +12,7 @@ TRAINING = """
 import torch
 import torchmn
 from tests.unit.nn.test_chain_list import batch, line, mse
-comm = torchmn.create_communicator("flat", timeout_s=limit(2), first_timeout_s=limit(10))
+comm = torchmn.create_communicator("flat", timeout_s=torchmn.Timeout(limit(2), limit(2), limit(10)))
 chain = line(comm, num_microbatches=4)
 for step in range(100_000):
     chain.zero_grad()

@@ -161,7 +161,7 @@ STOPPED_BEFORE_MPI = """
 import os, signal, time, torchmn
 if rank == 0:
     os.kill(os.getpid(), signal.SIGSTOP)
-torchmn.create_communicator("naive", transport="mpi", timeout_s=60, first_timeout_s=limit(3))
+torchmn.create_communicator("naive", transport="mpi", timeout_s=torchmn.Timeout(60, 60, limit(3)))
 """
 
 

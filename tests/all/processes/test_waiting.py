@@ -18,8 +18,8 @@ SCRIPT = """
 import ctypes, os, signal, sys
 import torch, torchmn
 from tests.limits import limit
-timeout = torchmn.Timeout(unreachable_s=limit(1), busy_s=limit(60))
-comm = torchmn.create_communicator("naive", timeout_s=timeout, first_timeout_s=limit(1))
+timeout = torchmn.Timeout(unreachable_s=limit(1), busy_s=limit(60), first_s=limit(1))
+comm = torchmn.create_communicator("naive", timeout_s=timeout)
 comm.barrier()
 if comm.rank == 0:
     if sys.argv[1] == "stop":

@@ -48,7 +48,7 @@ class ForgetsTheUnit:
     @classmethod
     def recipe(cls, monkeypatch):
         monkeypatch.setattr(
-            GradientReducer, "load_progress", lambda self, state: self.buffers.forget_scale()
+            GradientReducer, "load_progress", lambda self, state: self.exchange.forget_scale()
         )
         return Recipe(codec="1bit")
 

@@ -7,6 +7,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -41,8 +42,7 @@ def run(
             name,
             transport=TorchDistributedTransport(store, rank, size, timeout_s=limit(20)),
             topology=Topology(hosts or ("localhost",) * size),
-            timeout_s=timeout,
-            first_timeout_s=timeout.unreachable_s,
+            timeout_s=replace(timeout, first_s=timeout.unreachable_s),
         )
         try:
             return function(comm)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from typing import Any
 
 import pytest
 
@@ -77,9 +78,7 @@ def start_server() -> Iterator[Open]:
 
         def make(handshake_s: float = 20.0) -> Server:
             listener = channels.listen()
-            authenticated = AuthenticatedListener(
-                listener, secret=SECRET, role="tests", handshake_s=handshake_s
-            )
+            authenticated = authenticated_by(listener, handshake_s=handshake_s)
             server = Server(authenticated, listener.getsockname())
             stack.callback(server.close)
             return server
@@ -137,6 +136,25 @@ def recorded(target: tuple[str, int], takes: list[bytes]) -> Iterator[str]:
         thread.join()
 
 
+def authenticated_by(listener: socket.socket, **options: Any) -> AuthenticatedListener:
+    return AuthenticatedListener(listener, secret=SECRET, role="tests", **options)
+
+
+def join(address: str, limit_s: float = 30.0) -> Channel:
+    return connect_authenticated(
+        address, secret=SECRET, role="tests", identity=WHO, limit_s=limit_s
+    )
+
+
+@contextmanager
+def aside(function: Callable[..., object], *args: object) -> Iterator[None]:
+    """Meanwhile it runs in a thread of its own, whose end is waited for."""
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    yield
+    thread.join()
+
+
 def say_once(listener: socket.socket, words: bytes) -> None:
     """To the first client, and wait until it disconnects."""
     connection = listener.accept()[0]
@@ -161,7 +179,7 @@ def test_a_client_with_the_secret_is_accepted_and_can_send(start_server: Open) -
 def test_a_message_sent_right_after_the_handshake_is_not_lost(start_server: Open) -> None:
     with (
         channels.listen() as listener,
-        closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as authenticated,
+        closing(authenticated_by(listener)) as authenticated,
     ):
 
         def serve() -> None:
@@ -170,12 +188,8 @@ def test_a_message_sent_right_after_the_handshake_is_not_lost(start_server: Open
             clients[0][0].post(Terminate(signum=9))
             clients[0][0].close()
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        address = channels.address_of(listener)
-        with closing(connect_authenticated(address, secret=SECRET, role="t", identity=WHO)) as own:
+        with aside(serve), closing(join(channels.address_of(listener))) as own:
             assert own.wait_for(Terminate, 10).signum == 9
-        thread.join()
 
 
 @pytest.mark.parametrize(("secret", "role"), [("another", "tests"), (SECRET, "another")])
@@ -222,7 +236,7 @@ def test_a_recording_cannot_be_replayed(start_server: Open) -> None:
     server = start_server()
     takes: list[bytes] = []
     with recorded(server.address, takes) as way:
-        connect_authenticated(way, secret=SECRET, role="tests", identity=WHO).close()
+        join(way).close()
     until(lambda: len(server.clients) == 1)
     own, theirs = takes
     assert encode(WHO) in own  # exactly what the client sent is replayed
@@ -231,14 +245,12 @@ def test_a_recording_cannot_be_replayed(start_server: Open) -> None:
         assert theirs not in read_all(client)
     assert len(server.clients) == 1
 
-    with socket.create_server(("127.0.0.1", 0)) as fake:  # and as the authenticated, to a client
-        thread = threading.Thread(target=say_once, args=(fake, theirs))
-        thread.start()
-        with pytest.raises(LaunchError, match="does not know the secret"):
-            connect_authenticated(
-                channels.address_of(fake), secret=SECRET, role="tests", identity=WHO
-            )
-        thread.join()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as fake,  # and as the authenticated, to a client
+        aside(say_once, fake, theirs),
+        pytest.raises(LaunchError, match="does not know the secret"),
+    ):
+        join(channels.address_of(fake))
 
 
 def test_a_client_rejects_its_own_proof_as_an_answer(start_server: Open) -> None:
@@ -252,13 +264,8 @@ def test_a_client_rejects_its_own_proof_as_an_answer(start_server: Open) -> None
                 received = connection.recv(MAX_IDENTITY_BYTES)
                 connection.sendall(received.split()[1] + b"\n")
 
-        thread = threading.Thread(target=reflect)
-        thread.start()
-        with pytest.raises(LaunchError, match="does not know the secret"):
-            connect_authenticated(
-                channels.address_of(fake), secret=SECRET, role="tests", identity=WHO
-            )
-        thread.join()
+        with aside(reflect), pytest.raises(LaunchError, match="does not know the secret"):
+            join(channels.address_of(fake))
 
 
 def test_a_changed_identity_is_rejected(start_server: Open) -> None:
@@ -309,20 +316,12 @@ def test_silent_and_slow_clients_are_dropped(start_server: Open) -> None:
 
 def test_a_late_listener_accepts_clients_that_answered_in_time() -> None:
     listener = channels.listen()
-    with closing(
-        AuthenticatedListener(listener, secret=SECRET, role="t", handshake_s=0.01)
-    ) as authenticated:
+    with closing(authenticated_by(listener, handshake_s=0.01)) as authenticated:
         address, came = channels.address_of(listener), []
-        thread = threading.Thread(
-            target=lambda: came.append(
-                connect_authenticated(address, secret=SECRET, role="t", identity=WHO, limit_s=20)
-            )
-        )
-        thread.start()
-        until(lambda: authenticated.admit() == [] and len(authenticated._pending) == 1)
-        time.sleep(0.2)  # the client has answered long ago
-        ((channel, _),) = authenticated.admit()
-        thread.join()
+        with aside(lambda: came.append(join(address, limit_s=20))):
+            until(lambda: authenticated.admit() == [] and len(authenticated._pending) == 1)
+            time.sleep(0.2)  # the client has answered long ago
+            ((channel, _),) = authenticated.admit()
         channel.close()
         came[0].close()
 
@@ -330,12 +329,7 @@ def test_a_late_listener_accepts_clients_that_answered_in_time() -> None:
 def test_the_host_with_most_pending_connections_makes_room(start_server: Open) -> None:
     listener = channels.listen("0.0.0.0")  # reached from 127.0.0.2 and .3, as from two hosts
     port = listener.getsockname()[1]
-    with (
-        closing(
-            AuthenticatedListener(listener, secret=SECRET, role="t", max_pending=3)
-        ) as authenticated,
-        ExitStack() as s,
-    ):
+    with closing(authenticated_by(listener, max_pending=3)) as authenticated, ExitStack() as s:
 
         def come(host: str) -> socket.socket:
             connection = socket.create_connection(
@@ -374,7 +368,7 @@ def read_or_none(connection: socket.socket) -> bytes | None:
 def test_a_listener_survives_without_free_descriptors() -> None:
     listener = channels.listen()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with closing(AuthenticatedListener(listener, secret=SECRET, role="t")) as authenticated:
+    with closing(authenticated_by(listener)) as authenticated:
         address = channels.address_of(listener)
         client = socket.create_connection(listener.getsockname())
         lowest = os.dup(0)
@@ -392,14 +386,8 @@ def test_a_listener_survives_without_free_descriptors() -> None:
             assert selector.select(0) == []
         clients: Clients = []
         came: list[Channel] = []
-        thread = threading.Thread(
-            target=lambda: came.append(
-                connect_authenticated(address, secret=SECRET, role="t", identity=WHO)
-            )
-        )
-        thread.start()
-        until(lambda: bool(clients.extend(authenticated.admit()) or clients))
-        thread.join()
+        with aside(lambda: came.append(join(address))):
+            until(lambda: bool(clients.extend(authenticated.admit()) or clients))
         for channel in (clients[0][0], came[0]):
             channel.close()
         client.close()
@@ -412,7 +400,7 @@ def test_a_listener_needs_a_secret() -> None:
 
 def test_close_drops_pending_connections(start_server: Open) -> None:
     listener = channels.listen()
-    authenticated = AuthenticatedListener(listener, secret=SECRET, role="t")
+    authenticated = authenticated_by(listener)
     with socket.create_connection(listener.getsockname(), timeout=limit(20)) as client:
         until(lambda: authenticated.admit() == [] and len(authenticated._pending) == 1)
         authenticated.close()
@@ -422,20 +410,20 @@ def test_close_drops_pending_connections(start_server: Open) -> None:
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:x", "127.0.0.1:1", "::1:99999"])
 def test_an_address_without_a_listener(address: str) -> None:
     with pytest.raises(LaunchError, match="does not answer"):
-        connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=2)
+        join(address, limit_s=2)
 
 
 def test_a_client_gives_up_on_another_kind_of_listener(start_server: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = channels.address_of(other)
         with pytest.raises(LaunchError, match="does not answer: timed out"):
-            connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=0.1)
+            join(address, limit_s=0.1)
         other.accept()[0].close()
-        thread = threading.Thread(target=say_once, args=(other, b"?" * 99))
-        thread.start()
-        with pytest.raises(LaunchError, match="is not the tests of a torchmn job"):
-            connect_authenticated(address, secret=SECRET, role="tests", identity=WHO, limit_s=5)
-        thread.join()
+        with (
+            aside(say_once, other, b"?" * 99),
+            pytest.raises(LaunchError, match="is not the tests of a torchmn job"),
+        ):
+            join(address, limit_s=5)
 
 
 def test_a_long_identity_is_an_error() -> None:

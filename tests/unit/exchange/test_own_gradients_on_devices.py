@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.exchange.test_deferred_checks import LateStreams, diverging_step, late, made
 from tests.unit.models import mlp
-from torchmn.errors import NonFiniteGradientError
+from torchmn.errors import NonFiniteGradientError, UnsupportedError
 from torchmn.testing import run_ranks
 
 
@@ -40,11 +40,29 @@ def test_flush_looks_at_the_last_step() -> None:
     run_ranks(rank_main, 1)
 
 
-def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
-    class Capturing(LateStreams):
-        def is_capturing(self) -> bool:
-            return True
+class Capturing(LateStreams):
+    def is_capturing(self) -> bool:
+        return True
 
+
+def test_a_graph_of_several_ranks_is_refused_before_anything_has_begun() -> None:
+    def rank_main(comm):
+        model = mlp()
+        optimizer = made(late(comm), model)
+        usual, comm.engine.streams = comm.engine.streams, Capturing()
+        with pytest.raises(UnsupportedError, match="A CUDA graph is being captured"):
+            diverging_step(comm, optimizer, model, is_bad=False)
+        assert comm.engine.streams.events == []
+        comm.engine.streams = usual
+        for _ in range(2):
+            diverging_step(comm, optimizer, model, is_bad=False)
+            optimizer.step()
+        optimizer.flush()
+
+    run_ranks(rank_main, 2)
+
+
+def test_nothing_is_looked_at_while_a_graph_is_captured() -> None:
     def rank_main(comm):
         model = mlp()
         optimizer = made(comm, model)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import threading
+import warnings
+import weakref
 from collections.abc import Sequence
 
 import pytest
@@ -28,7 +31,8 @@ class Rank:
     def begin(self, batches: Sequence[int]) -> None:
         self.now = LoaderPass(self.known, 0, is_of_loader=True)
         self.loop = Loop()
-        self.now.held_by(self.loop)
+        self.now.loop = weakref.ref(self.loop)
+        self.now.thread = threading.get_ident()
         for batch in batches:
             self.now.add(self.part_of(batch), batch)
 
@@ -44,7 +48,7 @@ def made(size: int, *batches: int) -> list[Rank]:
 def read(ranks: Sequence[Rank], num: int = 1) -> None:
     for rank in ranks:
         for _ in range(num):
-            rank.now.hand_out()
+            rank.now.num_received += 1
 
 
 def taken(ranks: Sequence[Rank], counts: Sequence[float], num_forwards: int = 1) -> list[Shares]:
@@ -54,9 +58,8 @@ def taken(ranks: Sequence[Rank], counts: Sequence[float], num_forwards: int = 1)
 def are_right(ranks: Sequence[Rank], counts: Sequence[float], num_forwards: int = 1) -> bool:
     """What all ranks find in one exchange, which is the same."""
     each = taken(ranks, counts, num_forwards)
-    sums = [sum(own.fits[0] for own in each)]
-    num = sum(own.num_samples for own in each)
-    found = {own.compared_by.is_proportional(sums, num, own) for own in each}
+    fit, num = sum(own.fit for own in each), sum(own.num_counted for own in each)
+    found = {own.is_proportional(fit, num) for own in each}
     assert len(found) == 1
     return found == {True} and not any(own.is_miscounted for own in each)
 
@@ -90,7 +93,7 @@ def test_a_constant_that_every_part_divides_shows_in_the_sum() -> None:
     read(ranks)
     each = taken(ranks, [4, 4])
     assert not any(own.is_miscounted for own in each)
-    assert not each[0].compared_by.is_proportional([sum(o.fits[0] for o in each)], 8, each[0])
+    assert not each[0].is_proportional(sum(own.fit for own in each), 8)
 
 
 def test_a_second_backward_pass_of_the_same_forward_pass() -> None:
@@ -105,7 +108,7 @@ def test_a_rank_without_a_pass_has_no_weight_and_ends_the_comparison() -> None:
     read(ranks)
     own, other = ranks[0].shares.take(3, 1), ranks[1].shares.take(0, 0, is_used=False)
     assert (own.weight, other.weight) == (3, 0)
-    assert own.compared_by.is_proportional([own.fits[0] + other.fits[0]], 3, own)
+    assert own.is_proportional(own.fit + other.fit, 3)
 
 
 def test_the_first_pass_is_refused_and_later_ones_are_warned_of_once() -> None:
@@ -118,7 +121,11 @@ def test_the_first_pass_is_refused_and_later_ones_are_warned_of_once() -> None:
     read(ranks)
     assert not are_right(ranks, [4, 4])
     assert not any(rank.shares.is_in_first_pass for rank in ranks)
-    assert [ranks[0].shares.first_warning() for _ in range(2)] == [True, False]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            ranks[0].shares.warn("some text")
+    assert [str(each.message) for each in caught] == ["some text"]
 
 
 def test_batches_that_are_kept_come_in_any_order_and_again() -> None:
@@ -139,7 +146,7 @@ def test_a_constant_is_seen_in_a_loop_that_requests_early() -> None:
     assert not taken([rank], [4])[0].is_miscounted
     read([rank])
     assert not taken([rank], [4])[0].is_miscounted
-    rank.now.end()
+    rank.now.has_ended = True
     assert taken([rank], [4])[0].is_miscounted
 
 
@@ -165,10 +172,10 @@ def test_an_optimizer_made_later_follows_the_batch_in_hand_and_none_that_was_tra
 def test_a_pass_is_not_kept_when_its_loader_is_trained_with_again() -> None:
     (rank,) = made(2, 9)[:1]
     read([rank])
-    rank.now.end()
+    rank.now.has_ended = True
     rank.begin((8, 8))
     read([rank])
-    assert rank.shares.take(4, 1).total == 8
+    assert rank.shares.take(4, 1).weight == 4
     assert rank.known.passes == [rank.now]
     for _ in range(40):
         rank.begin((9,))

@@ -55,16 +55,14 @@ def test_reserved_port_can_only_be_used_by_rank_0() -> None:
         del store
 
 
+def open_mpi(job: Job, env: dict[str, str], path: str, **options: Any) -> Command:
+    given = {"flavour": "Open MPI", "num_cores": 2, "is_root": False, **options}
+    return mpirun.command(job, env, mpirun=path, **given)
+
+
 @pytest.mark.parametrize(("num_ranks", "num_cores", "yields"), [(2, 2, False), (4, 2, True)])
 def test_open_mpi(num_ranks: int, num_cores: int, yields: bool) -> None:
-    command = mpirun.command(
-        job(num_ranks),
-        {},
-        mpirun="/a b/mpirun",
-        flavour="Open MPI",
-        num_cores=num_cores,
-        is_root=yields,
-    )
+    command = open_mpi(job(num_ranks), {}, "/a b/mpirun", num_cores=num_cores, is_root=yields)
     assert command.argv[0] == "/a b/mpirun"
     assert f"localhost:{num_ranks}" in command.argv
     assert command.argv[-len(worker_command()) :] == worker_command()
@@ -76,9 +74,7 @@ def test_open_mpi(num_ranks: int, num_cores: int, yields: bool) -> None:
 @pytest.mark.parametrize("env", [{}, {"OMPI_MCA_btl": "self,tcp"}])
 def test_mpirun_of_the_wheel_disables_ofi_by_default(env: dict[str, str]) -> None:
     def started(path: Path) -> Command:
-        return mpirun.command(
-            job(), env, mpirun=str(path), flavour="Open MPI", num_cores=2, is_root=False
-        )
+        return open_mpi(job(), env, str(path))
 
     wheel = started(Path(sys.executable).parent / "mpirun")
     assert wheel.env["OMPI_MCA_btl"] == env.get("OMPI_MCA_btl", "^ofi")
@@ -254,14 +250,11 @@ def test_torchrun_per_host() -> None:
 
 @pytest.mark.parametrize("major", [4, 5])
 def test_open_mpi_between_hosts(major: int) -> None:
-    command = mpirun.command(
+    command = open_mpi(
         on_hosts(launcher_args=("--mca", "pml", "^yalla")),
         {"MINE": "1", "TORCHMN_RSH": "rsh -v", "UNKNOWN": "1"},
-        mpirun="/opt/mpi/bin/mpirun",
-        flavour="Open MPI",
+        "/opt/mpi/bin/mpirun",
         major=major,
-        num_cores=2,
-        is_root=False,
         between=mpirun.Between(route=ROUTE, networks=("10.0.0.0/24",)),
     )
     words = " ".join(command.argv)
@@ -288,15 +281,7 @@ def test_open_mpi_cannot_quote_for_other_hosts(mpirun_path: str, shell: str, pro
     env = {"TORCHMN_RSH": shell}
 
     def command(between: mpirun.Between | None) -> Command:
-        return mpirun.command(
-            on_hosts(),
-            env,
-            mpirun=mpirun_path,
-            flavour="Open MPI",
-            num_cores=2,
-            is_root=False,
-            between=between,
-        )
+        return open_mpi(on_hosts(), env, mpirun_path, between=between)
 
     assert command(None).argv[0] == mpirun_path
     with pytest.raises(UnsupportedError, match=problem):

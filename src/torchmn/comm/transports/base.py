@@ -45,11 +45,14 @@ COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
 class QueuedWork(Protocol):
     """What a library has queued on a device, and nobody waits for."""
 
-    def is_done(self) -> bool:
-        """Whether the device has done it. Raises the error with which it has failed."""
+    what: str
+    """Its name, for errors."""
 
-    def abort(self, seconds: float) -> CommunicationError:
-        """End it, so that the device goes on; the error that says it took longer than a limit."""
+    def is_done(self) -> bool:
+        """Whether the device has done it. Raises the error with which it has failed.
+
+        It may still occupy the device then, until `Transport.abort` is called.
+        """
 
 
 class TimeLimit:
@@ -72,7 +75,10 @@ class TimeLimit:
         self.reason = ""
         """Why waiting longer made no sense, or for whom it was waited, where that is known."""
         self.on_queued: Callable[[QueuedWork], None] | None = None
-        """Takes what a transport has queued on a device; None: the transport waits for it."""
+        """Takes what a transport has queued on a device, and calls `Transport.abort` if that fails.
+
+        None: the transport waits for it and does so itself.
+        """
 
     def restart(self) -> None:
         """Count from now."""
@@ -248,6 +254,12 @@ class Transport(ABC):
 
         Every member calls it with the same ranks and the same ``key``, which no other split of
         this transport with a common member may have used.
+        """
+
+    def abort(self) -> None:  # noqa: B027 - most transports queue nothing
+        """End what is queued on a device and was not done, so that the device goes on. Local.
+
+        What it should have written means nothing. The transport cannot be used any more.
         """
 
     @abstractmethod
@@ -437,6 +449,10 @@ class WrappingTransport(Transport):
     ) -> None:
         """See `Transport.exchange`."""
         self.inner.exchange(sends, recvs, limit, tag)
+
+    def abort(self) -> None:
+        """See `Transport.abort`."""
+        self.inner.abort()
 
     def progress(self) -> None:
         """See `Transport.progress`."""

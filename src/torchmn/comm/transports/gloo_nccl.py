@@ -219,28 +219,29 @@ class TorchDistributedTransport(Transport):
         Threads take turns to start: of a chain of modules each has messages of its own, and a group
         of messages is a state of the process group.
         """
-        group = self._nccl
+        is_watched = limit.on_queued is not None
         try:
             with self._nccl_turn:
-                started = start(group)
+                started = start(self._nccl)
             if started is None:
                 return
             started.wait()  # the current stream waits for it; the host does not
-        except RuntimeError as error:
-            raise self._failed(group, error, what, limit.seconds) from error
-        work = _NcclWork(self, group, started, what)
-        if limit.on_queued is not None:
-            limit.on_queued(work)
-        elif not poll_until(work.is_done, limit, _POLLS_BEFORE_YIELD):
-            raise work.abort(limit.seconds)
+            work = _NcclWork(started, what)
+            if limit.on_queued is not None:
+                limit.on_queued(work)
+            elif not poll_until(work.is_done, limit, _POLLS_BEFORE_YIELD):
+                raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
+        except (RuntimeError, CommunicationError) as error:
+            if not is_watched:
+                self.abort()
+            if isinstance(error, CommunicationError):
+                raise
+            raise _translate(error, what, limit.seconds) from error
 
-    def _failed(
-        self, group: Any, error: RuntimeError, what: str, seconds: float
-    ) -> CommunicationError:
-        """End everything of NCCL, or its kernels would occupy the GPU; what to raise instead."""
+    def abort(self) -> None:
         self._has_failed.set()
-        _run_within(_ABORT_S, group.abort)
-        return _translate(error, what, seconds)
+        if self._nccl is not None:
+            _run_within(_ABORT_S, self._nccl.abort)
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
         part = TorchDistributedTransport(
@@ -290,13 +291,9 @@ Start = Callable[[Any], Any]
 class _NcclWork:
     """Something of NCCL that a GPU will do: a `QueuedWork`."""
 
-    def __init__(
-        self, transport: TorchDistributedTransport, group: Any, work: Any, what: str
-    ) -> None:
-        self._transport = transport
-        self._group = group
+    def __init__(self, work: Any, what: str) -> None:
         self._work = work
-        self._what = what
+        self.what = what
 
     def is_done(self) -> bool:
         try:
@@ -304,12 +301,8 @@ class _NcclWork:
                 return False
             self._work.wait()  # it has ended: this raises its error
         except RuntimeError as error:
-            raise self._transport._failed(self._group, error, self._what, math.inf) from error
+            raise _translate(error, self.what, math.inf) from error
         return True
-
-    def abort(self, seconds: float) -> CommunicationError:
-        late = RuntimeError("timed out")
-        return self._transport._failed(self._group, late, self._what, seconds)
 
 
 def _nccl(store: Any, rank: int, size: int) -> Any:

@@ -17,10 +17,9 @@ class PassContext:
     step: int
     weight: float
     num_samples: float
-    is_active: bool
-    """Whether the rank has data of its own: not if it has left its loop in `join`."""
+    is_active: bool  # whether the rank has data of its own: not if it has left its loop in `join`
+    # Whether the script has set the weight: zero on all ranks is meant then.
     is_weight_given: bool = False
-    """Whether the script has set the weight: zero on all ranks is meant then."""
 
 
 class Agreement:
@@ -42,21 +41,16 @@ class Agreement:
     instance, nothing is called.
     """
 
-    num_values = 1
-    """How many numbers there are, the same on all ranks."""
-    voids_exchange = False
-    """Whether there are no means if the sum of the first number is not zero."""
+    num_values = 1  # how many numbers there are, the same on all ranks
+    voids_exchange = False  # whether there are no means if the sum of the first number is not zero
+    # Whether this rank has nothing to say: it contributes zeros, and step 2 is left out.
     is_idle = False
-    """Whether this rank has nothing to say: it contributes zeros, and step 2 is left out."""
-    comm: Communicator
-    """The ranks; the footer sets this and the three below."""
-    own: Sequence[float] = ()
-    """What `contribute` returned for the exchange that is checked."""
+    comm: Communicator  # the ranks; the footer sets this and the three below
+    own: Sequence[float] = ()  # what `contribute` returned for the exchange that is checked
+    # The sums over ranks of the last exchange that was awaited. float32 in general: whole numbers
+    # are exact up to 2**24.
     sums: Sequence[float] = ()
-    """The sums over ranks of the last exchange that was awaited. float32 in general: whole numbers
-    are exact up to 2**24."""
-    num_active = 0
-    """How many ranks had data of their own in that exchange."""
+    num_active = 0  # how many ranks had data of their own in that exchange
 
     def begin(self, context: PassContext) -> None:
         """Take note of what may be something else when backward ends."""

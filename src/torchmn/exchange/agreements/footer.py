@@ -46,12 +46,11 @@ class Footer:
             start, end = end, end + agreement.num_values
             self._slices[agreement] = slice(start, end)
         self.num_values = end
+        # What is summed: the end of the last bucket, once it is there.
         self.values = torch.zeros(end, device="cpu")
-        """What is summed: the end of the last bucket, once it is there."""
-        self.streams: Streams = HostStreams()
-        """Those of the device of `values`."""
+        self.streams: Streams = HostStreams()  # those of the device of `values`
+        # What `check` has found, and `report` has not reported.
         self.to_report: Agreement | None = None
-        """What `check` has found, and `report` has not reported."""
         self._own: list[float] = []
         self._sums: list[float] = [0.0] * end
         # Only what a class overrides is called: an exchange may cost few calls.

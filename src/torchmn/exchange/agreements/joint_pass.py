@@ -19,4 +19,5 @@ class JointPass(Agreement):
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
+        self.is_idle = True
         return (1.0,)

@@ -14,10 +14,8 @@ class LateRanks(Agreement):
     """
 
     is_idle = True
-    is_late = False
-    """Whether this rank does."""
-    has_gradients = True
-    """Whether this rank has any gradient to exchange, if it is late."""
+    is_late = False  # whether this rank does
+    has_gradients = True  # whether this rank has any gradient to exchange, if it is late
 
     @property
     def are_some_late(self) -> bool:

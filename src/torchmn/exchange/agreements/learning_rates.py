@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 
+# For each rank, of the square of the sum of rates: float32 rounds sums of n to 1e-7 n.
 _TOLERANCE = 1e-6
-"""For each rank, of the square of the sum of rates: float32 rounds sums of n to 1e-7 n."""
 
 
 class LearningRates(Agreement):

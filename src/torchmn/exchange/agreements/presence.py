@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.buckets import Slot
+
+_has_gradient = attrgetter("has_gradient")
 
 
 class Presence(Agreement):
     """A number for each parameter: on how many ranks it has a gradient. One object for each set."""
 
-    slots: Sequence[Slot] = ()
-    """In the order of the numbers; set once the buckets are there."""
+    slots: Sequence[Slot] = ()  # in the order of the numbers; set once the buckets are there
 
     def __init__(self, num_parameters: int) -> None:
         self.num_values = num_parameters
@@ -24,5 +26,6 @@ class Presence(Agreement):
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        is_active = context.is_active
-        return [float(slot.has_gradient and is_active) for slot in self.slots]
+        if not context.is_active:
+            return (0.0,) * self.num_values
+        return [*map(_has_gradient, self.slots)]

@@ -6,56 +6,54 @@ others, and ends in a time limit at the end of the epoch. A loader that divides 
 ranks knows how many this rank has received since the exchange before.
 
 Ranks are compared only where their loops train with each batch before they request the next one, in
-the thread that trains: one batch for every exchange so far. So nothing is said of batches that are
-kept, requested by a thread, accumulated or packed, nor where ranks may have different numbers of
-batches: in `join`, and under schedules that do not exchange at each step.
+the thread that trains: no exchange so far was of more than one new batch. So nothing is said of
+batches that are kept, requested by a thread, accumulated or packed, nor where ranks may have
+different numbers of batches: in `join`, and under schedules that do not exchange at each step.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torchmn.comm.collectives import allgather_for
-from torchmn.data.divided_batches import Loop
+from torchmn.data.divided_batches import DividedBatches, Loop
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.replica_divergence import UNKNOWN
 
-_LARGEST_SUM = 2**24
-"""Of squares over all ranks, which float32 holds exactly."""
+_LARGEST_SUM = 2**24  # of squares over all ranks, which float32 holds exactly
 _LARGEST = 4096
+# Exchanges of one batch each before one of several is taken for a batch that was left out.
 _MIN_REGULAR = 2
-"""Exchanges of one batch each before one of several is taken for a batch that was left out."""
 
 
 class BatchWatch:
     """The batches that one optimizer's exchanges are of, on this rank. Local.
 
     Args:
-        loops: returns the loops over loaders that divide batches.
+        batches: what loaders divide among the ranks.
     """
 
-    def __init__(self, loops: Callable[[], list[Loop]]) -> None:
-        self.is_joining = False
-        """Whether ranks may receive different numbers of batches."""
-        self._loops = loops
+    def __init__(self, batches: DividedBatches) -> None:
+        self.is_joining = False  # whether ranks may receive different numbers of batches
+        self._batches = batches
         self._thread = threading.get_ident()
-        self._received: dict[int, int] = {}
-        """By pass, at the exchange before."""
+        self._received: dict[int, int] = {}  # by pass, at the exchange before
         self._step = 0
+        # Exchanges of one new batch so far; None if there was one of several.
         self._num_regular: int | None = 0
-        """Exchanges of one batch each so far; None if there was another one."""
 
     def take(self, step: int) -> tuple[list[Loop], int | None]:
         """The loops with batches since the exchange before, and a number for what is compared.
 
         The number is None if nothing is to be compared.
         """
-        loops, before = self._loops(), self._received
-        if not (loops or before):
+        before = self._received
+        if not (before or self._batches.passes):
             return [], 0
+        loops = [loop for loop in self._batches.loops() if loop.num_received]
         if step > self._step + 1:  # there were steps without an exchange
             self._num_regular = 0
         self._step = step
@@ -66,8 +64,8 @@ class BatchWatch:
         if num_regular is None or self.is_joining or not is_here:
             self._num_regular = None if not self.is_joining else num_regular
             return loops, None
-        self._num_regular = num_regular + 1 if num_new == 1 else None
-        if num_new != 1 and num_regular < _MIN_REGULAR:
+        self._num_regular = num_regular + num_new if num_new <= 1 else None
+        if num_new > 1 and num_regular < _MIN_REGULAR:
             return loops, None
         return loops, sum((2 * loop.loader + 1) * num for loop, num in new.items())
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from torchmn.errors import UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
-from torchmn.exchange.sample_proportions import (
-    NOT_COMPARED,
-    NUM_TRIED,
-    Shares,
-    disproportion,
-    miscount,
-)
+from torchmn.exchange.sample_proportions import NOT_COMPARED, Shares, disproportion, miscount
 from torchmn.exchange.weights import Contribution
 
 
@@ -24,7 +17,7 @@ class SampleShares(Agreement):
     multiple of its part; what it has counted; and how that fits.
     """
 
-    num_values = 2 + NUM_TRIED
+    num_values = 3
 
     def __init__(self, contribution: Contribution) -> None:
         self._contribution = contribution
@@ -40,25 +33,21 @@ class SampleShares(Agreement):
         """See `Agreement.contribute`."""
         shares = self._shares
         if shares is None:
-            return (0.0, 0.0, *NOT_COMPARED)
-        return float(shares.is_miscounted), shares.num_samples, *shares.fits
+            return 0.0, 0.0, NOT_COMPARED
+        return float(shares.is_miscounted), shares.num_counted, shares.fit
 
     def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
-        num_miscounted, num_samples, *fits = self.sums
+        num_miscounted, num_counted, fit = self.sums
         label, shares = self.comm.rank_label, self._shares
-        own = context.num_samples if shares is None else shares.num_samples
         if num_miscounted:
+            own = context.num_samples if shares is None else shares.num_counted
             raise UsageError(
                 f"{label}: on {round(num_miscounted)} of {self.comm.size} ranks {miscount(own)}"
             )
-        if shares is None:
+        if shares is None or shares.is_proportional(fit, num_counted):
             return
-        compared_by = shares.compared_by
-        if compared_by.is_proportional(fits, num_samples, shares):
-            return
-        text = f"{label}: {disproportion(own, num_samples, shares)}"
-        if compared_by.is_in_first_pass:
+        text = f"{label}: {disproportion(num_counted, shares)}"
+        if shares.compared_by.is_in_first_pass:
             raise UsageError(text)
-        if compared_by.first_warning():
-            warnings.warn(text, stacklevel=2)
+        shares.compared_by.warn(text)

@@ -13,8 +13,7 @@ class Together(Agreement):
     """Something that all ranks must do between the same two exchanges, or none of them."""
 
     num_values = 2
-    what: ClassVar[str]
-    """What only some ranks did, after "rank 1 ", and what to do about it."""
+    what: ClassVar[str]  # what only some ranks did, after "rank 1 ", and what to do about it
     is_idle = True
 
     def note(self) -> None:

@@ -32,7 +32,7 @@ from typing import get_args
 from torchmn.cluster.units import MiB
 from torchmn.comm.link_speed import LinkSpeed as LinkSpeed  # a part of `Cluster`
 from torchmn.errors import UnknownNameError, UsageError
-from torchmn.names import ROUTE_TRAITS, Model
+from torchmn.names import ROUTE_TRAITS, SCHEDULE_TRAITS, Model
 
 SCHEDULES: tuple[Model, ...] = get_args(Model)
 _NUM_STEPS = 4  # simulated, of which the last is in the steady state
@@ -122,6 +122,16 @@ class PredictedStep:
     def seconds(self) -> float:
         """Of the whole step."""
         return self.compute_s + self.coding_s + self.exposed_s + self.straggler_s
+
+
+def model_of(schedule: str) -> Model:
+    """By which model a schedule is predicted. Raises UsageError: there is none."""
+    known = {name: traits.model for name, traits in SCHEDULE_TRAITS.items() if traits.model}
+    if schedule not in known:
+        raise UsageError(
+            f"No prediction model for schedule {schedule!r}: there is one for {', '.join(known)}."
+        )
+    return known[schedule]
 
 
 def predict_step(plan: Plan, step: StepFacts, codec: CodecFacts, cluster: Cluster) -> PredictedStep:

@@ -89,9 +89,9 @@ def create_multi_node_optimizer(
             ``Auto(stale=True)``.
         weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
             samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
-            By default ``samples`` where a loader of `torchmn.scatter_loader` gives the ranks of
-            ``comm`` parts of batches, which may differ by a sample, and gradients are means of
-            single steps; else ``rank``. The loader may be made before or after the optimizer.
+            By default it is ``rank``, but in a step that is of batches of a loader of
+            `torchmn.scatter_loader` over ``comm`` the size of this rank's parts, where gradients
+            are means of single steps. The loader may be made before or after the optimizer.
         reduction: ``mean`` over ranks, for a loss that is a mean over the batch; ``sum``, for one
             that is a sum over it, as torch's losses with ``reduction="sum"``. N ranks then give
             the parameters of one. Under local updates, and with ``weight``, a sum makes no sense

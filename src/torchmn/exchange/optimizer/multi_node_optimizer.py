@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -141,7 +142,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._taken_over_by = ""
         self._named = named = list[NamedParameter]()
         """The parameters that were unified last."""
-        self._batches = batches = BatchWatch(divided_batches(comm).loops)
+        self._batches = batches = BatchWatch(divided_batches(comm))
         self._unify()
         self.reducer = GradientReducer(
             comm,
@@ -636,7 +637,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
 def _agreements(inner: Optimizer, batches: BatchWatch) -> list[Agreement]:
     """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
-    return [LearningRates(lambda: sum_of_rates(inner)), ReceivedBatches(batches)]
+    return [LearningRates(partial(sum_of_rates, inner)), ReceivedBatches(batches)]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

@@ -13,7 +13,6 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torchmn.errors import UsageError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank, named_tensors, parameters_of
-from torchmn.exchange.sample_proportions import miscount
 from torchmn.exchange.schedules.every_step import share_with_late_ranks
 
 if TYPE_CHECKING:
@@ -34,14 +33,14 @@ class UncountedSteps:
         """In a row."""
 
     def before_step(self, optimizer: MultiNodeOptimizer) -> None:
-        """Raise UsageError if nothing was counted, or something else than samples."""
+        """Raise UsageError if nothing was counted, and no loader knows the samples."""
         comm, reducer = optimizer.communicator, optimizer.reducer
         own = reducer.contribution
         if not optimizer.schedule.counts_samples:
             return
-        if comm.size > 1 and not own.is_checked and own.is_miscounted():
-            raise UsageError(f"{comm.rank_label}: {miscount(own.num_samples)}")
         is_own_step = reducer.is_suspended  # else exchanges have taken what was counted
+        if is_own_step:
+            own.begin_exchange(has_backward=True)
         if own.is_known or (own.was_ever_known and not is_own_step):
             self._num_steps = 0
             return

@@ -25,10 +25,10 @@ from torchmn.exchange.auto.predict import (
     Plan,
     ReadyGradient,
     StepFacts,
+    model_of,
     predict_step,
 )
 from torchmn.exchange.auto.predict import PredictedStep as PredictedStep  # for who shows it
-from torchmn.names import SCHEDULE_TRAITS
 
 PAYLOAD_SHARE = 1448 / 1514  # share of an Ethernet frame, header included, that TCP carries
 _NUM_GRADIENTS = 50
@@ -87,7 +87,7 @@ def predict(training: Training) -> PredictedStep:
             "optimizer, or give parameters, their number, in the table."
         )
     plan = Plan(
-        schedule=_model_of(training.schedule),
+        schedule=model_of(training.schedule),
         codec=training.codec,
         bucket_bytes=training.bucket_bytes,
         block_steps=training.block_steps,
@@ -133,15 +133,6 @@ def read_table(path: Path) -> Training:
             f"{path} does not have the table of a training: {error}. `python -m pydoc "
             "torchmn.observe.plan.facts` shows an example."
         ) from None
-
-
-def _model_of(schedule: str) -> str:
-    known = {name: traits.model for name, traits in SCHEDULE_TRAITS.items() if traits.model}
-    if schedule not in known:
-        raise UsageError(
-            f"No prediction model for schedule {schedule!r}: there is one for {', '.join(known)}."
-        )
-    return known[schedule]
 
 
 def _link_of(training: Training) -> LinkSpeed:

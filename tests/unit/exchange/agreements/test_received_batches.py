@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from tests.limits import limit
 from tests.unit.models import equal, loss_of, mlp, values
-from torchmn import create_multi_node_optimizer, scatter_loader
+from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
 from torchmn.comm import Communicator
 from torchmn.errors import RankMismatchError
 from torchmn.testing import run_ranks
@@ -52,6 +52,11 @@ def _data(seed: int) -> TensorDataset:
     return TensorDataset(torch.randn(60, 5, generator=generator, dtype=torch.float64) / 10)
 
 
+def _sampled(own: Script) -> DataLoader[Any]:
+    sampler = GlobalSampler(60, own.comm, 6, shuffle=False)
+    return scatter_loader(DataLoader(_data(0), batch_sampler=sampler), own.comm)
+
+
 # ---- what one process does not do ----
 
 
@@ -60,6 +65,15 @@ def a_local_continue(own: Script) -> None:
         if number == 4 and own.comm.rank == 1:  # as where a loss is NaN, or an error was caught
             continue
         own.step(batch)
+
+
+def a_local_continue_after_a_batch_that_all_repeat(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number == 5 and own.comm.rank == 1:
+            continue
+        own.step(batch)
+        if number in (0, 2):
+            own.step(batch)
 
 
 def a_local_continue_in_the_second_epoch(own: Script) -> None:
@@ -86,12 +100,21 @@ def a_batch_left_out_before_accumulating(own: Script) -> None:
         own.step(batch, num_passes=2)
 
 
+def a_local_continue_over_a_global_sampler(own: Script) -> None:
+    for number, batch in enumerate(_sampled(own)):
+        if number == 3 and own.comm.rank == 1:
+            continue
+        own.step(batch)
+
+
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
     "script",
     [
         a_local_continue,
+        a_local_continue_over_a_global_sampler,
+        a_local_continue_after_a_batch_that_all_repeat,
         a_local_continue_in_the_second_epoch,
         a_task_by_own_random_numbers,
         a_batch_left_out_before_accumulating,
@@ -151,13 +174,13 @@ def one_in_advance(own: Script) -> None:
 
 
 def requested_by_a_thread(own: Script) -> None:
-    """How many it has requested at an exchange is by chance; here it differs for certain."""
+    """How many it has requested at an exchange is by chance; here it is one more on one rank."""
     queue: Queue[Any] = Queue()
-    may_go_on = threading.Semaphore(1)
+    may_request = threading.Semaphore(1)
 
     def request() -> None:
-        for batch in own.loader:
-            may_go_on.acquire()
+        batches = iter(own.loader)
+        while may_request.acquire() and (batch := next(batches, None)) is not None:
             queue.put(batch)
         queue.put(None)
 
@@ -165,10 +188,33 @@ def requested_by_a_thread(own: Script) -> None:
     thread.start()
     number = 0
     while (batch := queue.get()) is not None:
+        if number == 5 + own.comm.rank:
+            may_request.release()
+            while queue.empty():
+                thread.join(0.001)
         own.step(batch)
         number += 1
-        may_go_on.release(2 if number == 5 + own.comm.rank else 1)
+        if number != 6 + own.comm.rank:
+            may_request.release()
     thread.join()
+
+
+def a_look_at_a_batch_on_rank_0(own: Script) -> None:
+    """A pass over a `GlobalSampler` begins on each rank by itself."""
+    loader = _sampled(own)
+    for epoch in range(3):
+        if own.comm.rank == 0 and epoch > 0:
+            next(iter(loader))
+        for batch in loader:
+            own.step(batch)
+
+
+def as_many_as_fill_a_step(own: Script) -> None:
+    """As where sequences are packed."""
+    batches = iter(own.loader)
+    for number in range(5):
+        several = islice(batches, 1 + (number + own.comm.rank) % 2)
+        own.step([torch.cat([x for (x,) in several])])
 
 
 def accumulated(own: Script) -> None:
@@ -225,6 +271,8 @@ def a_forward_pass_that_was_repeated(own: Script) -> None:
         kept_in_a_list,
         one_in_advance,
         requested_by_a_thread,
+        a_look_at_a_batch_on_rank_0,
+        as_many_as_fill_a_step,
         accumulated,
         without_a_backward_pass,
         different_numbers_in_join,
@@ -238,7 +286,8 @@ def test_what_is_right_is_not_refused(
 
     def rank_main(comm):
         # Parts of different batches have no common weights.
-        options = {"weight": "rank"} if script is different_numbers_in_join else {}
+        has_others = script in (different_numbers_in_join, as_many_as_fill_a_step)
+        options = {"weight": "rank"} if has_others else {}
         own = Script(comm, schedule, **options)
         script(own)
         own.optimizer.flush()

@@ -46,10 +46,10 @@ def wrap(comm, **options):
 @pytest.mark.parametrize("allowed", [(), ("lossy",), ("stale",), tuple(ALLOWED)])
 def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, capfd) -> None:
     topology = Topology.blocks(nodes)
-    options = {f"allow_{kind}": True for kind in allowed}
+    auto = Auto(**dict.fromkeys(allowed, True))
 
     def rank_main(comm):
-        model, optimizer = wrap(comm, codec="auto", schedule="auto", **options)
+        model, optimizer = wrap(comm, codec=auto, schedule=auto)
         assert optimizer.tuner.plan is None
         train(optimizer, model, comm, range(MAX_STEPS))
         optimizer.flush()
@@ -78,8 +78,8 @@ def test_schedules_that_cannot_work_in_the_script_are_excluded() -> None:
     """A GradScaler, and two backward passes for a step: no trial of what cannot work with them."""
 
     def rank_main(comm):
-        options = {f"allow_{kind}": True for kind in ALLOWED}
-        model, optimizer = wrap(comm, schedule="auto", codec="auto", **options)
+        auto = Auto(lossy=True, stale=True)
+        model, optimizer = wrap(comm, schedule=auto, codec=auto)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "More than one backward pass")
