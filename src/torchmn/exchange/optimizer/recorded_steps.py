@@ -94,12 +94,14 @@ class RecordedSteps:
         if self._noted == (schedule, reducer.codec):
             return
         self._noted = schedule, reducer.codec
+        exchange, route = reducer.exchange, reducer.comm.route
+        filling = exchange.filling
         parameters = [parameter for _, parameter in reducer.parameters.trained()]
         values = {
             "schedule": schedule.name,
             "codec": "float32" if reducer.codec is None else reducer.codec.name,
-            "bucket_bytes": str(reducer.bucket_bytes),
-            "num_buckets": str(len(reducer.exchange.filling.buckets)),
+            "bucket_bytes": str(exchange.bucket_bytes or route.bucket_bytes),
+            "num_buckets": str(len(filling.buckets)),
             "optimizer": type(optimizer.inner).__name__,
             "model": ", ".join(type(model).__name__ for model in self._models),
             "num_parameters": str(sum(parameter.numel() for parameter in parameters)),
