@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
