@@ -375,7 +375,8 @@ class GradientReducer:
                 current.ids.add(current_graph_task_id())
                 return current
             self._give_up_pass()
-        self.comm.engine.raise_if_capturing()  # before anything has begun
+        engine = self.comm.engine
+        engine.raise_if_capturing()  # before anything has begun
         exchange = self.exchange
         if exchange.unsettled is not None:
             self.settle()
