@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchmn.comm import Communicator
@@ -152,6 +153,13 @@ class GradientExchange:
         """This rank's weight in the exchange that is being filled."""
         context = self.filled.context
         return context.weight
+
+    def fill_missing(self) -> None:
+        """Treat a missing gradient as exchanges do, for a step without one. Local."""
+        if self.zero_fill:
+            for _, parameter in self.trained():
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
 
     # ---- layout ----
 

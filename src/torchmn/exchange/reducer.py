@@ -9,13 +9,11 @@ no gradient and calls the schedule, which sends the rest.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -138,7 +136,6 @@ class GradientReducer:
         self._loaded, self._num_exchanges = LoadedState(), NumExchanges()
         self.replicas = ReplicaWatch()
         """Of what the script does to parameters, where it must be the same on all ranks."""
-        self._has_warned = False
         self._on_backward_end = on_backward_end
         self._hooks: list[RemovableHandle] = []
         self._lock = threading.RLock()
@@ -204,10 +201,6 @@ class GradientReducer:
         if not self.is_needed:  # no backward pass does it
             self.contribution.reset()
         self.contribution.end_step()
-
-    def set_step(self, step: int) -> None:
-        """Set the count of steps. Local."""
-        self.step = step
 
     # ---- layout ----
 
@@ -287,12 +280,6 @@ class GradientReducer:
         return not self.is_suspended and (
             self.comm.size > 1 or self.exchange.num_sets > 1 or self.parameters.has_parallel_layers
         )
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The size of a bucket, at least, but for the last."""
-        route = self.comm.route
-        return self.exchange.bucket_bytes or route.bucket_bytes
 
     # ---- during backward ----
 
@@ -585,28 +572,6 @@ class GradientReducer:
     def restart_counts(self) -> None:
         """Set `num_passes` and `passes_weight` to zero. Local."""
         self.num_passes, self.passes_weight = 0, 0.0
-
-    def warn_of_second_pass(self) -> None:
-        """Warn once, on rank 0, if gradients were added to means. Local."""
-        packing = self.exchange.filled
-        if self._has_warned or not packing.is_accumulating:
-            return
-        self._has_warned = True
-        if self.comm.rank != 0:
-            return
-        warnings.warn(
-            "More than one backward pass before step(): each one exchanges all gradients. The "
-            "result is right. To exchange once, wrap all passes but the last in "
-            "optimizer.no_sync(), which is exact if their batches have the same size.",
-            stacklevel=2,
-        )
-
-    def fill_missing(self) -> None:
-        """Treat a missing gradient as exchanges do, for a step without one. Local."""
-        if self.exchange.zero_fill:
-            for _, parameter in self.parameters.trained():
-                if parameter.grad is None and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
 
 
 def _nothing() -> None:

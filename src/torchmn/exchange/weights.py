@@ -100,9 +100,11 @@ class Contribution:
 
         ``has_backward``: whether a backward pass of this rank has begun it.
         """
-        if self.batches is not None:
-            is_used = has_backward and not self.is_set
-            shares = self.batches.take(self._num_counted, self._num_forwards, is_used=is_used)
+        if self.batches is not None and self.batches.are_used:
+            counted, is_used = self._num_counted, has_backward
+            if self.is_set:
+                counted, is_used = 0.0, False
+            shares = self.batches.take(counted, self._num_forwards, is_used=is_used)
             self.shares = None if self.is_set else shares
 
     def reset(self) -> None:

@@ -100,7 +100,7 @@ def test_places(lab: Lab, tmp_path: Path, launcher: str, backend: str) -> None:
     name = "mpi" if backend == "mpi" else "torch.distributed"
     assert places(tmp_path) == [[*HERE, name], [*THERE, name]]
     assert f"n0:1, n1:1 through {launcher}" in done.stderr
-    (bound,) = (tmp_path / "torchmn-logs").rglob("binding.txt")
+    (bound,) = tmp_path.rglob("binding.txt")
     assert "rank 1 on n1: core" in bound.read_text()
 
 

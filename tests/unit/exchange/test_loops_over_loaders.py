@@ -479,3 +479,33 @@ def test_a_sampler_of_global_batches_divides_for_an_optimizer_too() -> None:
 
     for found in run_ranks(train, 3):
         torch.testing.assert_close(found, train(), rtol=0, atol=1e-12)
+
+
+def test_a_weight_that_is_given_is_not_compared_in_any_pass() -> None:
+    """The samples come second here, and batches are kept."""
+
+    class Second(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, constants: Tensor, x: Tensor) -> Tensor:
+            return self.inner(x) + constants.mean()
+
+    def train(comm: Any = None) -> list[Tensor]:
+        run = Run(comm)
+        inner, _ = run.model()
+        model = Second(inner)
+        optimizer = run.wrap(torch.optim.SGD(model.parameters(), 0.1), model)
+        for _ in range(3):
+            for x, y in [*run.loader()]:
+                optimizer.zero_grad()
+                loss = mse_loss(model(torch.ones(7), x)[:, 0], y)
+                if comm is not None:
+                    optimizer.set_weight(len(x))
+                loss.backward()
+                optimizer.step()
+        return [p.detach() for p in inner.parameters()]
+
+    for found in run_ranks(train, 2):
+        torch.testing.assert_close(found, train(), rtol=0, atol=1e-12)

@@ -626,7 +626,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def _make_ready_for_step(self) -> None:
         """All that is done to gradients before the inner optimizer sees them."""
         if not self.reducer.is_needed:
-            self.reducer.fill_missing()
+            exchange = self.reducer.exchange
+            exchange.fill_missing()
             if not self.reducer.is_suspended:
                 record_own_nonfinite(self.reducer, parameters_of(self.inner))
         self._act_on_problem()

@@ -170,4 +170,4 @@ def joined(optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> Iterat
             copy_state_from_rank(comm, tensors, optimizer.inner, source)
             if comm.rank != source:
                 schedule.on_zero_grad()
-    reducer.set_step(max(step for _, step in gathered))
+    reducer.step = max(step for _, step in gathered)

@@ -40,6 +40,7 @@ class EveryStep(Schedule):
     def __init__(self, *, exact: bool = False) -> None:
         self.exact = exact
         self._is_exchanged = False
+        self._has_warned = False
         self._exchange: GradientExchange | None = None
 
     @property
@@ -62,10 +63,25 @@ class EveryStep(Schedule):
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
         reducer = self._reducer
-        if self._is_exchanged:
-            reducer.warn_of_second_pass()
+        if self._is_exchanged and not self._has_warned:
+            self._warn_of_second_pass()
         reducer.exchange.assign(reducer.exchange.send())
         self._is_exchanged = True
+
+    def _warn_of_second_pass(self) -> None:
+        """Warn once, on rank 0, if gradients were added to means."""
+        reducer = self._reducer
+        packing, comm = reducer.exchange.filled, reducer.comm
+        if not packing.is_accumulating:
+            return
+        self._has_warned = True
+        if comm.rank == 0:
+            warnings.warn(
+                "More than one backward pass before step(): each one exchanges all gradients. The "
+                "result is right. To exchange once, wrap all passes but the last in "
+                "optimizer.no_sync(), which is exact if their batches have the same size.",
+                stacklevel=2,
+            )
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. A rank without any backward pass takes part here."""
