@@ -122,7 +122,7 @@ class BatchShares:
 
         Args:
             num_counted: samples that the model's forward has seen since the exchange before.
-            num_forwards: how often it was called.
+            num_forwards: how often it was called; 0 samples are a part too.
             is_used: whether this rank had a backward pass.
         """
         found = self._last = self._find()
@@ -192,7 +192,7 @@ class BatchShares:
 
     def _of_kept(self, found: _Found, num_counted: float, num_forwards: int) -> Shares:
         """The count as the weight, if it is that of a batch that was kept, or of several."""
-        if not num_counted and found.counted is not None:
+        if not num_forwards and found.counted is not None:
             return found.counted  # a second backward pass of the same forward pass
         parts = found.parts
         lengths = dict.fromkeys((1, max(1, num_forwards)))
@@ -207,7 +207,7 @@ class BatchShares:
             found.parts = [*parts[:first], *parts[first + 1 :]]
         is_miscounted = not run or not self._have_one_proportion(run)
         shares = Shares(num_counted, self, num_counted, is_miscounted=is_miscounted)
-        found.counted = shares if num_counted else None
+        found.counted = shares if num_forwards else None
         return shares
 
     def _have_one_proportion(self, parts: Sequence[Part]) -> bool:

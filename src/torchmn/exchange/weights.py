@@ -57,6 +57,11 @@ class Contribution:
         return self._counted if self._has_counted else self._before_zero_grad or 0.0
 
     @property
+    def _num_calls(self) -> int:
+        """Forward passes that the samples are of; before `zero_grad` they count as one."""
+        return self._num_forwards or int(self._before_zero_grad is not None)
+
+    @property
     def weight(self) -> float:
         """Of this rank in the next mean."""
         if self.is_set:
@@ -73,7 +78,7 @@ class Contribution:
         """The weight as far as it is known in backward; None if it is not that of batches."""
         shares = self.shares
         if shares is None and self.batches is not None and not self.is_set:
-            shares = self.batches.look(self._num_counted, self._num_forwards)
+            shares = self.batches.look(self._num_counted, self._num_calls)
         return self._set_weight if self.is_set else None if shares is None else shares.weight
 
     @property
@@ -104,7 +109,7 @@ class Contribution:
             counted, is_used = self._num_counted, has_backward
             if self.is_set:
                 counted, is_used = 0.0, False
-            shares = self.batches.take(counted, self._num_forwards, is_used=is_used)
+            shares = self.batches.take(counted, self._num_calls, is_used=is_used)
             self.shares = None if self.is_set else shares
 
     def reset(self) -> None:
