@@ -105,11 +105,12 @@ class RecordedSteps:
             return
         self._noted = schedule, reducer.codec
         parameters = [parameter for _, parameter in self._trained()]
-        filling = reducer.exchange.filling
+        exchange, route = reducer.exchange, reducer.comm.route
+        filling = exchange.filling
         values = {
             "schedule": schedule.name,
             "codec": "float32" if reducer.codec is None else reducer.codec.name,
-            "bucket_bytes": str(reducer.bucket_bytes),
+            "bucket_bytes": str(exchange.bucket_bytes or route.bucket_bytes),
             "num_buckets": str(len(filling.buckets)),
             "optimizer": type(optimizer.inner).__name__,
             "model": ", ".join(type(model).__name__ for model in self._models),
