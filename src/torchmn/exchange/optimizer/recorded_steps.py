@@ -20,7 +20,9 @@ from torchmn.exchange.sharded_parameters import whole_of
 from torchmn.torch_private import current_graph_task_id, is_tracing
 
 if TYPE_CHECKING:
+    from torchmn.exchange.buckets import NamedParameter
     from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
+    from torchmn.exchange.reducer import GradientReducer
 
 _GRADIENT_STEPS = frozenset({3, 10, 30, 100})
 _GRADIENT_PERIOD = 500
@@ -45,9 +47,17 @@ class RecordedSteps:
         assert optimizer is not None  # noqa: S101 - it has this object
         return optimizer
 
+    @property
+    def _reducer(self) -> GradientReducer:
+        return self._optimizer.reducer
+
+    def _trained(self) -> list[NamedParameter]:
+        parameters = self._reducer.parameters
+        return list(parameters.trained())
+
     def __enter__(self) -> None:
         self.meet()
-        self._number = self._optimizer.reducer.step
+        self._number = self._reducer.step
         for observer in events.observers:
             observer.step_begins(self._optimizer)
 
@@ -70,12 +80,12 @@ class RecordedSteps:
         if self._observers:
             emit_forward(self._models, self._hooks)
             self._note_settings()
-            self._watch_gradients(self._optimizer.reducer.step)
+            self._watch_gradients(self._reducer.step)
 
     def step_without_data(self) -> None:
         """A step of the other ranks, in which this rank has taken part."""
         for observer in events.observers:
-            observer.step_ended(self._optimizer, self._optimizer.reducer.step, samples=0)
+            observer.step_ended(self._optimizer, self._reducer.step, samples=0)
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -94,9 +104,9 @@ class RecordedSteps:
         if self._noted == (schedule, reducer.codec):
             return
         self._noted = schedule, reducer.codec
+        parameters = [parameter for _, parameter in self._trained()]
         exchange, route = reducer.exchange, reducer.comm.route
         filling = exchange.filling
-        parameters = [parameter for _, parameter in reducer.parameters.trained()]
         values = {
             "schedule": schedule.name,
             "codec": "float32" if reducer.codec is None else reducer.codec.name,
@@ -117,7 +127,7 @@ class RecordedSteps:
         if self._watches and not is_timed and not self._facts:
             return
         self._stop_watching()
-        trained = [p for _, p in self._optimizer.reducer.parameters.trained() if p.requires_grad]
+        trained = [p for _, p in self._trained() if p.requires_grad]
         if is_timed:
             self._facts = {
                 whole_of(p): events.Gradient(p.numel(), p.nbytes, is_small(p.shape))
