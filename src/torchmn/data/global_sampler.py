@@ -38,6 +38,9 @@ class SamplerState(TypedDict):
     position: int
 
 
+_CURE = "Use loader = torchmn.scatter_loader(loader, comm), which counts what the loop has received"
+
+
 class GlobalSampler(PassSampler):
     """This rank's parts of the global batches, for ``DataLoader(batch_sampler=...)``.
 
@@ -197,7 +200,15 @@ class GlobalSampler(PassSampler):
 
     @property
     def received_batch(self) -> int:
-        """Samples over all ranks of the batch that the loop has received last; 0 before one."""
+        """Samples over all ranks of the batch that the loop has received last; 0 before one.
+
+        Raises UsageError: workers of a DataLoader that is not ours have prefetched others.
+        """
+        if self._is_known_ahead:
+            raise UsageError(
+                f"{self._comm.rank_label}: workers of a DataLoader have prefetched batches of this "
+                f"GlobalSampler, so the size of the batch in hand is not known. {_CURE}."
+            )
         num = 0 if self._pass is None else self._pass.num_received
         if num == 0:
             return 0
@@ -251,21 +262,23 @@ class GlobalSampler(PassSampler):
 
     def state_dict(self) -> SamplerState:
         """The state after the batches that the loop has received. The same on all ranks."""
-        last = self._pass
-        if (
-            self._is_ahead
-            and not self._has_warned
-            and not (last is None or last.num_drawn == 0 or (last.has_ended and last.was_left))
-        ):
+        if self._is_known_ahead and not self._has_warned:
             self._has_warned = True
             warnings.warn(
                 f"{self._comm.rank_label}: the position of this GlobalSampler counts the batches "
                 "that workers of a DataLoader have prefetched, too: a training that continues from "
-                "its state would leave them out. Use loader = torchmn.scatter_loader(loader, "
-                "comm), which counts what the loop has received, or state_after(n).",
+                f"its state would leave them out. {_CURE}, or state_after(n).",
                 stacklevel=2,
             )
         return self._now()
+
+    @property
+    def _is_known_ahead(self) -> bool:
+        """Whether workers have drawn batches that the loop may not have received."""
+        last = self._pass
+        return self._is_ahead and not (
+            last is None or last.num_drawn == 0 or (last.has_ended and last.was_left)
+        )
 
     def _now(self) -> SamplerState:
         return self._reached(is_left=self._pass is not None and self._pass.was_left)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from torchmn.comm.training_start import training_steps
+from torchmn.data import scatter_loader
 from torchmn.errors import UsageError
 from torchmn.train.large_batch import BatchGrowth, GlobalBatch
 from torchmn.train.large_batch.batch_growth import GrowingSampler
@@ -83,8 +84,13 @@ def test_with_prefetching_workers_the_batch_in_hand_is_known() -> None:
     (batch,) = batches(1, 4, 2, growth=BatchGrowth([8], 2, unit="samples"))
     sampler = batch.sampler(24, shuffle=False)
     loader = DataLoader(TensorDataset(torch.arange(24)), batch_sampler=sampler, num_workers=1)
+    (x,) = next(iter(loader))
+    with pytest.raises(UsageError, match="have prefetched batches .*scatter_loader"):
+        next(batch.micro_batches(x))
+    sampler.set_epoch(1)
+    sampler.set_epoch(0)
     seen, samples, passes = [], [], []
-    for (x,) in loader:
+    for (x,) in scatter_loader(loader, batch.comm):
         seen.append(sampler.received_batch)
         samples.append(batch.samples_seen)
         passes.append(len(list(batch.micro_batches(x))))

@@ -120,10 +120,10 @@ def test_accumulation_exchanges_once_per_step() -> None:
         )
         batch = GlobalBatch(12, comm=comm, accumulation=3)
         x, y = (t[:6] for t in data().tensors)
-        before = optimizer.reducer._num_exchanges
+        before = optimizer.reducer._num_exchanges.num
         for (u, v), share in batch.micro_batches((x, y), optimizer):
             (mse_loss(model(u), v) * share).backward()
-        return optimizer.reducer._num_exchanges - before
+        return optimizer.reducer._num_exchanges.num - before
 
     assert run_ranks(script, 2) == [1, 1]
 
