@@ -67,8 +67,7 @@ def main() -> None:
     smoothing = RECIPES[options.recipe].label_smoothing
 
     state = {"model": model, "optimizer": optimizer, "sampler": sampler, "schedule": schedule}
-    if average is not None:
-        state["average"] = average
+    state |= {} if average is None else {"average": average}
     checkpointer = torchmn.create_multi_node_checkpointer(comm, options.out, "checkpoints")
     step = checkpointer.resume(state)
 

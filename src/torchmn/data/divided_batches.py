@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchmn.data import rank_seeds
 
@@ -108,7 +108,8 @@ class DividedBatches:
         self.passes: list[LoaderPass] = []
         """In the order in which they began, as far as a step may be of their batches."""
         self._num_loaders = self._num_passes = 0
-        self._when_used: list[weakref.WeakMethod[Callable[[], None]]] = []
+        # Owners and their methods. Not as WeakMethod, which fails where the collector meets it.
+        self._when_used: list[tuple[weakref.ref[Any], Callable[[Any], None]]] = []
 
     def loops(self) -> list[Loop]:
         """The loops over these loaders that train and have not ended. Local."""
@@ -127,12 +128,13 @@ class DividedBatches:
         """A loader divides batches: let those know that have asked. All ranks do, or none."""
         self.is_used = True
         while self._when_used:
-            if (method := self._when_used.pop(0)()) is not None:
-                method()
+            owner, method = self._when_used.pop(0)
+            if (made := owner()) is not None:
+                method(made)
 
-    def when_used(self, method: Callable[[], None]) -> None:
-        """Call a bound method, whose owner is not kept alive, at `note`, or now if that was."""
-        self._when_used.append(weakref.WeakMethod(method))
+    def when_used(self, owner: object, method: Callable[[Any], None]) -> None:
+        """Call ``method(owner)`` at `note`, or now if that was. The owner is not kept alive."""
+        self._when_used.append((weakref.ref(owner), method))
         if self.is_used:
             self.note()
 

@@ -6,6 +6,7 @@ Used by the supervisor of a job, and for every round of an elastic job.
 import math
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from torchmn.cluster.units import counted, listed
@@ -24,6 +25,7 @@ from torchmn.control.messages import (
     StartRefused,
     StartScript,
 )
+from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
 from torchmn.run.host_checks import differences
@@ -113,9 +115,7 @@ class AgentSession(RankSession):
             self._on_output(record, message)
         elif isinstance(message, ScriptStarted):
             connection.script_pid = message.pid
-            self.log_dir.mkdir(parents=True, exist_ok=True)
-            with (self.log_dir / BINDING_FILE).open("a") as file:
-                file.write(f"{_binding(record, message)}\n")
+            self._write_binding(_binding(record, message))
         elif isinstance(message, StartRefused):
             self._problems.append(f"rank {record.rank} on {record.host}: {message.text}")
         elif isinstance(message, Refresh):
@@ -125,6 +125,13 @@ class AgentSession(RankSession):
             self._output.say(f"rank {record.rank}: {message.text}")
         else:
             super().on_message(connection, message)
+
+    def _write_binding(self, text: str) -> None:
+        """A disk that is full costs this file, and not the job."""
+        with suppress(OSError):
+            make_private_folder(self.log_dir)
+            with open(self.log_dir / BINDING_FILE, "a", opener=open_private) as file:
+                file.write(f"{text}\n")
 
     def _check_heartbeats(self, now: float) -> None:
         """Before the scripts start, agents wait for their order and answer nothing."""

@@ -322,7 +322,8 @@ def half_precision(comm: Communicator) -> None:
     x, t = share(comm)
     theirs, ours, plain = DistributedDataParallel(plain_net()), plain_net(), plain_net()
     theirs.register_comm_hook(None, fp16_compress_hook)
-    half = torchmn.create_communicator(allreduce_grad_dtype="float16")
+    # Of one host: the route that encodes between all ranks.
+    half = torchmn.create_communicator("flat", allreduce_grad_dtype="float16")
     optimizers = [
         torchmn.create_multi_node_optimizer(sgd(model), used, model)
         for model, used in ((ours, half), (plain, comm))

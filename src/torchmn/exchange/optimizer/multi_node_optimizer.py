@@ -472,7 +472,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """
         batches = divided_batches(self.communicator)
         self.reducer.contribution.batches = BatchShares(batches, self.communicator.size)
-        batches.when_used(self._loader_is_there)
+        batches.when_used(self, MultiNodeOptimizer._loader_is_there)
 
     def _loader_is_there(self) -> None:
         if self._is_closed:
