@@ -232,6 +232,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         Raises UnsupportedError: a mean of another step has been scaled by another factor.
         """
+        self._meet_scaler()
+        return self._late_scaler_steps.take_part(self)
+
+    def _meet_scaler(self) -> None:
         if self.schedule.staleness_steps:
             raise UnsupportedError(
                 f"GradScaler and {self.schedule.name} cannot be combined: the gradient in p.grad "
@@ -240,7 +244,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
             )
         if self.tuner is not None:
             self.tuner.scaler_used()
-        return self._late_scaler_steps.take_part(self)
 
     def __repr__(self) -> str:
         parts = [self.schedule.name]

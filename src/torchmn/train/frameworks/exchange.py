@@ -269,7 +269,7 @@ RANKS = "torchmn_ranks"  # in a saved state: what differs between ranks, in rank
 class FrameworkOptimizer(MultiNodeOptimizer):
     """Made by `torchmn.train.frameworks.exchange.Exchange.wrap`.
 
-    It differs from its base class in two points:
+    It differs from its base class in three points:
 
     - `step` runs a closure first and then steps without one, unless the inner optimizer cannot do
       without (LBFGS). Lightning passes forward, backward and clipping as a closure, to any
@@ -278,6 +278,8 @@ class FrameworkOptimizer(MultiNodeOptimizer):
     - Frameworks save the state of rank 0 and load it on every rank, but residuals and local updates
       differ between ranks: `gathered_state_dict` holds those of all, and `load_state_dict` takes
       out this rank's own, or distributes them again over another number of ranks.
+    - Frameworks ask whether `step` unscales several times in a step, before they clip for instance.
+      In their loops each rank has a backward pass, so that asking is no part of an exchange.
     """
 
     # What `state_dict` returns while a framework writes a checkpoint.
@@ -291,6 +293,11 @@ class FrameworkOptimizer(MultiNodeOptimizer):
             loss = closure()
         super().step()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        self._meet_scaler()
+        return False
 
     @property
     def is_replaced(self) -> bool:

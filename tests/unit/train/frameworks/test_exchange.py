@@ -149,3 +149,21 @@ def test_after_prepare() -> None:
     used = SimpleNamespace(prepare_model=None, distributed_type="NO", _models=[nn.Linear(1, 1)])
     with pytest.raises(UsageError, match=r"after accelerator.prepare\(\)"):
         attach(used)
+
+
+def test_to_ask_whether_a_step_unscales_exchanges_nothing() -> None:
+    """Lightning asks before it unscales, before it clips, and in the step of its GradScaler."""
+
+    def rank_main(comm: Communicator) -> tuple[int, list[bool], torch.Tensor]:
+        model = nn.Linear(3, 1)
+        nn.init.ones_(model.weight)
+        optimizer = exchange_of(comm).wrap(sgd(model), [model], CPU)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(torch.full((1, 3), float(comm.rank + 1))).sum()).backward()
+        asked = [optimizer._step_supports_amp_scaling for _ in range(2)]
+        scaler.step(optimizer)
+        return optimizer.reducer.num_passes, asked, model.weight.detach()
+
+    for num_exchanges, asked, weight in run_ranks(rank_main, 2):
+        assert (num_exchanges, asked) == (1, [False, False])
+        assert torch.allclose(weight, torch.full((1, 3), 1 - 0.1 * 1.5))
