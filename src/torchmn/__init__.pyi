@@ -6,6 +6,7 @@ from torchmn import cntk as cntk
 from torchmn import comm as comm
 from torchmn import data as data
 from torchmn import errors as errors
+from torchmn import functions as functions
 from torchmn import links as links
 from torchmn import nn as nn
 from torchmn import record as record
@@ -38,7 +39,6 @@ from torchmn.exchange.optimizer import create_multi_node_optimizer as create_mul
 from torchmn.exchange.optimizer.ddp_hook import ddp_hook as ddp_hook
 from torchmn.exchange.options import Auto as Auto
 from torchmn.exchange.replica_check import ReplicaCheck as ReplicaCheck
-from torchmn.nn import functions as functions
 from torchmn.run import Preemption as Preemption
 from torchmn.run.launch_local import launch_local as launch_local
 from torchmn.train import AllreducePersistent as AllreducePersistent
