@@ -235,11 +235,10 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
             "neither shrink nor grow, and mpirun ends all ranks when one is lost. Use --backend "
             "gloo or nccl."
         )
-    if options.launcher not in ("auto", "local", "ssh", "torchrun"):
+    if options.launcher not in ("auto", "local", "ssh"):
         raise UnsupportedError(
-            "--elastic starts the hosts itself, and restarts them when they come back, with "
-            f"torchrun's agent on each: {options.launcher} has a fixed set of hosts. Leave "
-            "--launcher out."
+            "--elastic starts the hosts itself, and restarts them when they come back: "
+            f"{options.launcher} has a fixed set of hosts. Leave --launcher out."
         )
     if options.launcher_args:
         raise UnsupportedError(

@@ -26,7 +26,7 @@ from torchmn.record.merged_trace import finish_profile
 from torchmn.run.agent import input_path
 from torchmn.run.backend import find_mpirun, open_mpi_session
 from torchmn.run.console import RankOutput, open_standard_streams
-from torchmn.run.elastic.job import ElasticJob, host_process, rendezvous_process
+from torchmn.run.elastic.job import ElasticJob, host_process
 from torchmn.run.elastic.launcher import ElasticLauncher
 from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
@@ -168,13 +168,11 @@ def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
     True
     """
     base = worker_environment(elastic.job, env)
-    commands = [rendezvous_process(elastic, base, _address_for(elastic.job))]
-    commands += [
-        host_process(elastic, base, host.name, rendezvous="HOST:PORT", supervisor="HOST:PORT")
-        for host in elastic.job.hosts
-    ]
     shown = []
-    for command in commands:
+    for host in elastic.job.hosts:
+        command = host_process(
+            elastic, base, host.name, rendezvous="HOST:PORT", supervisor="HOST:PORT"
+        )
         order = json.loads(command.stdin)
         order["secret"] = "..."
         order.pop("env", None)
