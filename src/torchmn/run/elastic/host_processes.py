@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchmn.control.processes import kill_descendants, send_group, signal_name
+from torchmn.errors import LaunchError
 from torchmn.run.child_processes import start_process
 from torchmn.run.job import Command
 
@@ -42,16 +43,22 @@ class HostProcesses:
         """Whether none of them runs."""
         return not any(host.process for host in self._hosts.values())
 
-    def start_due(self) -> None:
-        """Start what is due, and kill what had its time."""
-        now = time.monotonic()
+    def start_due(self) -> list[tuple[str, str]]:
+        """Start what is due, and kill what had its time. Hosts that cannot be started, and why."""
+        now, failed = time.monotonic(), []
         for host in self._hosts.values():
             if host.process is None and now >= host.start_at:
-                host.process = start_process(self._command(host.name), host.log, keeps_stdin=True)
                 host.kill_at = None
+                try:
+                    command = self._command(host.name)
+                    host.process = start_process(command, host.log, keeps_stdin=True)
+                except LaunchError as error:
+                    _start_later(host)
+                    failed.append((host.name, str(error)))
             elif host.process and host.kill_at is not None and now > host.kill_at:
                 kill_descendants(host.process.pid, limit_s=1.0)
                 send_group(host.process.pid, signal.SIGKILL)
+        return failed
 
     def ended(self, pid: int, returncode: int) -> tuple[str, str] | None:
         """A child has ended: which host that was, and how it went; it is started again later."""
@@ -59,8 +66,7 @@ class HostProcesses:
             if host.process is not None and host.process.pid == pid:
                 _close(host.process)
                 host.process = None
-                host.start_at = time.monotonic() + host.pause_s
-                host.pause_s = min(2 * host.pause_s, _MAX_PAUSE_S)
+                _start_later(host)
                 how = signal_name(returncode) or f"exit code {returncode}"
                 reason = _last_line(host.log)
                 return host.name, f"{how}: {reason}" if reason else how
@@ -76,6 +82,11 @@ class HostProcesses:
         if host.process is not None:
             _close(host.process)
             host.kill_at = time.monotonic() + kill_after_s
+
+
+def _start_later(host: _HostProcess) -> None:
+    host.start_at = time.monotonic() + host.pause_s
+    host.pause_s = min(2 * host.pause_s, _MAX_PAUSE_S)
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

@@ -73,7 +73,7 @@ class ElasticLauncher:
         try:
             while not self._is_over():
                 if self._end is None:
-                    self._hosts.start_due()
+                    self._note_unreachable(self._hosts.start_due())
                 self._wait()
                 self._act(self._clock.tick())
         finally:
@@ -116,9 +116,12 @@ class ElasticLauncher:
         for pid, returncode in self._owner.reap():
             ended = self._hosts.ended(pid, returncode)
             if ended is not None and self._end is None:
-                host, how = ended
-                self._state.on_host_unreachable(host, self._clock.now)
-                self._say_once(f"{host} cannot be reached ({how}); retrying.")
+                self._note_unreachable([ended])
+
+    def _note_unreachable(self, hosts: list[tuple[str, str]]) -> None:
+        for host, why in hosts:
+            self._state.on_host_unreachable(host, self._clock.now)
+            self._say_once(f"{host} cannot be reached ({why}); retrying.")
 
     def _on_decision(self, decision: Decision) -> None:
         if isinstance(decision, Round):
