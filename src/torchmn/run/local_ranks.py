@@ -135,8 +135,7 @@ def start_local_ranks(
         def prepare_launcher() -> None:
             if cores:
                 os.sched_setaffinity(0, cores)
-            if prepare is not None:
-                prepare()
+            prepare()
 
         with open(folder / "stderr", "wb") as errors:
             ranks.process = subprocess.Popen(

@@ -79,8 +79,7 @@ def bind_cores(
         intra_rank=0 if place.intra_rank is None else place.intra_rank,
         intra_size=1 if place.intra_size is None else place.intra_size,
     )
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, share.cores)
+    os.sched_setaffinity(0, share.cores)
     nodes = memory_nodes(share.cores)
     words = [f"beside GPU {place.intra_rank} ({beside.bus})"] if beside else []
     words += [f"memory node {', '.join(map(str, nodes))}"] if nodes else []
