@@ -82,7 +82,6 @@ class Host:
 
     def run(self) -> str:
         """Serve to the end of the job; why it ended or continues without this host, if it does."""
-        self._channel.post(HostReady())
         while True:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)

@@ -71,7 +71,7 @@ class Rendezvous:
             self._lose(name, "it connected again", now)
         self._channels[name], self._heartbeats[name] = channel, Heartbeat(channel)
         self._selector.register(channel, selectors.EVENT_READ, name)
-        if not self._state.on_host_joined(member):
+        if not self._state.on_host_joined(member, now):
             self._deliver()
             self._disconnect(name)
 

@@ -16,10 +16,8 @@ from torchmn.errors import UsageError
 from torchmn.run.host_checks import differences
 
 _STOP_MARGIN_S = 30.0
-# How long a host that is connected may take until its agent runs, which imports torch.
-_START_LIMIT_S = 60.0
 
-State = Literal["starting", "ready", "running", "stopping", "finished"]
+State = Literal["ready", "running", "stopping", "finished"]
 
 
 JOIN_TIMEOUT_S = 120
@@ -89,7 +87,7 @@ class _Host:
     """A host that is connected."""
 
     member: HostHello
-    state: State = "starting"
+    state: State = "ready"
 
 
 class RendezvousState:
@@ -128,8 +126,8 @@ class RendezvousState:
 
     # ---- events -------------------------------------------------------------------------------
 
-    def on_host_joined(self, member: HostHello) -> bool:
-        """A host has connected. Returns whether it may take part."""
+    def on_host_joined(self, member: HostHello, now: float) -> bool:
+        """A host has connected, and is ready. Returns whether it may take part."""
         problem = self._find_problem(member)
         if problem:
             self._post(member.host, Shutdown(signum=signal.SIGTERM, text=problem))
@@ -141,10 +139,11 @@ class RendezvousState:
         if self._phase == "running":
             text = f"{member.host} joined; waiting for the next checkpoint."
             self._decisions.append(UserMessage(text=text))
+        self._start_if_complete(now)
         return True
 
     def on_host_ready(self, host: str, now: float) -> None:
-        """A host runs no ranks and waits: at the start, when requested, or after a failure."""
+        """A host runs no ranks any more and waits: when requested, or after a failure."""
         host_state = self._connected[host]
         was_running = host_state.state == "running"
         host_state.state = "ready"
@@ -209,12 +208,9 @@ class RendezvousState:
             ]
             for name in late:
                 self.on_host_lost(name, f"its ranks did not stop within {stop_s:g} s", now)
-        late_s = now - self._since - self._limits.join_timeout_s
-        if self._phase == "gathering" and late_s > 0:
+        if self._phase == "gathering" and now > self._since + self._limits.join_timeout_s:
             self._start_if_complete(now)
-            has_enough = len(self._connected) >= self._limits.min_hosts
-            is_starting = has_enough and late_s < _START_LIMIT_S
-            if self._phase == "gathering" and not self._is_stopping and not is_starting:
+            if self._phase == "gathering" and not self._is_stopping:
                 self._end_for_lack_of_hosts()
         return late
 

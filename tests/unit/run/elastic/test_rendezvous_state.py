@@ -32,8 +32,7 @@ class Play:
     def come(self, *hosts: str, versions: dict[str, str] = VERSIONS) -> None:
         for host in hosts:
             member = HostHello(host=host, slots=2, versions=versions)
-            if self.rounds.on_host_joined(member):
-                self.arrive(host)
+            self.rounds.on_host_joined(member, self.now)
 
     def arrive(self, host: str) -> None:
         self.rounds.on_host_ready(host, self.now)
@@ -103,19 +102,6 @@ def test_too_few_hosts_end_the_job_with_their_names_and_the_limit() -> None:
     assert text is not None
     assert "1 host joined (a) within" in text
     assert "--elastic MIN:MAX:SECONDS" in text
-
-
-def test_a_connected_host_whose_agent_still_starts_is_waited_for() -> None:
-    play = Play("a", "b", min_hosts=2)
-    play.come("a")
-    member = HostHello(host="b", slots=2, versions=VERSIONS)
-    play.rounds.on_host_joined(member)
-    play.now = 61.0
-    play.rounds.tick(play.now)
-    assert play.over() is None
-    play.now = 121.0
-    play.rounds.tick(play.now)
-    assert play.over() is not None
 
 
 def test_a_failed_worker_restarts_all_and_counts() -> None:
