@@ -12,8 +12,8 @@ import shlex
 from contextlib import suppress
 from pathlib import Path
 
+from torchmn.base.errors import LaunchError, UsageError
 from torchmn.cluster.walltime import parse_duration
-from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.request import JobRequest, PythonEnvironment
 from torchmn.submit.scheduler import Ask, Scheduler, ask, filled, first_lines, last_lines
 

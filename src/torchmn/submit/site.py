@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from torchmn.errors import TorchmnError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.errors import TorchmnError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.submit.grid_engine import GridEngine
 from torchmn.submit.pbs import PBS
 from torchmn.submit.scheduler import Scheduler

@@ -17,6 +17,7 @@ import sys
 import time
 from typing import Literal
 
+from torchmn.base.errors import LaunchError, TorchmnError
 from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
@@ -38,7 +39,6 @@ from torchmn.control.processes import (
     send,
     signal_socket,
 )
-from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.elastic.rendezvous import ROLE
 from torchmn.run.host_checks import find_problem, versions
 from torchmn.run.job import worker_command

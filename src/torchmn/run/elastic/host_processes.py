@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmn.base.errors import LaunchError
 from torchmn.control.processes import kill_descendants, send_group, signal_name
-from torchmn.errors import LaunchError
 from torchmn.run.child_processes import start_process
 from torchmn.run.job import Command
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.control.codec import encode
-from torchmn.errors import UsageError
 from torchmn.run.elastic.host_main import RunHost
 from torchmn.run.elastic.rendezvous_state import JOIN_TIMEOUT_S, Limits
 from torchmn.run.job import Command, Job

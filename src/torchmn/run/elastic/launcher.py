@@ -9,13 +9,13 @@ import signal
 import time
 from collections.abc import Mapping
 
+from torchmn.base.errors import SAVED_STATUS, shell_code
 from torchmn.cluster.units import counted
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.heartbeat import LoopClock
 from torchmn.control.messages import CheckpointSaved, Round
 from torchmn.control.processes import signal_name
-from torchmn.errors import SAVED_STATUS, shell_code
 from torchmn.run.child_processes import ProcessOwner
 from torchmn.run.console import RankOutput
 from torchmn.run.elastic.host_main import round_secret

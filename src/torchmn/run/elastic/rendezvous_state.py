@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.units import counted
 from torchmn.control.messages import HostHello, Message, Restart, Round, RoundMember, Shutdown
-from torchmn.errors import UsageError
 from torchmn.run.host_checks import differences
 
 _STOP_MARGIN_S = 30.0

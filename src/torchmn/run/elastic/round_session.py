@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from torchmn.base.errors import SAVED_STATUS
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.messages import CheckpointSaved, Message, Round
-from torchmn.errors import SAVED_STATUS
 from torchmn.run.agent_session import AgentSession
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Job
