@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 from tests.contracts.suites.source_contracts import NUMBER, Numbers
 from tests.limits import limit
@@ -20,7 +21,6 @@ from torchmn.cntk.readers import (
     StreamDefs,
     StreamInformation,
 )
-from torchmn.errors import DataError, UnknownNameError, UsageError
 
 
 def ids(minibatch: dict[Any, Any]) -> list[float]:
