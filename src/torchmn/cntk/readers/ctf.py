@@ -21,7 +21,7 @@ from torchmn.cntk.readers.deserializer import (
     StreamInformation,
 )
 from torchmn.cntk.readers.files import ProcessLock
-from torchmn.errors import DataError, UsageError
+from torchmn.errors import DataError, raise_if_no_count
 
 Array = np.ndarray[Any, Any]
 
@@ -71,8 +71,7 @@ class CTFDeserializer:
         skip_sequence_ids: bool = False,
         fill_with_zeros: bool = False,
     ) -> None:
-        if chunk_bytes < 1:
-            raise UsageError(f"chunk_bytes={chunk_bytes} must be at least 1.")
+        raise_if_no_count("chunk_bytes", chunk_bytes, "a number of bytes")
         self._path = os.fspath(filename)
         self._columns = columns_of(streams)
         self._chunk_bytes = chunk_bytes
