@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
+from torchmn.base.errors import DataError, UnsupportedError, UsageError, raise_if_no_count
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.folder_owner import FolderOwner
@@ -15,7 +16,6 @@ from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import Writer
 from torchmn.comm import Communicator, Grid
 from torchmn.comm.collective_checks import raise_if_values_differ
-from torchmn.errors import DataError, UnsupportedError, UsageError, raise_if_no_count
 
 _TOKEN = ".token-"
 _VISIBILITY_LIMIT_S = 5.0  # network file systems cache absence for seconds

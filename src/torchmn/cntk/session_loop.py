@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import UsageError
 from torchmn.checkpoint import create_multi_node_checkpointer
 from torchmn.checkpoint.manifest import is_checkpoint
 from torchmn.cntk.session_config import CheckpointConfig, DataUnit, Frequency, checked_frequency
 from torchmn.comm import Communicator
-from torchmn.errors import UsageError
 
 if TYPE_CHECKING:
     from torchmn.cntk.train.training_session import TrainingSession

@@ -16,10 +16,10 @@ from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import DataError, UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
-from torchmn.errors import DataError, UsageError
 from torchmn.exchange.resharding import reshard_object, warnings_of
 
 if TYPE_CHECKING:

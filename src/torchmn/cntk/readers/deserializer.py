@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVa
 import numpy as np
 import torch
 
-from torchmn.errors import UnsupportedError, UsageError, raise_if_unknown
+from torchmn.base.errors import UnsupportedError, UsageError, raise_if_unknown
 
 Value = TypeVar("Value")
 

@@ -10,6 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchmn.base.errors import (
+    DataError,
+    UnsupportedError,
+    UsageError,
+    raise_if_no_count,
+    raise_if_unknown,
+)
 from torchmn.cntk.readers.arrays import ArrayChunk
 from torchmn.cntk.readers.assembly import select
 from torchmn.cntk.readers.deserializer import (
@@ -38,13 +45,6 @@ from torchmn.cntk.readers.user import (
     UserSourceMinibatches,
 )
 from torchmn.comm import Communicator
-from torchmn.errors import (
-    DataError,
-    UnsupportedError,
-    UsageError,
-    raise_if_no_count,
-    raise_if_unknown,
-)
 
 
 class MinibatchSource:

@@ -13,9 +13,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from torchmn.base.errors import UsageError, raise_if_no_count, raise_if_unknown
 from torchmn.comm import Communicator
 from torchmn.data.global_sampler import GlobalSampler, SamplerState
-from torchmn.errors import UsageError, raise_if_no_count, raise_if_unknown
 
 Unit = Literal["epochs", "samples"]
 
