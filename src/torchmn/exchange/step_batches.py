@@ -37,11 +37,14 @@ class Share(NamedTuple):
 
     weight: float  # in samples
     num_counted: float = 0.0
-    parts: Sequence[Part] = ()  # the last one of each loader
+    parts: Sequence[Part] = ()  # of batches since the exchange before, or the last of each loader
     # Which multiple of the part forward saw, and whether that is all that was received; None:
     # unknown.
     seen: int | None = None
-    is_miscounted: bool = False  # whether no weight is right, whatever the other ranks have
+    # Whether no weight is right, whatever the other ranks have, and whether that is for parts of
+    # several loaders, which are in no common proportion.
+    is_miscounted: bool = False
+    are_of_several: bool = False
 
 
 @dataclass
@@ -171,28 +174,28 @@ class StepBatches:
         if found.is_kept:
             return self._of_kept(found, counted)
         num, parts = counted.num_samples, found.parts
-        own, total = parts[-1]
-        weight, latest = own, parts[-1:]
+        weight, total = parts[-1]
+        own = weight
         if len(parts) > 1:
-            latest = [each.latest for each in found.passes]
             if self._have_one_proportion(parts):
                 weight = sum(each for each, _ in parts)
-            elif len(latest) > 1:
-                return Share(weight, num, latest, is_miscounted=True)
+            elif len(found.passes) > 1:
+                latest = [each.latest for each in found.passes]
+                return Share(weight, num, latest, is_miscounted=True, are_of_several=True)
         # Else batches were left out, or were accumulated, which then shows.
         is_all = num >= weight
         if is_all:
             own = weight
         if not (num and own):
-            return Share(weight, num, latest, is_miscounted=num > 0)
+            return Share(weight, num, parts, is_miscounted=num > 0)
         # Constants, for instance, are right where parts are equal, if forward saw as many.
         is_miscounted = num % own > 0 and total % self._size > 0
-        return Share(weight, num, latest, _as_number(num, own, is_all=is_all), is_miscounted)
+        return Share(weight, num, parts, _as_number(num, own, is_all=is_all), is_miscounted)
 
     def _of_kept(self, found: _Found, counted: Counted) -> Share:
         """The count as the weight, if it is of batches that were handed out."""
         parts, sizes, num = found.parts, self._batches.sizes, counted.num_samples
-        latest = parts[-1:] or self._last_share.parts
+        latest = parts or self._last_share.parts
         # What a thread requests is not the same on all ranks at a step.
         if found.is_of_thread and self._have_one_proportion(sizes):
             received, seen = sum(own for own, _ in parts), None

@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Sequence
 
+from torchmn.cluster.units import counted
 from torchmn.comm.collectives import allgather_for
 from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
@@ -78,7 +79,7 @@ class ReceivedBatches(Agreement):
         number, share = self._own
         own = "no loop over a loader", "", False, 0, False
         if batches is not None:
-            are_several = share is not None and len(share.parts) > 1
+            are_several = share is not None and share.are_of_several
             is_first = batches.is_in_first_pass
             own = batches.places, _described(share), are_several, number, is_first
         found = allgather_for(self.comm, "places of loops", own)
@@ -107,7 +108,11 @@ def _described(share: Share | None) -> str:
     """What forward saw, and of what, after "rank 1 "."""
     if share is None or not share.parts:
         return ""
-    parts = " and ".join(f"{own} of {total}" for own, total in share.parts)
+    if share.are_of_several:
+        parts = " and ".join(f"{own} of {total}" for own, total in share.parts)
+    else:
+        own, total = (sum(each) for each in zip(*share.parts, strict=True))
+        parts = f"{own} of {total} in {counted(len(share.parts), 'batch')}"
     return f"saw {share.num_counted:g} samples and has {parts}"
 
 
@@ -115,7 +120,7 @@ _PROPORTION = (
     "what the model's forward saw is not in proportion to the ranks' parts of the batch of "
     "scatter_loader, so that the mean of gradients would have wrong weights: {}. What a rank "
     "counts is the first size of the first tensor that forward is given; here that is not the "
-    "batch, or there are other samples in it, or some were left out. Call "
+    "batch, or there are other samples in it, or some were left out on one rank. Call "
     "optimizer.set_weight(number_of_samples) before each backward(), with what the loss is a mean "
     "over, or pass weight='rank' if this model is trained with other data than the loader's. "
     "(Batches of different sizes that are accumulated in one step have no common weight: leave out "
