@@ -108,6 +108,7 @@ class _Loop:
         return self
 
     def __next__(self) -> Any:
+        self._pass.thread = threading.get_ident()
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -132,7 +133,6 @@ class _LoopOfScript(_Loop):
 
     def __next__(self) -> Any:
         one_pass = self._pass
-        one_pass.thread = threading.get_ident()
         for observer in events.observers:
             observer.phase("data", begins=True)
         try:

@@ -26,9 +26,10 @@ class LoaderPass:
 
     Args:
         batches: those of the communicator; passes that hand out batches to train with are among
-            them if a loader of ours counts what the script receives.
+            them.
         loader: the number of the loader, the same on all ranks.
-        is_of_loader: whether one does. Else what is drawn counts, which may be ahead of the script.
+        is_of_loader: whether a loader of ours counts what the script receives. Else what is drawn
+            counts, which is ahead of the script where workers prefetch.
     """
 
     def __init__(self, batches: DividedBatches, loader: int, *, is_of_loader: bool) -> None:
@@ -50,10 +51,9 @@ class LoaderPass:
 
     def add(self, num_own: int, num_all: int) -> None:
         """The next batch to train with, as it is drawn: samples of this rank and of all ranks."""
-        if self.is_of_loader:
-            if not self.own:
-                self._batches.begin(self)
-            self._batches.sizes.add((num_own, num_all))
+        if not self.own:
+            self._batches.begin(self)
+        self._batches.sizes.add((num_own, num_all))
         self.own.append(num_own)
         self.all.append(num_all)
 
