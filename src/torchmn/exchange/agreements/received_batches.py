@@ -74,6 +74,7 @@ class ReceivedBatches(Agreement):
     """Which batches a rank has received since the exchange before. One object for each set."""
 
     num_values = 2
+    agrees_if_equal = True
 
     def __init__(self, watch: BatchWatch) -> None:
         self._watch = watch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -63,7 +62,6 @@ from torchmn.exchange.replicas import (
     named_parameters,
     parameters_of,
     raise_if_ranks_differ,
-    sum_of_rates,
 )
 from torchmn.exchange.resharding import raise_if_other_optimizer
 from torchmn.exchange.sample_proportions import BatchShares
@@ -646,7 +644,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
 def _agreements(inner: Optimizer, batches: BatchWatch) -> list[Agreement]:
     """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
-    return [LearningRates(partial(sum_of_rates, inner)), ReceivedBatches(batches)]
+    return [LearningRates(inner), ReceivedBatches(batches)]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:
