@@ -171,6 +171,7 @@ class GradientReducer:
         """
         load_codec_state(self.codec, self.comm, codec)
         self._loaded.note()
+        self.exchange.num_in_step = 0
         self.replicas.forget()
         self.load_progress(progress)
 
@@ -191,6 +192,7 @@ class GradientReducer:
         ``are_replicas``: whether parameters are up to date now and the same on all ranks.
         """
         self.step += 1
+        self.exchange.num_in_step = 0
         self.replicas.step_ended()
         if are_replicas and self.is_needed:
             self.replicas.note(self.step, self.comm.size)
@@ -477,6 +479,7 @@ class GradientReducer:
         """Gradients were cleared. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
+        self.exchange.num_in_step = 0
         if passes.current is not None:
             passes.clear()
         self.contribution.zero_grad()
@@ -502,6 +505,7 @@ class GradientReducer:
         is_of_sums = packing.is_accumulating and self.exchange.reduction == "sum"
         try:
             self._on_backward_end()
+            self.exchange.num_in_step += 1
         finally:
             self.num_passes += 1
             self.passes_weight += weight
@@ -512,6 +516,11 @@ class GradientReducer:
                 "then added up over ranks once more (reduction='sum'). Call zero_grad() before "
                 "each step, and wrap all passes of a step but the last in optimizer.no_sync()."
             )
+
+    def exchange_if_late(self) -> None:
+        """Before a step uses gradients: take part, if no backward pass of this rank has done it."""
+        if self.exchange.num_in_step == 0 or self.local_passes.exist:
+            self.exchange_now(is_late=True)
 
     def _lay_out_again(self) -> None:
         """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*
