@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ class Packing:
     weight itself: with weights w_i the mean is the sum times ``size * scale / sum(w_i)``, and with
     ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * scale``.
 
-    `pack` is called for each slot, or `write` for all, then `finish`, then `start` or `reduce`.
+    `pack` is called for all slots, or `write`, then `finish`, then `start` or `reduce`.
 
     Args:
         buckets: their memory.
@@ -81,49 +81,58 @@ class Packing:
         self._sums.scale = scale
         self._own_factor = self.context.weight / (self._comm.size * scale)
 
-    def pack(self, slot: Slot) -> None:
-        """Write this rank's part of a gradient, zeros if there is none; send what is full.
+    @property
+    def next_to_send(self) -> Bucket:
+        """The first bucket whose sum has not begun; the last one if there is none."""
+        return self._sums.next_bucket
 
-        A small one is written when all of its bucket are there: in one go, and until then it must
-        not be changed.
+    def pack(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
+        """Write this rank's part of gradients of one bucket; send what is full.
+
+        Zeros are written where there is no gradient. Small ones are written in one go.
         """
-        grad, tensor, bucket = slot.parameter.grad, slot.tensor, slot.weak_bucket()
-        assert bucket is not None  # noqa: S101 - this set keeps it
-        if tensor.data_ptr() != slot.address:
-            tensor = slot.current_tensor()
-        if grad is not None:
-            if grad.requires_grad or grad.layout is not torch.strided:
-                self._refuse(slot.name, grad)
-            slot.has_gradient = True
-            if grad is tensor:
-                self.is_accumulating = True
-        if grad is None or self._own_factor == 0.0:  # even NaN, times the weight 0, is nothing
-            tensor.zero_()
-        elif slot.is_small:
-            if grad.data_ptr() != tensor.data_ptr():
-                bucket.waiting.append((tensor, grad))
-        else:
-            if grad.data_ptr() != tensor.data_ptr():
-                torch.mul(grad, self._own_factor, out=tensor)
-            elif self._own_factor != 1.0:
-                tensor.mul_(self._own_factor)
-            if not self._is_on_gpu:
-                bucket.totals.append(sum_of(tensor))
-        slot.is_packed = True
+        factor = self._own_factor
+        small: list[Tensor] = []
+        grads: list[Tensor] = []
+        for slot in slots:
+            grad, tensor = slot.parameter.grad, slot.tensor
+            if tensor.data_ptr() != slot.address:
+                tensor = slot.current_tensor()
+            slot.is_packed = True
+            if grad is not None:
+                if grad.requires_grad or grad.layout is not torch.strided:
+                    self._refuse(slot.name, grad)
+                slot.has_gradient = True
+                if grad is tensor:
+                    self.is_accumulating = True
+            if grad is None or factor == 0.0:  # even NaN, times the weight 0, is nothing
+                tensor.zero_()
+            elif not slot.is_small:
+                self._write_large(bucket, tensor, grad)
+            elif grad.data_ptr() != tensor.data_ptr():
+                small.append(tensor)
+                grads.append(grad)
         if self._is_on_device:
-            bucket.streams.add(self._streams.current())
-        bucket.num_packed += 1
+            bucket.arrivals.streams.add(self._streams.current())
+        if grads:
+            self._join_streams(bucket, grads)
+            torch._foreach_copy_(small, grads)
+        bucket.num_packed += len(slots)
         if bucket.num_packed == len(bucket.slots):
             self._complete(bucket)
 
+    def _write_large(self, bucket: Bucket, tensor: Tensor, grad: Tensor) -> None:
+        factor = self._own_factor
+        if grad.data_ptr() != tensor.data_ptr():
+            torch.mul(grad, factor, out=tensor)
+        elif factor != 1.0:
+            tensor.mul_(factor)
+        if not self._is_on_gpu:
+            bucket.totals.append(sum_of(tensor))
+
     def _complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are there: write the small ones, and send what is full."""
-        if len(bucket.streams) > 1:
-            self._join_streams(bucket)
-        if bucket.waiting:
-            slots, grads = zip(*bucket.waiting, strict=True)
-            torch._foreach_copy_(slots, grads)
-            bucket.waiting.clear()
+        """All gradients of a bucket are written: send what is full."""
+        self._join_streams(bucket)
         if self._own_factor not in (0.0, 1.0) and bucket.runs:
             torch._foreach_mul_(bucket.runs, self._own_factor)
         if not self._is_on_gpu:
@@ -140,14 +149,18 @@ class Packing:
         if self._overlaps_backward:
             self._sums.start_full()
 
-    def _join_streams(self, bucket: Bucket) -> None:
-        """Let the current stream wait for all others that have computed gradients of a bucket."""
-        current = self._streams.current()
-        for stream in bucket.streams:
-            if stream != current:
-                self._streams.wait_for(stream)
-        for _, grad in bucket.waiting:
-            self._streams.keep(grad)  # it is read on this stream, and may be freed on its own
+    def _join_streams(self, bucket: Bucket, grads: Sequence[Tensor] = ()) -> None:
+        """Let the current stream wait for all others that have computed gradients of a bucket.
+
+        ``grads`` are read on this stream, and may be freed on their own.
+        """
+        if len(bucket.arrivals.streams) > 1:
+            current = self._streams.current()
+            for stream in bucket.arrivals.streams:
+                if stream != current:
+                    self._streams.wait_for(stream)
+            for grad in grads:
+                self._streams.keep(grad)
 
     def write(self, write: Callable[[Slot, float], None]) -> None:
         """Write all slots and `finish`. ``write`` gets a slot and the factor of what it writes."""

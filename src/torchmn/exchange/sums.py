@@ -51,6 +51,12 @@ class Sums:
 
     # ---- sending ----
 
+    @property
+    def next_bucket(self) -> Bucket:
+        """The first one whose sum has not begun; the last one if there is none."""
+        buckets = self.buckets.buckets
+        return buckets[min(self._num_started, len(buckets) - 1)]
+
     def start_full(self) -> None:
         """Start the sums of buckets that are full, but for the last: no computation hides it."""
         for bucket in self.buckets.buckets[self._num_started : -1]:
