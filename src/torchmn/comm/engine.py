@@ -217,11 +217,7 @@ class Engine:
         ``after``: see `submit`.
         """
         self._raise_if_unusable()
-        with self._condition:
-            is_idle = not self._queue and not self._is_running
-            if is_idle:
-                self._is_running = True
-        if not is_idle:
+        if not self._take_over():
             return self.submit(job, after).wait()
         for observer in events.observers:
             observer.phase("exchange", begins=True)
@@ -233,10 +229,21 @@ class Engine:
         finally:
             for observer in events.observers:
                 observer.phase("exchange", begins=False)
-            with self._condition:
-                self._is_running = False
-                if self._queue:
-                    self._condition.notify_all()
+            self._hand_back()
+
+    def _take_over(self) -> bool:
+        """Whether nothing is in flight: the calling thread may then run a job, and hands back."""
+        with self._condition:
+            if self._queue or self._is_running:
+                return False
+            self._is_running = True
+            return True
+
+    def _hand_back(self) -> None:
+        with self._condition:
+            self._is_running = False
+            if self._queue:
+                self._condition.notify_all()
 
     def _run_here(self, job: Callable[[], Result], after: Sequence[Event | None]) -> Result:
         if self.streams.is_host:
@@ -252,14 +259,28 @@ class Engine:
         finally:
             self._runner_id = -1
 
-    def submit(self, job: Callable[[], Result], after: Sequence[Event | None] = ()) -> Work[Result]:
+    def submit(
+        self,
+        job: Callable[[], Result],
+        after: Sequence[Event | None] = (),
+        *,
+        only_queues: bool = False,
+    ) -> Work[Result]:
         """Queue a job and return at once.
 
         It waits for what is queued on the current stream of the caller, and for the events
-        ``after``: those of other streams that write what it reads.
+        ``after``: those of other streams that write what it reads. A job that ``only_queues`` its
+        work on a device runs on this thread if nothing is in flight: another one would take the
+        interpreter from it.
         """
         self._raise_if_unusable()
         work = Work(job, self, after)
+        if only_queues and not self.streams.is_host and self._take_over():
+            try:
+                self._run(cast("Work[object]", work))
+            finally:
+                self._hand_back()
+            return work
         with self._condition:
             self._queue.append(cast("Work[object]", work))
             if self.is_threaded and self._thread is None:

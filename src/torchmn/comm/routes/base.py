@@ -152,9 +152,17 @@ class Route:
         All ranks start their sums and collectives in the same order. ``on_complete`` is called on
         the engine's thread. `Work.wait` raises what `sum_` would raise.
         """
-        return self._engine.submit(
-            self._sum_job(block, algorithm, bucket, step, on_complete), after
-        )
+        job = self._sum_job(block, algorithm, bucket, step, on_complete)
+        return self._engine.submit(job, after, only_queues=self._only_queues(block, algorithm))
+
+    def _only_queues(
+        self, block: ReduceBlock | Tensor, algorithm: AllReduceAlgorithm | None
+    ) -> bool:
+        """Whether a sum is soon queued on a device: no other thread has to do it. Local."""
+        chosen = self._default_algorithm if algorithm is None else algorithm
+        buffer = block.buffer if isinstance(block, ReduceBlock) else block
+        is_on_device = buffer.device.type == self._engine.device.type
+        return is_on_device and chosen.codec is None and self.groups.queue_sums_of(buffer)
 
     def _sum_job(
         self,
