@@ -202,7 +202,7 @@ class Engine:
 
     def raise_if_capturing(self) -> None:
         """Raise UnsupportedError if the caller records a CUDA graph. Before anything is started."""
-        if self.streams.is_capturing():
+        if not self.streams.is_host and self.streams.is_capturing():
             raise UnsupportedError(
                 "A CUDA graph is being captured, and this exchange between ranks cannot be part of "
                 "it: time limits and the comparison of ranks need the host in each step, which a "
@@ -222,7 +222,7 @@ class Engine:
         for observer in events.observers:
             observer.phase("exchange", begins=True)
         try:
-            return self._run_here(job, after)
+            return job() if self.streams.is_host else self._run_here(job, after)
         except BaseException as error:
             self._note(error)
             raise
@@ -246,8 +246,6 @@ class Engine:
                 self._condition.notify_all()
 
     def _run_here(self, job: Callable[[], Result], after: Sequence[Event | None]) -> Result:
-        if self.streams.is_host:
-            return job()
         work = Work(job, self, after)
         self._run_work(work)
         return work.wait()
@@ -335,7 +333,8 @@ class Engine:
             self._broken, self._is_failing = error, True
 
     def _raise_if_unusable(self) -> None:
-        self.raise_failure()
+        if self._is_failing:
+            self.raise_failure()
         self.raise_if_capturing()
         if self._broken is not None:
             self._refuse(self._broken)

@@ -56,15 +56,15 @@ class Packing:
         self._streams = buckets.streams
         buckets.restart()
         buckets.footer.begin(context)
-        self._sums = Sums(buckets, context)
+        self.sums = Sums(buckets, context)
         codec = buckets.codec
         if scale is None or (codec is not None and codec.keeps_residuals):
-            self._sums.agreement = WeightAgreement(
+            self.sums.agreement = WeightAgreement(
                 buckets.comm,
                 context.weight,
                 is_active=context.is_active,
                 scale=scale,
-                then=self._sums.weights_are_known,
+                then=self.sums.weights_are_known,
             )
         if scale is not None:
             self._set_scale(scale)
@@ -72,19 +72,14 @@ class Packing:
     def await_scale(self, scale: float | None) -> float:
         """The `weight_scale` of this exchange; waits for the other ranks if ``scale`` is None."""
         if scale is None:
-            agreement = self._sums.agreement
+            agreement = self.sums.agreement
             scale = 1.0 if agreement is None else agreement.scale
             self._set_scale(scale)
         return scale
 
     def _set_scale(self, scale: float) -> None:
-        self._sums.scale = scale
+        self.sums.scale = scale
         self._own_factor = self.context.weight / (self._comm.size * scale)
-
-    @property
-    def next_to_send(self) -> Bucket:
-        """The first bucket whose sum has not begun; the last one if there is none."""
-        return self._sums.next_bucket
 
     def pack(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """Write this rank's part of gradients of one bucket; send what is full.
@@ -109,13 +104,14 @@ class Packing:
                 tensor.zero_()
             elif not slot.is_small:
                 self._write_large(bucket, tensor, grad)
-            elif grad.data_ptr() != tensor.data_ptr():
+            elif grad is not tensor:
                 small.append(tensor)
                 grads.append(grad)
         if self._is_on_device:
             bucket.arrivals.streams.add(self._streams.current())
         if grads:
-            self._join_streams(bucket, grads)
+            if len(bucket.arrivals.streams) > 1:
+                self._join_streams(bucket, grads)
             torch._foreach_copy_(small, grads)
         bucket.num_packed += len(slots)
         if bucket.num_packed == len(bucket.slots):
@@ -132,7 +128,8 @@ class Packing:
 
     def _complete(self, bucket: Bucket) -> None:
         """All gradients of a bucket are written: send what is full."""
-        self._join_streams(bucket)
+        if len(bucket.arrivals.streams) > 1:
+            self._join_streams(bucket)
         if self._own_factor not in (0.0, 1.0) and bucket.runs:
             torch._foreach_mul_(bucket.runs, self._own_factor)
         if not self._is_on_gpu:
@@ -145,22 +142,22 @@ class Packing:
                     self._own_squares.append(squared_norms(slot.values))
         for observer in events.observers:
             observer.exchange(self.buckets.comm, bucket, bucket.index, "ready")
-        bucket.written = self._streams.record()
+        if self._is_on_device:
+            bucket.written = self._streams.record()
         if self._overlaps_backward:
-            self._sums.start_full()
+            self.sums.start_full()
 
     def _join_streams(self, bucket: Bucket, grads: Sequence[Tensor] = ()) -> None:
         """Let the current stream wait for all others that have computed gradients of a bucket.
 
         ``grads`` are read on this stream, and may be freed on their own.
         """
-        if len(bucket.arrivals.streams) > 1:
-            current = self._streams.current()
-            for stream in bucket.arrivals.streams:
-                if stream != current:
-                    self._streams.wait_for(stream)
-            for grad in grads:
-                self._streams.keep(grad)
+        current = self._streams.current()
+        for stream in bucket.arrivals.streams:
+            if stream != current:
+                self._streams.wait_for(stream)
+        for grad in grads:
+            self._streams.keep(grad)
 
     def write(self, write: Callable[[Slot, float], None]) -> None:
         """Write all slots and `finish`. ``write`` gets a slot and the factor of what it writes."""
@@ -200,22 +197,22 @@ class Packing:
             norms = buckets.footer.get(MeasuredNorms)
             is_own = not self.is_accumulating
             norms.measure(self._own_squares, self._own_factor, is_own=is_own)
-            self._sums.is_measured = True
+            self.sums.is_measured = True
         are_all_present = self.context.is_active
         for slot in buckets.slots:
             are_all_present &= slot.has_gradient
-        self._sums.are_all_present = are_all_present
+        self.sums.are_all_present = are_all_present
         buckets.footer.write(self.context)
 
     def start(self) -> Sums:
         """Start the sums that were not started yet, and return at once."""
-        self._sums.start_remaining()
-        return self._sums
+        self.sums.start_remaining()
+        return self.sums
 
     def reduce(self) -> Sums:
         """Do all other sums, on the calling thread if nothing else is under way."""
-        self._sums.reduce_remaining()
-        return self._sums
+        self.sums.reduce_remaining()
+        return self.sums
 
     def give_up(self) -> Sums:
         """Do all other sums with zeros: an agreement of the footer says why."""
@@ -225,8 +222,8 @@ class Packing:
         for slot in held:
             if not slot.may_lend:  # memory that ranks share stays where it is
                 slot.parameter.grad = slot.tensor.clone()
-        self._sums.clear_remaining()
+        self.sums.clear_remaining()
         nothing = replace(self.context, weight=0.0, num_samples=0.0, is_active=False)
-        self.context = self._sums.context = nothing
+        self.context = self.sums.context = nothing
         self.finish()
         return self.reduce()

@@ -329,7 +329,6 @@ class GradientReducer:
 
     def _pack_early(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """Pack final gradients while backward runs, which sends the buckets that are full."""
-        packing = self.exchange.filled
         for observer in events.observers:
             observer.phase("pack", begins=True)
         try:
@@ -340,24 +339,23 @@ class GradientReducer:
         # What was copied is freed: the next layer's gradient then takes its memory.
         as_view = self.gradient_as_bucket_view
         for slot in slots:
+            parameter, tensor = slot.parameter, slot.tensor
             if as_view:
-                slot.parameter.grad = slot.tensor
-            elif slot not in means:
-                slot.parameter.grad = None
-        behind = packing.next_to_send
+                parameter.grad = tensor
+            elif parameter.grad is not tensor and slot not in means:
+                parameter.grad = None
+        behind = self.exchange.filled.sums.next_bucket
         if behind is not bucket:  # gradients may have come in another order than before
             self._pack_small(behind)
 
-    def _pack(self, bucket: Bucket, slots: Sequence[Slot]) -> set[Slot]:
-        """Write gradients into their bucket. Returns those that were added to earlier means."""
+    def _pack(self, bucket: Bucket, slots: Sequence[Slot]) -> Collection[Slot]:
+        """Write gradients into their bucket.
+
+        Returns those that were added to earlier means, beside those that are in their slots.
+        """
         exchange = self.exchange
-        if exchange.is_plain:
-            means = {slot for slot in slots if slot.parameter.grad is slot.tensor}
-        else:
-            means = {slot for slot in slots if exchange.is_mean(slot.parameter)}
-            for slot in slots:
-                exchange.note_own(slot.parameter, is_mean=slot in means)
         packing = exchange.filled
+        means = () if exchange.is_plain else exchange.note_own(slots)
         packing.is_accumulating |= bool(means)
         packing.pack(bucket, slots)
         return means
