@@ -16,10 +16,11 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.given_up import GivenUp
 from torchmn.exchange.agreements.joint_pass import JointPass
@@ -29,8 +30,8 @@ from torchmn.exchange.agreements.measured_norms import MeasuredNorms
 from torchmn.exchange.agreements.num_exchanges import NumExchanges
 from torchmn.exchange.agreements.num_steps import NumSteps
 from torchmn.exchange.agreements.other_layout import OtherLayout
+from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
-from torchmn.exchange.agreements.sample_shares import SampleShares
 from torchmn.exchange.agreements.together import Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
 from torchmn.exchange.bucket_set import Reduction
@@ -44,7 +45,6 @@ from torchmn.exchange.parameter_hook import GradientHooks
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
 from torchmn.exchange.weights import Contribution
-from torchmn.torch_private import current_graph_task_id
 
 
 class GradientReducer:
@@ -174,6 +174,7 @@ class GradientReducer:
         """
         load_codec_state(self.codec, self.comm, codec)
         self._loaded.note()
+        self.exchange.num_in_step = 0
         self.replicas.forget()
         self.load_progress(progress)
 
@@ -194,6 +195,7 @@ class GradientReducer:
         ``are_replicas``: whether parameters are up to date now and the same on all ranks.
         """
         self.step += 1
+        self.exchange.num_in_step = 0
         self.replicas.step_ended()
         if are_replicas and self.is_needed:
             self.replicas.note(self.step, self.comm.size)
@@ -427,7 +429,7 @@ class GradientReducer:
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
         has_backward = self.passes.current is not None or bool(self.local_passes.states)
-        own.begin_exchange(has_backward=has_backward)
+        own.begin_exchange(self.step, has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
             weight, num_samples = own.weight, own.num_samples
@@ -444,7 +446,6 @@ class GradientReducer:
 
     def _agreements(self) -> list[Agreement]:
         """What ranks must have in common at the exchanges of one set of buckets."""
-        is_divided = self.parameters.has_parallel_layers
         return [
             self._given_up,
             self._other_layout,
@@ -452,7 +453,9 @@ class GradientReducer:
             NumSteps(self.replicas),
             ReplicaChecksum(self.replicas),
             *self._further_agreements(),
-            *([] if is_divided else [SampleShares(self.contribution)]),
+            ReceivedBatches(
+                self.contribution, compares_counts=not self.parameters.has_parallel_layers
+            ),
             self._num_exchanges,
             LateRanks(),
             JointPass(),
@@ -513,6 +516,7 @@ class GradientReducer:
         """Gradients were cleared. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
+        self.exchange.num_in_step = 0
         if passes.current is not None:
             passes.clear()
         self.contribution.zero_grad()
@@ -538,6 +542,7 @@ class GradientReducer:
         is_of_sums = packing.is_accumulating and self.exchange.reduction == "sum"
         try:
             self._on_backward_end()
+            self.exchange.num_in_step += 1
         finally:
             self.num_passes += 1
             self.passes_weight += weight
@@ -548,6 +553,11 @@ class GradientReducer:
                 "then added up over ranks once more (reduction='sum'). Call zero_grad() before "
                 "each step, and wrap all passes of a step but the last in optimizer.no_sync()."
             )
+
+    def exchange_if_late(self) -> None:
+        """Before a step uses gradients: take part, if no backward pass of this rank has done it."""
+        if self.exchange.num_in_step == 0 or self.local_passes.exist:
+            self.exchange_now(is_late=True)
 
     def _lay_out_again(self) -> None:
         """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*
