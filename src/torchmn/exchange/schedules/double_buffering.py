@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.comm import Communicator
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.gradient_memory import GradientState

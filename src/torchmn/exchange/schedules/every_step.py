@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import RankMismatchError
 from torchmn.cluster.units import listed
 from torchmn.comm.collectives import allgather_for
-from torchmn.errors import RankMismatchError
 from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule
