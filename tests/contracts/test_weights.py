@@ -69,7 +69,7 @@ def test_nothing_is_lost_whatever_the_weights(data: st.DataObject) -> None:
     def rank_main(comm):
         comm.route.bucket_bytes = 5000
         make = variants(comm, schedule)[variant]
-        is_exact = make().replica_consistency == "per_step"
+        is_exact = make().traits.replica_consistency == "per_step"
         contract = check_weighted_means if is_exact else check_weighted_blocks
         contract(comm, make, codec, weights)
 

@@ -101,6 +101,8 @@ class GradientExchange:
         """Whether some ranks made the last exchange in `step`; see `ranks_without_backward`."""
         self.are_joint = False
         """Whether the last exchange was made in a backward pass that other optimizers share."""
+        self.num_in_step = 0
+        """Exchanges of gradients since the last step, or since they were cleared."""
         self._parameters = parameters
         self._as_view = as_view
         self._late_states: list[GradientState] = []

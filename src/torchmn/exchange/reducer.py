@@ -31,8 +31,8 @@ from torchmn.exchange.agreements.measured_norms import MeasuredNorms
 from torchmn.exchange.agreements.num_exchanges import NumExchanges
 from torchmn.exchange.agreements.num_steps import NumSteps
 from torchmn.exchange.agreements.other_layout import OtherLayout
+from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
-from torchmn.exchange.agreements.sample_shares import SampleShares
 from torchmn.exchange.agreements.together import Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
 from torchmn.exchange.bucket_set import Reduction
@@ -175,6 +175,7 @@ class GradientReducer:
         """
         load_codec_state(self.codec, self.comm, codec)
         self._loaded.note()
+        self.exchange.num_in_step = 0
         self.replicas.forget()
         self.load_progress(progress)
 
@@ -195,6 +196,7 @@ class GradientReducer:
         ``are_replicas``: whether parameters are up to date now and the same on all ranks.
         """
         self.step += 1
+        self.exchange.num_in_step = 0
         self.replicas.step_ended()
         if are_replicas and self.is_needed:
             self.replicas.note(self.step, self.comm.size)
@@ -399,7 +401,7 @@ class GradientReducer:
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
         has_backward = self.passes.current is not None or bool(self.local_passes.states)
-        own.begin_exchange(has_backward=has_backward)
+        own.begin_exchange(self.step, has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
             weight, num_samples = own.weight, own.num_samples
@@ -416,7 +418,6 @@ class GradientReducer:
 
     def _agreements(self) -> list[Agreement]:
         """What ranks must have in common at the exchanges of one set of buckets."""
-        is_divided = self.parameters.has_parallel_layers
         return [
             self._given_up,
             self._other_layout,
@@ -424,7 +425,9 @@ class GradientReducer:
             NumSteps(self.replicas),
             ReplicaChecksum(self.replicas),
             *self._further_agreements(),
-            *([] if is_divided else [SampleShares(self.contribution)]),
+            ReceivedBatches(
+                self.contribution, compares_counts=not self.parameters.has_parallel_layers
+            ),
             self._num_exchanges,
             LateRanks(),
             JointPass(),
@@ -482,6 +485,7 @@ class GradientReducer:
         """Gradients were cleared. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
+        self.exchange.num_in_step = 0
         if passes.current is not None:
             passes.clear()
         self.contribution.zero_grad()
@@ -507,6 +511,7 @@ class GradientReducer:
         is_of_sums = packing.is_accumulating and self.exchange.reduction == "sum"
         try:
             self._on_backward_end()
+            self.exchange.num_in_step += 1
         finally:
             self.num_passes += 1
             self.passes_weight += weight
@@ -517,6 +522,11 @@ class GradientReducer:
                 "then added up over ranks once more (reduction='sum'). Call zero_grad() before "
                 "each step, and wrap all passes of a step but the last in optimizer.no_sync()."
             )
+
+    def exchange_if_late(self) -> None:
+        """Before a step uses gradients: take part, if no backward pass of this rank has done it."""
+        if self.exchange.num_in_step == 0 or self.local_passes.exist:
+            self.exchange_now(is_late=True)
 
     def _lay_out_again(self) -> None:
         """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*
