@@ -38,7 +38,7 @@ FRAME, REFERENCE, CLASS, PATCH = "frame", "reference", "class", "patch"
 
 ALLOWED = {
     # The line of the user's script, for the text of an error.
-    "script_line.py": {FRAME},
+    "base/script_line.py": {FRAME},
     # The order of delegates, and exchanges inside of checkpoints: only frames tell.
     "nn/functions/recomputation.py": {FRAME},
     # Memory that a script still uses: how often its storage is used.

@@ -146,3 +146,8 @@ SAVED_STATUS = 85
 def shell_code(returncode: int) -> int:
     """An exit code as a shell reports it: 128 + signal for a process that a signal ended."""
     return 128 - returncode if returncode < 0 else returncode
+
+
+for _name in __all__:
+    # Tracebacks and pickles name the module from which users import them.
+    globals()[_name].__module__ = "torchmn.errors"
