@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from torchmn.base.errors import UsageError
+from torchmn.base.terminal import say
 
 
 def report(
@@ -84,4 +85,4 @@ def _report(folders: list[Path], output: Path | None, *, is_text: bool, is_json:
                 "Choose another file with --output."
             ) from None
         show_findings(Console(), reports)
-        typer.echo(f"torchmn: the report is in {file}", err=True)
+        say(f"the report is in {file}")

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 from torchmn.base import events
 from torchmn.base.errors import TopologyError
+from torchmn.base.terminal import say
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.heartbeat import LoopClock
@@ -81,12 +82,10 @@ def main() -> int:
         if not is_stopped(order.pid):
             waited_s += now - before
         before = now
-    print(
-        f"torchmn: rank {order.rank} on {socket.gethostname()}: MPI_Init, which waits for all "
+    say(
+        f"rank {order.rank} on {socket.gethostname()}: MPI_Init, which waits for all "
         f"ranks, has not returned within {order.limit_s:g} s (Timeout.first_s): "
-        f"{_describe(_ranks_beside(order.pid))}. This rank is killed.",
-        file=sys.stderr,
-        flush=True,
+        f"{_describe(_ranks_beside(order.pid))}. This rank is killed."
     )
     send(order.pid, signal.SIGKILL)
     return 1

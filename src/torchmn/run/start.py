@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchmn.base.errors import DataError, LaunchError, UsageError
+from torchmn.base.terminal import say
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
 from torchmn.cluster.network import Route, route_to
@@ -141,7 +142,7 @@ def _say_profile(job: Job, env: Mapping[str, str]) -> None:
         except (OSError, DataError) as error:
             made = [f"the profiles are not put together: {error}"]
         for text in made:
-            print(f"torchmn: {text}", file=sys.stderr, flush=True)
+            say(text)
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
