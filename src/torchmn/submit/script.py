@@ -13,9 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchmn.base.errors import LaunchError, UsageError
+from torchmn.cluster.commands import ask
 from torchmn.cluster.walltime import parse_duration
 from torchmn.submit.request import JobRequest, PythonEnvironment
-from torchmn.submit.scheduler import Ask, Scheduler, ask, filled, first_lines, last_lines
+from torchmn.submit.scheduler import Ask, Scheduler, filled, first_lines, last_lines
 
 # Start of the last line of a job's log, from which `Follower` reads the exit status.
 ENDED = "torchmn: job ended with exit status"

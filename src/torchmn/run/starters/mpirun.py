@@ -3,7 +3,6 @@
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchmn.base.errors import LaunchError, UnsupportedError
+from torchmn.cluster.commands import ask
 from torchmn.cluster.environment_variables import RSH_VARIABLE
 from torchmn.cluster.network import Route
 from torchmn.run.job import Command, Job, worker_command
@@ -24,15 +24,10 @@ def flavour_of(mpirun: str) -> tuple[Flavour, int]:
 
     Raises LaunchError: it is unknown, or does not run.
     """
-    try:
-        answer = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(
-            f"{mpirun} does not answer --version: {error}. Use --backend gloo."
-        ) from None
-    output = answer.stdout + answer.stderr
+    answer = ask([mpirun, "--version"], limit_s=20)
+    if answer.returncode in (124, 127):
+        raise LaunchError(f"{mpirun} does not answer --version: {answer.err}. Use --backend gloo.")
+    output = answer.out + answer.err
     version = re.search(r"(\d+)\.\d+", output)
     major = int(version[1]) if version else 0
     if "Open MPI" in output or "OpenRTE" in output:
