@@ -40,7 +40,7 @@ from torchmn.control.messages import (
     StatusRequest,
     Terminate,
 )
-from torchmn.control.private_files import open_private
+from torchmn.control.private_files import write_whole
 from torchmn.control.processes import (
     descendants,
     expects_signal,
@@ -337,10 +337,7 @@ class Agent:
             "elapsed_s": round(self._ended_at - self._started_at, 3),
         }
         try:
-            temporary = path.with_suffix(".tmp")
-            with open(temporary, "w", opener=open_private) as file:
-                file.write(json.dumps(record, indent=1) + "\n")
-            temporary.replace(path)
+            write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
         except OSError as error:
             self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))
 

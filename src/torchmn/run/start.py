@@ -21,7 +21,7 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
-from torchmn.control.private_files import open_private
+from torchmn.control.private_files import write_whole
 from torchmn.control.processes import allow_connections
 from torchmn.record.merged_trace import finish_profile
 from torchmn.run.agent import input_path
@@ -282,8 +282,8 @@ def make_log_folder(job: Job) -> Job:
         job.log_dir.mkdir(parents=True, exist_ok=True)
         own = replace(job, log_dir=_new_folder(job.log_dir))
         (own.log_dir / "launcher.log").touch(mode=0o600)
-        with open(own.log_dir / "job.json", "w", opener=open_private) as file:
-            file.write(json.dumps(_record(job), indent=1) + "\n")
+        record = json.dumps(_record(job), indent=1) + "\n"
+        write_whole(own.log_dir / "job.json", record.encode())
     except OSError as error:
         raise UsageError(
             f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "
