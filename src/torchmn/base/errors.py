@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import ModuleType
 
 __all__ = [
@@ -118,6 +118,18 @@ class PeerLostError(CommunicationError):
 
 class RankMismatchError(CommunicationError):
     """Ranks came to the same collective with different intentions."""
+
+
+def raise_if_unknown(kind: str, name: object, known: Collection[str]) -> None:
+    """Raise UnknownNameError if a name is none of these."""
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
+
+
+def raise_if_no_count(name: str, value: object, what: str, *, least: int = 1) -> None:
+    """Raise UsageError if an argument is not ``what``, such as "a number of samples"."""
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name}={value!r} must be {what}, at least {least}.")
 
 
 def require(module: str, purpose: str, package: str) -> ModuleType:

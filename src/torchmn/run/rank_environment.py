@@ -24,7 +24,7 @@ from torchmn.cluster.environment_variables import (
     SUPERVISOR_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.cluster.gpus import gpu_localities, memory_nodes
+from torchmn.cluster.gpus import gpu_localities, memory_nodes, shared_gpu_variables
 from torchmn.cluster.launcher_env import LAUNCHERS, LauncherInfo
 from torchmn.cluster.network import Route
 from torchmn.control.rank_claim import claimed_by
@@ -101,6 +101,7 @@ def script_environment(
     chosen = {
         **_heap_variables(env),
         **ordered,
+        **shared_gpu_variables(env, ordered.get("RANK", "0")),
         **interfaces,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,

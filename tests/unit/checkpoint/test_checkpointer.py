@@ -85,7 +85,7 @@ def test_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> Non
 
 
 def test_ranks_with_different_arguments(tmp_path: Path) -> None:
-    with pytest.raises(RankMismatchError, match="with different arguments"):
+    with pytest.raises(RankMismatchError, match="different keep: rank 0: 1; rank 1: 2"):
         on_ranks(lambda c: checkpointer_of(c, tmp_path, keep=1 + c.rank), 2)
 
 

@@ -95,6 +95,15 @@ def test_learners_that_step_together_call_a_closure_once() -> None:
     assert [model.weight.item(), model.bias.item()] == [before[0] - 0.5, before[1] - 0.25]
 
 
+def test_noise_differs_between_groups() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(9))]} for _ in range(2)]
+    learner = C.sgd(groups, 0.0, gaussian_noise_injection_std_dev=1.0)
+    learner.begin_minibatch(1)
+    learner.step()
+    first, second = (group["params"][0] for group in groups)
+    assert not torch.equal(first, second)
+
+
 def test_noise_has_its_deviation_and_is_repeatable() -> None:
     def noisy(p: Any) -> Any:
         return C.sgd(p, 0.0, gaussian_noise_injection_std_dev=[0.5, 0.0], epoch_size=None)

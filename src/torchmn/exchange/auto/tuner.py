@@ -171,7 +171,7 @@ class Autotuner:
             if num_steps == RETUNE_STEPS:
                 self._check_drift()
         elif self._trying is not None:
-            num_warm_up = 1 + self._optimizer.schedule.staleness_steps
+            num_warm_up = 1 + self._optimizer.schedule.traits.staleness_steps
             if num_steps == num_warm_up + NUM_TIMED:
                 self.trials.append(Trial(self._trying, self._slowest_s()))
                 self._try_next()

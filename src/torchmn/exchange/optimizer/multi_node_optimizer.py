@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -19,10 +18,8 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start, training_steps
 from torchmn.data.divided_batches import divided_batches
-from torchmn.data.pass_facts import pass_facts
 from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
-from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.finiteness import (
@@ -63,10 +60,8 @@ from torchmn.exchange.replicas import (
     named_parameters,
     parameters_of,
     raise_if_ranks_differ,
-    sum_of_rates,
 )
 from torchmn.exchange.resharding import raise_if_other_optimizer
-from torchmn.exchange.sample_proportions import BatchShares
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.sparse_gradients import sparse_parameters
 from torchmn.exchange.weights import Contribution
@@ -142,27 +137,29 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._taken_over_by = ""
         self._named = named = list[NamedParameter]()
         """The parameters that were unified last."""
-        self._batches = batches = BatchWatch(divided_batches(comm))
+        loaders = divided_batches(comm)
         self._unify()
         self.reducer = GradientReducer(
             comm,
             codec,
             lambda: named_parameters(inner, models, named),
             in_groups=lambda: parameters_of(inner),
-            num_sets=schedule.num_sets,
+            num_sets=schedule.traits.num_sets,
             on_backward_end=self._on_backward_end(schedule),
             zero_fill=options.zero_fill,
             reduction=options.reduction,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            contribution=Contribution(is_by_samples=weight == "samples"),
+            contribution=Contribution(
+                is_by_samples=weight == "samples", loaders=loaders, size=comm.size
+            ),
             find_sparse=lambda: sparse_parameters(models),
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            agreements=lambda: _agreements(inner, batches),
+            agreements=lambda: _agreements(inner),
             owner=self,
         )
-        pass_facts(comm).add(self.reducer.replicas)
+        loaders.facts.append(ref(self.reducer.replicas))
         try:
             self._attach_schedule()
             if tuner is not None:
@@ -171,11 +168,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._remove_eager_step)
-            watched = self._models if schedule.has_own_steps else []
+            watched = self._models if schedule.traits.has_own_steps else []
             self._block_reads = BlockReads(comm, schedule, watched, self._hooks)
             for model in self._models:
-                self._hooks.before_load(model, lambda: self.schedule.before_load())
-            if weight == "samples" or schedule.counts_samples:
+                self._hooks.before_load(model, lambda: self.schedule.before_access("load"))
+            if weight == "samples" or schedule.traits.counts_samples:
                 self._count_samples()
             self._first_forward = watch_first_forward(self._models)
             self.recorded = RecordedSteps(self, self._models)
@@ -191,8 +188,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _attach_schedule(self) -> None:
         schedule = self.schedule
-        schedule.attach(self.reducer, self.inner)
-        schedule.watch(self._models)
+        schedule.attach(self.reducer, self.inner, self._models)
 
     def _switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
         """Continue with another schedule, codec and bucket size. *Collective*, between two steps.
@@ -210,7 +206,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         reducer.reconfigure(
             reducer.comm,
             codec,
-            num_sets=schedule.num_sets,
+            num_sets=schedule.traits.num_sets,
             bucket_bytes=bucket_bytes,
             on_backward_end=self._on_backward_end(schedule),
         )
@@ -236,7 +232,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         return self._late_scaler_steps.take_part(self)
 
     def _meet_scaler(self) -> None:
-        if self.schedule.staleness_steps:
+        if self.schedule.traits.staleness_steps:
             raise UnsupportedError(
                 f"GradScaler and {self.schedule.name} cannot be combined: the gradient in p.grad "
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
@@ -255,7 +251,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's; a mean that no step has applied is dropped. Local."""
-        self.schedule.on_zero_grad()
         if self.tuner is not None:
             self.tuner.on_zero_grad()
         self.reducer.on_zero_grad()
@@ -317,7 +312,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if reducer.is_needed and not self._has_checked_untrained:
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
-        reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
+        reducer.end_step(are_replicas=self.schedule.traits.replica_consistency == "per_step")
         training_steps(self.communicator).add()
         self._has_local_passes = False
         self._block_reads.end_step()
@@ -332,7 +327,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         Empty where replicas differ by design: what a replica check may compare.
         """
         self._remove_eager_step()
-        if self.schedule.replica_consistency != "per_step":
+        if self.schedule.traits.replica_consistency != "per_step":
             return []
         return [*parameters_of(self.inner)]
 
@@ -343,7 +338,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         parameter is not in the model; the group is then not added.
         """
         self._remove_eager_step()
-        if self.schedule.replica_consistency != "per_step":
+        if self.schedule.traits.replica_consistency != "per_step":
             self.schedule.flush()  # or what other ranks have learned would be overwritten
         self.inner.add_param_group(param_group)
         try:
@@ -453,7 +448,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "(Weight 0 leaves this rank out.)"
             )
         self.reducer.contribution.set(float(weight), float(weight))
-        if not self.schedule.has_own_steps:
+        if not self.schedule.traits.has_own_steps:
             self._weigh_losses()
 
     @not_compiled
@@ -473,15 +468,14 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         Batch normalization over ranks follows it. See `torchmn.scatter_loader`.
         """
-        batches = divided_batches(self.communicator)
-        self.reducer.contribution.batches = BatchShares(batches, self.communicator.size)
-        batches.when_used(self, MultiNodeOptimizer._loader_is_there)
+        self.reducer.contribution.follows_batches = True
+        divided_batches(self.communicator).when_used(self, MultiNodeOptimizer._loader_is_there)
 
     def _loader_is_there(self) -> None:
         if self._is_closed:
             return
         self._count_samples()
-        if not self.schedule.has_own_steps:
+        if not self.schedule.traits.has_own_steps:
             self.reducer.exchange.forget_scale()  # samples are another unit than ranks
             self._weigh_losses()
 
@@ -512,12 +506,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
         No other collective may be called inside. Raises UnsupportedError: a closure is given to
         `step` inside.
         """
-        self._is_joining = self._batches.is_joining = True
+        self._is_joining = self.reducer.contribution.is_joining = True
         try:
             with joined(self, self._models):
                 yield
         finally:
-            self._is_joining = self._batches.is_joining = False
+            self._is_joining = self.reducer.contribution.is_joining = False
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied, and end a partial block. *Collective.*
@@ -532,10 +526,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
         *Collective*, with `join` on the workers. Returns whether this rank is one that serves; on
         the others, which train, it returns at once.
         """
-        if self.schedule.is_server:
+        if self.schedule.traits.serves:
             with self.join():
                 pass
-        return self.schedule.is_server
+        return self.schedule.traits.serves
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the current gradients by their global norm; returns the norm before. Local.
@@ -576,7 +570,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         now = parameters_of(self.inner)
         if self._is_closed or [*map(id, now)] == [*map(id, self._in_groups)]:
             return
-        if self.schedule.replica_consistency != "per_step":
+        if self.schedule.traits.replica_consistency != "per_step":
             raise UnsupportedError(
                 f"{self.communicator.rank_label}: other parameters were put into the optimizer's "
                 f"groups, which {self.schedule.name} cannot follow: call flush() and close() "
@@ -641,12 +635,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
         act_on_nonfinite(self.reducer, self._options.on_nonfinite)
 
     def _remove_eager_step(self) -> None:
-        self.schedule.remove_eager_step()
+        self.schedule.before_access("read")
 
 
-def _agreements(inner: Optimizer, batches: BatchWatch) -> list[Agreement]:
+def _agreements(inner: Optimizer) -> list[Agreement]:
     """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
-    return [LearningRates(partial(sum_of_rates, inner)), ReceivedBatches(batches)]
+    return [LearningRates(inner)]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

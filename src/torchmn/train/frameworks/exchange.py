@@ -157,8 +157,8 @@ class Exchange:
         it is in ``state_dict()``.
         """
         for optimizer in self.optimizers:
-            if optimizer.schedule.replica_consistency == "per_step":
-                optimizer.schedule.remove_eager_step()
+            if optimizer.schedule.traits.replica_consistency == "per_step":
+                optimizer.schedule.before_access("read")
             else:
                 optimizer.flush()
 
@@ -323,7 +323,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
         state = super().state_dict()
         comm = self.communicator
         own: dict[str, Any] = {}
-        if self.schedule.replica_consistency != "per_step":
+        if self.schedule.traits.replica_consistency != "per_step":
             own = state
         elif (
             self.reducer.codec is not None

@@ -143,7 +143,7 @@ def test_parameters_that_a_script_puts_into_a_group_are_those_of_rank_0(schedule
         model.append(nn.Linear(3, 2, dtype=torch.float64))
         nn.init.constant_(model[1].weight, comm.rank + 1.0)
         optimizer.param_groups[0]["params"].extend(model[1].parameters())
-        if optimizer.schedule.replica_consistency != "per_step":
+        if optimizer.schedule.traits.replica_consistency != "per_step":
             with pytest.raises(UnsupportedError, match=r"call flush\(\) and close\(\)"):
                 optimizer.zero_grad()
             return []

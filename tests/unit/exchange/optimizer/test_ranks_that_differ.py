@@ -160,7 +160,7 @@ class TestOneOptimizerPerParameter:
 
     def test_an_exception_while_it_is_made_leaves_no_hooks(self) -> None:
         class Fails(EveryStep):
-            def attach(self, reducer, inner) -> None:
+            def attach(self, reducer, inner, models) -> None:
                 raise RuntimeError("no")
 
         def rank_main(comm):
