@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torchmn.base.errors import DataError
+from torchmn.base.private_files import write_whole
 from torchmn.cluster.units import counted
-from torchmn.control.private_files import write_whole
 from torchmn.record.profile_request import FOLDER
 
 MERGED = "trace.json.gz"

@@ -18,11 +18,11 @@ from typing import Literal, get_args
 
 import msgspec
 
+from torchmn.base.private_files import make_private_folder, open_private
 from torchmn.base.terminal import say
 from torchmn.cluster.units import MiB
 from torchmn.control import codec
 from torchmn.control.codec import Record
-from torchmn.control.private_files import make_private_folder, open_private
 
 FORMAT = 1
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchmn.base.errors import LaunchError, shell_code
+from torchmn.base.private_files import write_whole
 from torchmn.cluster.cpus import CpuAssignment, count_memory_kills, describe_sigkill
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
 from torchmn.control.connection import Channel
@@ -40,7 +41,6 @@ from torchmn.control.messages import (
     StatusRequest,
     Terminate,
 )
-from torchmn.control.private_files import write_whole
 from torchmn.control.processes import (
     descendants,
     expects_signal,

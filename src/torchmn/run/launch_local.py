@@ -35,9 +35,9 @@ from torchmn.base.errors import (
     UsageError,
     require,
 )
+from torchmn.base.private_files import write_whole
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cluster.units import counted
-from torchmn.control.private_files import write_whole
 from torchmn.control.rank_claim import claimed_by
 from torchmn.control.script import is_consequence
 from torchmn.run.backend import choose_backend, this_machine

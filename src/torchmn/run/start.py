@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchmn.base.errors import DataError, LaunchError, UsageError
+from torchmn.base.private_files import write_whole
 from torchmn.base.terminal import say
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
@@ -21,7 +22,6 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
-from torchmn.control.private_files import write_whole
 from torchmn.control.processes import allow_connections
 from torchmn.record.merged_trace import finish_profile
 from torchmn.run.agent import input_path

@@ -11,9 +11,9 @@ import shlex
 from pathlib import Path
 
 from torchmn.base.errors import LaunchError, UsageError
+from torchmn.base.private_files import write_whole
 from torchmn.cluster.commands import ask
 from torchmn.cluster.walltime import parse_duration
-from torchmn.control.private_files import write_whole
 from torchmn.submit.request import JobRequest, PythonEnvironment
 from torchmn.submit.scheduler import Ask, Scheduler, filled, first_lines, last_lines
 

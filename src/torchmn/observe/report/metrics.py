@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchmn.base.errors import UsageError
-from torchmn.control.private_files import write_whole
+from torchmn.base.private_files import write_whole
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.summary import Summary, summarize
 from torchmn.record.records import PHASES
