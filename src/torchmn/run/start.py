@@ -240,9 +240,8 @@ def commands_of(
             major=major,
             num_cores=len(available_processors().logical),
             is_root=os.geteuid() == 0,
-            between=mpirun.Between(route=route, networks=_networks(route, facts or {}))
-            if route
-            else None,
+            route=route,
+            networks=_networks(route, facts or {}) if route else (),
             input_path=path_of_input,
         )
     ]
