@@ -103,7 +103,7 @@ class Writer:
         if disagreement and self.rejects_difference:
             return Outcome(step=request.step, disagreement=disagreement)
         catalogues = [
-            [TensorEntry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in rows]
+            [TensorEntry(n, dtype, tuple(shape), c, nbytes) for n, dtype, shape, c, nbytes in rows]
             for rows in (each["tensors"] for each in gathered)
         ]
         owned = owners(catalogues)
