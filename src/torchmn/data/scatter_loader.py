@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from torchmn.base.errors import DataError, RankMismatchError, UsageError
 from torchmn.cluster.units import counted
 from torchmn.comm.collectives import bcast_for
 from torchmn.data import rank_seeds, rng_state
@@ -26,11 +27,9 @@ from torchmn.data.counted_loader import CountedLoader, PassSampler, counted_copy
 from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
 from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
-from torchmn.data.pass_facts import pass_facts
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SubDataset
-from torchmn.errors import DataError, RankMismatchError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
@@ -347,7 +346,7 @@ class ScatteredBatches(PassSampler):
         begins_training = is_first and torch.is_grad_enabled()
         known = contents(self._dataset) if begins_training else {}
         is_compared = begins_training and self._comm.size > 1
-        facts = pass_facts(self._comm).now() if is_compared else {}
+        facts = divided_batches(self._comm).facts_now() if is_compared else {}
         message: dict[str, Any] = {}
         error: Exception | None = None
         if self._comm.rank == 0:
@@ -379,7 +378,7 @@ class ScatteredBatches(PassSampler):
         if is_first:
             own.state = message["state"]
             warn_if_changed(self._comm, known, message["contents"])
-            pass_facts(self._comm).compare(self._comm, facts, message["facts"])
+            divided_batches(self._comm).compare_facts(self._comm, facts, message["facts"])
             self._warn_if_ranks_get_none(message)
         return _Drawn(message["lengths"], message["samples"], message["is_last"])
 

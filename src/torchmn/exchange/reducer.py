@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import current_graph_task_id, gradient_hooks
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.given_up import GivenUp
 from torchmn.exchange.agreements.joint_pass import JointPass
@@ -30,8 +31,8 @@ from torchmn.exchange.agreements.measured_norms import MeasuredNorms
 from torchmn.exchange.agreements.num_exchanges import NumExchanges
 from torchmn.exchange.agreements.num_steps import NumSteps
 from torchmn.exchange.agreements.other_layout import OtherLayout
+from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
-from torchmn.exchange.agreements.sample_shares import SampleShares
 from torchmn.exchange.agreements.together import Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
 from torchmn.exchange.bucket_set import Reduction
@@ -45,7 +46,6 @@ from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
 from torchmn.exchange.weights import Contribution
-from torchmn.torch_private import current_graph_task_id, gradient_hooks
 
 
 class GradientReducer:
@@ -401,7 +401,7 @@ class GradientReducer:
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
         has_backward = self.passes.current is not None or bool(self.local_passes.states)
-        own.begin_exchange(has_backward=has_backward)
+        own.begin_exchange(self.step, has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
             weight, num_samples = own.weight, own.num_samples
@@ -418,7 +418,6 @@ class GradientReducer:
 
     def _agreements(self) -> list[Agreement]:
         """What ranks must have in common at the exchanges of one set of buckets."""
-        is_divided = self.parameters.has_parallel_layers
         return [
             self._given_up,
             self._other_layout,
@@ -426,7 +425,9 @@ class GradientReducer:
             NumSteps(self.replicas),
             ReplicaChecksum(self.replicas),
             *self._further_agreements(),
-            *([] if is_divided else [SampleShares(self.contribution)]),
+            ReceivedBatches(
+                self.contribution, compares_counts=not self.parameters.has_parallel_layers
+            ),
             self._num_exchanges,
             LateRanks(),
             JointPass(),

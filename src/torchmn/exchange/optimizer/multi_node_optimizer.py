@@ -12,17 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start, training_steps
-from torchmn.compiling import not_compiled
 from torchmn.data.divided_batches import divided_batches
-from torchmn.data.pass_facts import pass_facts
-from torchmn.errors import TorchmnError, UnsupportedError, UsageError
-from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
-from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.finiteness import (
@@ -66,7 +63,6 @@ from torchmn.exchange.replicas import (
     sum_of_rates,
 )
 from torchmn.exchange.resharding import raise_if_other_optimizer
-from torchmn.exchange.sample_proportions import BatchShares
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.sparse_gradients import sparse_parameters
 from torchmn.exchange.weights import Contribution
@@ -142,7 +138,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._taken_over_by = ""
         self._named = named = list[NamedParameter]()
         """The parameters that were unified last."""
-        self._batches = batches = BatchWatch(divided_batches(comm))
+        loaders = divided_batches(comm)
         self._unify()
         self.reducer = GradientReducer(
             comm,
@@ -154,15 +150,17 @@ class MultiNodeOptimizer(WrappedOptimizer):
             zero_fill=options.zero_fill,
             reduction=options.reduction,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            contribution=Contribution(is_by_samples=weight == "samples"),
+            contribution=Contribution(
+                is_by_samples=weight == "samples", loaders=loaders, size=comm.size
+            ),
             find_sparse=lambda: sparse_parameters(models),
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            agreements=lambda: _agreements(inner, batches),
+            agreements=lambda: [LearningRates(partial(sum_of_rates, inner))],
             owner=self,
         )
-        pass_facts(comm).add(self.reducer.replicas)
+        loaders.facts.append(ref(self.reducer.replicas))
         try:
             self._attach_schedule()
             if tuner is not None:
@@ -471,9 +469,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         Batch normalization over ranks follows it. See `torchmn.scatter_loader`.
         """
-        batches = divided_batches(self.communicator)
-        self.reducer.contribution.batches = BatchShares(batches, self.communicator.size)
-        batches.when_used(self, MultiNodeOptimizer._loader_is_there)
+        self.reducer.contribution.follows_batches = True
+        divided_batches(self.communicator).when_used(self, MultiNodeOptimizer._loader_is_there)
 
     def _loader_is_there(self) -> None:
         if self._is_closed:
@@ -510,12 +507,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
         No other collective may be called inside. Raises UnsupportedError: a closure is given to
         `step` inside.
         """
-        self._is_joining = self._batches.is_joining = True
+        self._is_joining = self.reducer.contribution.is_joining = True
         try:
             with joined(self, self._models):
                 yield
         finally:
-            self._is_joining = self._batches.is_joining = False
+            self._is_joining = self.reducer.contribution.is_joining = False
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied, and end a partial block. *Collective.*
@@ -640,11 +637,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _remove_eager_step(self) -> None:
         self.schedule.before_access("read")
-
-
-def _agreements(inner: Optimizer, batches: BatchWatch) -> list[Agreement]:
-    """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
-    return [LearningRates(partial(sum_of_rates, inner)), ReceivedBatches(batches)]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

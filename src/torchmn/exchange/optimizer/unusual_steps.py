@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank, named_tensors, parameters_of
 from torchmn.exchange.schedules.every_step import share_with_late_ranks
@@ -39,7 +39,7 @@ class UncountedSteps:
             return
         is_own_step = reducer.is_suspended  # else exchanges have taken what was counted
         if is_own_step:
-            own.begin_exchange(has_backward=True)
+            own.begin_exchange(reducer.step, has_backward=True)
         if own.is_known or (own.was_ever_known and not is_own_step):
             self._num_steps = 0
             return

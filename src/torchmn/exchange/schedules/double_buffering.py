@@ -28,8 +28,9 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.names import DOUBLE_BUFFERING
 from torchmn.comm import Communicator
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.gradient_exchange import CHANGED_AND_LATE
 from torchmn.exchange.gradient_memory import GradientState
@@ -39,7 +40,6 @@ from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.eager_step import EagerStep
 from torchmn.exchange.schedules.late_means import DelayCompensation, LateMeans
 from torchmn.exchange.sums import Sums
-from torchmn.names import DOUBLE_BUFFERING
 
 
 class DoubleBuffering(Schedule):

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.comm import object_codec
 from torchmn.comm.codecs import StripeCodec
 from torchmn.comm.engine import Engine
 from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.exchange.schedules.parameter_server.server import ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import (
     SentGradients,

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.torch_private import STEP_HOOKS
 from torchmn.comm.codecs import ErrorFeedback, StripeCodec
 from torchmn.comm.codecs.base import NonfiniteTracker
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
-from torchmn.torch_private import STEP_HOOKS
 
 # The plain options of every parameter group, such as the learning rate.
 Hyper = list[dict[str, Any]]
