@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from torchmn.comm import Communicator
 from torchmn.exchange.gradient_exchange import GradientExchange
+from torchmn.exchange.local_passes import LocalPasses
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.weights import Contribution
 
@@ -64,6 +65,7 @@ class Schedule(ABC):
     _reducer: GradientReducer
     _exchange: GradientExchange
     _contribution: Contribution
+    _local_passes: LocalPasses
     _comm: Communicator
     _inner: Optimizer
 
@@ -83,6 +85,7 @@ class Schedule(ABC):
         """Called once, when the multi-node optimizer is made. ``models`` own the parameters."""
         self._reducer, self._exchange, self._inner = reducer, reducer.exchange, inner
         self._comm, self._contribution = reducer.comm, reducer.contribution
+        self._local_passes = reducer.local_passes
 
     @abstractmethod
     def backward_ended(self) -> None:

@@ -169,7 +169,7 @@ class DoubleBuffering(Schedule):
         self._was_changed = bool(self._assigned) and self._assigned != exchange.gradient_states()
         if exchange.num_in_step == 0:
             self._reducer.exchange_now(is_late=True)
-        elif self._reducer.local_passes.exist:
+        elif self._local_passes.exist:
             raise UnsupportedError(
                 "A backward pass under no_sync() came after the one that was exchanged, before "
                 "step(). With double_buffering the pass outside no_sync() must be the last one."

@@ -245,7 +245,8 @@ class LocalUpdateSchedule(Schedule):
         """See `Schedule.backward_ended`. Called only with ``intra_node``."""
         if self._node is not None:
             self._node.backward_ended()
-            self._count_samples(self._node.num_samples)
+            self._node.num_active = self._exchange.num_active
+            self._count_samples(self._exchange.num_samples)
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         if not self._reducer.is_active:
@@ -270,8 +271,8 @@ class LocalUpdateSchedule(Schedule):
         node = self._node
         if node is not None and self._reducer.is_needed and not node.has_left:
             node.step(None)
-            num_active = node.num_active
-            self._count_samples(node.num_samples)
+            node.num_active = num_active = self._exchange.num_active
+            self._count_samples(self._exchange.num_samples)
             self._take_anchors()
             if num_active:
                 node.num_missed_steps += 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,23 +30,6 @@ class IntraNodeAverage(EveryStep):
         self.num_active = 1
         """How many ranks share the samples of the last step."""
         self.attach(reducer, inner, models)
-
-    def backward_ended(self) -> None:
-        """See `Schedule.backward_ended`."""
-        super().backward_ended()
-        self.num_active = self._exchange.num_active
-
-    def step(self, closure: Callable[[], float] | None) -> float | None:
-        """See `Schedule.step`."""
-        result = super().step(closure)
-        if not self._reducer.is_active:
-            self.num_active = self._exchange.num_active
-        return result
-
-    @property
-    def num_samples(self) -> float:
-        """Of the ranks of the node, in the last exchange."""
-        return self._exchange.num_samples
 
     def begin(self) -> None:
         """Reduce gradients within the node from now on. *Collective.*"""
