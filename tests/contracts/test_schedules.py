@@ -128,7 +128,7 @@ def test_every_contract_has_one_that_breaks_it() -> None:
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_every_schedule_declares_what_holds(schedule: str) -> None:
-    assert SCHEDULES[schedule]().replica_consistency in SCHEDULE_CONTRACTS
+    assert SCHEDULES[schedule]().traits.replica_consistency in SCHEDULE_CONTRACTS
 
 
 def test_the_broken_ones_by_blocks_begin_with_one_that_is_right() -> None:

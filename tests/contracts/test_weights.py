@@ -68,7 +68,7 @@ def test_nothing_is_lost_whatever_the_weights(data: st.DataObject) -> None:
     def rank_main(comm):
         comm.route.bucket_bytes = 5000
         for make in variants(comm, schedule):
-            if make().replica_consistency == "per_step":
+            if make().traits.replica_consistency == "per_step":
                 check_weighted_means(comm, make, codec, weights)
             else:
                 check_weighted_blocks(comm, make, codec, weights)

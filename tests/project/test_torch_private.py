@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmn import torch_private
+from torchmn.base import torch_private
 
 SOURCE = Path(__file__).parents[2] / "src" / "torchmn"
-FILE = "torch_private.py"
+FILE = "base/torch_private.py"
 
 NOT_OF_TORCH = {
     # Python's

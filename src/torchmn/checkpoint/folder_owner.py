@@ -30,11 +30,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from torchmn.base.errors import DataError, TopologyError
 from torchmn.cluster.allocation import allocation
 from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.processes import is_running, start_time
-from torchmn.errors import DataError, TopologyError
 
 OWNER = ".owner"
 PERIOD_S = 5.0
@@ -202,13 +202,7 @@ class FolderOwner:
             self._is_owned = False
             _num_uses[self._use] -= 1
         with suppress(OSError):
-            found = self._look()
-            if (
-                not _num_uses[self._use]
-                and found is not None
-                and found[0] is not None
-                and found[0].is_same_process(self._own)
-            ):
+            if not _num_uses[self._use] and self._is_own_file():
                 self._path.unlink()
 
     def _owned(self, text: str) -> tuple[Literal["owned"], str]:
@@ -223,11 +217,14 @@ class FolderOwner:
         self._make_file(draft, encode(self._own))
         draft.replace(self._path)
         time.sleep(_RACE_S)  # another job may do the same now
-        found = self._look()
-        if found is not None and found[0] is not None and found[0].is_same_process(self._own):
+        if self._is_own_file():
             return self._owned(text)
         self._watched = None
         return "waiting", ""
+
+    def _is_own_file(self) -> bool:
+        owner, _ = self._look() or (None, None)
+        return owner is not None and owner.is_same_process(self._own)
 
     def _refusal(self, name: object) -> str:
         return (

@@ -12,12 +12,12 @@ import threading
 import time
 from contextlib import suppress
 
+from torchmn.base.errors import LaunchError
 from torchmn.cluster.units import KiB
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.connection import listen_on
 from torchmn.doctor.findings import LinkMeasured, MeasureLink
-from torchmn.errors import LaunchError
 
 _ROLE = "doctor's link probe"
 _CONNECT_S = 3.0
@@ -161,8 +161,6 @@ def _receive(connection: socket.socket, seconds: float) -> float:
 
 def _retransmitted(connection: socket.socket) -> float:
     """From the kernel's counters of this connection; 0 where it has none."""
-    if not hasattr(socket, "TCP_INFO"):
-        return 0.0
     found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(found) < _TCP_INFO_BYTES:
         return 0.0

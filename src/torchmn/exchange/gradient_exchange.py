@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import RankMismatchError, TorchmnError
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
-from torchmn.errors import RankMismatchError, TorchmnError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.agreements.joint_pass import JointPass
@@ -101,6 +101,8 @@ class GradientExchange:
         """Whether some ranks made the last exchange in `step`; see `ranks_without_backward`."""
         self.are_joint = False
         """Whether the last exchange was made in a backward pass that other optimizers share."""
+        self.num_in_step = 0
+        """Exchanges of gradients since the last step, or since they were cleared."""
         self._parameters = parameters
         self._as_view = as_view
         self._late_states: list[GradientState] = []

@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import current_graph_task_id, gradient_hooks
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.given_up import GivenUp
 from torchmn.exchange.agreements.joint_pass import JointPass
@@ -45,7 +46,6 @@ from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
 from torchmn.exchange.weights import Contribution
-from torchmn.torch_private import current_graph_task_id, gradient_hooks
 
 
 class GradientReducer:
@@ -175,6 +175,7 @@ class GradientReducer:
         """
         load_codec_state(self.codec, self.comm, codec)
         self._loaded.note()
+        self.exchange.num_in_step = 0
         self.replicas.forget()
         self.load_progress(progress)
 
@@ -195,6 +196,7 @@ class GradientReducer:
         ``are_replicas``: whether parameters are up to date now and the same on all ranks.
         """
         self.step += 1
+        self.exchange.num_in_step = 0
         self.replicas.step_ended()
         if are_replicas and self.is_needed:
             self.replicas.note(self.step, self.comm.size)
@@ -483,6 +485,7 @@ class GradientReducer:
         """Gradients were cleared. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
+        self.exchange.num_in_step = 0
         if passes.current is not None:
             passes.clear()
         self.contribution.zero_grad()
@@ -508,6 +511,7 @@ class GradientReducer:
         is_of_sums = packing.is_accumulating and self.exchange.reduction == "sum"
         try:
             self._on_backward_end()
+            self.exchange.num_in_step += 1
         finally:
             self.num_passes += 1
             self.passes_weight += weight
@@ -518,6 +522,11 @@ class GradientReducer:
                 "then added up over ranks once more (reduction='sum'). Call zero_grad() before "
                 "each step, and wrap all passes of a step but the last in optimizer.no_sync()."
             )
+
+    def exchange_if_late(self) -> None:
+        """Before a step uses gradients: take part, if no backward pass of this rank has done it."""
+        if self.exchange.num_in_step == 0 or self.local_passes.exist:
+            self.exchange_now(is_late=True)
 
     def _lay_out_again(self) -> None:
         """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*

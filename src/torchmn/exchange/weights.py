@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchmn.base.torch_private import current_graph_task_id, is_tracing
 from torchmn.data.batch_size import num_samples
 from torchmn.data.divided_batches import DividedBatches
 from torchmn.exchange.step_batches import NOTHING, Counted, Share, StepBatches
-from torchmn.torch_private import current_graph_task_id, is_tracing
 
 
 class Contribution:

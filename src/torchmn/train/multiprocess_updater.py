@@ -23,23 +23,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from pytorch_pfn_extras import reporting
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.cluster import Topology
-from torchmn.cluster.cpus import assign_cpus, available_processors
-from torchmn.comm.transports.join import serve_store
-from torchmn.errors import (
+from torchmn.base.errors import (
     CommunicationError,
     LaunchError,
     PeerLostError,
     UnsupportedError,
     UsageError,
 )
+from torchmn.base.torch_private import TCPStore
+from torchmn.cluster import Topology
+from torchmn.cluster.cpus import assign_cpus, available_processors
+from torchmn.comm.transports.join import serve_store
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.replicas import named_parameters
 from torchmn.run.local_ranks import LocalRanks, raise_if_imported_by_rank, start_local_ranks
-from torchmn.torch_private import TCPStore
 from torchmn.train.batch_source import batch_source
 from torchmn.train.evaluation import Ratio
 from torchmn.train.standard_updater import StandardUpdater
@@ -129,9 +130,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
             name: total / weight if weight == len(self.devices) else Ratio(total, weight)
             for name, (total, weight) in sums.items()
         }
-        from pytorch_pfn_extras.reporting import report
-
-        report(means)
+        reporting.report(means)
         self.iteration += 1
 
     def setup_workers(self) -> None:

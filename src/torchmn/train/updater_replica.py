@@ -6,16 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pytorch_pfn_extras.reporting import Reporter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.torch_private import PrefixStore, Store, TCPStore
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.comm.object_codec import Trust
 from torchmn.comm.routes.flat import FlatRoute
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.data.batch_size import num_samples
-from torchmn.torch_private import PrefixStore, Store, TCPStore
 from torchmn.train.batch_source import BatchSource
 from torchmn.train.evaluation import WeightedSums, batch_to, merge_sums
 from torchmn.train.evaluation.sums import Sums, scalars_of
@@ -56,8 +57,6 @@ class Replica:
         self._loss_func = loss_func
         self._source = source
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        from pytorch_pfn_extras.reporting import Reporter
-
         self._reporter = Reporter()
         self._reporter.add_observer("main", model)
         self._reporter.add_observers("main", list(model.named_modules()))

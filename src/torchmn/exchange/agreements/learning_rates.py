@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from torchmn.errors import RankMismatchError
+from torchmn.base.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 
 # For each rank, of the square of the sum of rates: float32 rounds sums of n to 1e-7 n.

@@ -17,9 +17,9 @@ import math
 import warnings
 from collections.abc import Sequence
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.cluster.units import counted
 from torchmn.comm.collectives import allgather_for
-from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.replica_divergence import UNKNOWN
 from torchmn.exchange.step_batches import Share

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from torchmn.base.names import DOUBLE_BUFFERING
 from torchmn.cluster.units import MiB
 from torchmn.comm.codecs import Codec, create_codec
 from torchmn.comm.codecs.codec_timing import measure_codec
@@ -42,7 +43,6 @@ from torchmn.exchange.auto.predict import (
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.parameter_hook import watch_gradient
 from torchmn.exchange.schedules.base import Schedule
-from torchmn.names import DOUBLE_BUFFERING
 
 if TYPE_CHECKING:
     from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
@@ -171,7 +171,7 @@ class Autotuner:
             if num_steps == RETUNE_STEPS:
                 self._check_drift()
         elif self._trying is not None:
-            num_warm_up = 1 + self._optimizer.schedule.staleness_steps
+            num_warm_up = 1 + self._optimizer.schedule.traits.staleness_steps
             if num_steps == num_warm_up + NUM_TIMED:
                 self.trials.append(Trial(self._trying, self._slowest_s()))
                 self._try_next()

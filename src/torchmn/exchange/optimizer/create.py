@@ -8,10 +8,18 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.names import (
+    AUTO,
+    CODEC_TRAITS,
+    DOUBLE_BUFFERING,
+    EVERY_STEP,
+    FLOAT32,
+    SCHEDULE_TRAITS,
+)
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import is_distributed
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.auto.tuner import Autotuner, SearchSpace
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.codec_state import own_codec, warn_if_it_encodes_nothing
@@ -28,18 +36,14 @@ from torchmn.exchange.schedules.local_updates.block_momentum import BlockMomentu
 from torchmn.exchange.schedules.local_updates.diloco import DiLoCo
 from torchmn.exchange.schedules.local_updates.periodic_average import PeriodicAverage
 from torchmn.exchange.schedules.parameter_server.schedule import ParameterServer
-from torchmn.names import AUTO, CODEC_TRAITS, DOUBLE_BUFFERING, EVERY_STEP, FLOAT32, SCHEDULE_TRAITS
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
-    make.name: make
-    for make in (
-        EveryStep,
-        DoubleBuffering,
-        PeriodicAverage,
-        BlockMomentum,
-        DiLoCo,
-        ParameterServer,
-    )
+    EVERY_STEP: EveryStep,
+    DOUBLE_BUFFERING: DoubleBuffering,
+    "periodic_average": PeriodicAverage,
+    "block_momentum": BlockMomentum,
+    "diloco": DiLoCo,
+    "parameter_server": ParameterServer,
 }
 """Those by name have their defaults: blocks of 512 samples per rank, without overlap."""
 
@@ -143,7 +147,7 @@ def create_multi_node_optimizer(
         candidates = [make() for make in space.schedules.values()]
         name, codec = next(iter(space.schedules)), space.codecs[0]
     chosen = SCHEDULES[name]() if isinstance(name, str) else name
-    if reduction == "sum" and chosen.has_own_steps:
+    if reduction == "sum" and chosen.traits.has_own_steps:
         raise UnsupportedError(
             f"reduction='sum' adds the ranks' gradients of one step, and under {chosen.name} each "
             "rank steps with its own. Let the loss be a mean over the batch, or use a schedule of "
@@ -166,7 +170,7 @@ def create_multi_node_optimizer(
     chains = find_chains(models, comm, max_grad_norm)
     form = own_codec(codec, comm)
     is_counted = weight is None
-    may_differ = is_counted and reduction == "mean" and chosen.averages_gradients
+    may_differ = is_counted and reduction == "mean" and chosen.traits.averages_gradients
     made = _kind(
         optimizer,
         comm,
@@ -178,7 +182,7 @@ def create_multi_node_optimizer(
     )
     for chain in chains:
         chain.register_no_sync(made.no_sync)
-    if may_differ or (is_counted and chosen.counts_samples):
+    if may_differ or (is_counted and chosen.traits.counts_samples):
         made.follow_batches()
     compare_random_numbers(comm, models)
     if (
@@ -191,7 +195,7 @@ def create_multi_node_optimizer(
 def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> None:
     """Raise UnsupportedError: one of these needs parameters that are whole on every rank."""
     for schedule in schedules:
-        if not schedule.exchanges_shards:
+        if not schedule.traits.takes_shards:
             raise UnsupportedError(
                 f"{comm.rank_label}: {schedule.name} updates parameters on other ranks, and "
                 "those of this model are sharded (DTensors), of which each rank holds a part. Use "

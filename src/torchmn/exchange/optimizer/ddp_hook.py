@@ -26,7 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import GradBucket, PrefixStore, store_of
 from torchmn.cluster import Topology
 from torchmn.cluster.gpus import may_share_gpus
 from torchmn.comm import Communicator
@@ -36,8 +39,6 @@ from torchmn.comm.engine import Work
 from torchmn.comm.object_codec import Trust
 from torchmn.comm.routes.flat import FlatRoute
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.compiling import not_compiled
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import shape_in_memory
 from torchmn.exchange.codec_state import (
     codec_state,
@@ -52,7 +53,6 @@ from torchmn.exchange.optimizer.recorded_steps import emit_forward
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.resharding import reshard_codec
-from torchmn.torch_private import GradBucket, PrefixStore, store_of
 
 
 class DdpHook:
@@ -218,13 +218,17 @@ class DdpHook:
         block = self._block(bucket, buffer)
         block.buffer.mul_(1 / comm.size)
         self._futures.append((future, buffer))
-        index, step = bucket.index(), self._num_passes
+        job = comm.route.sum_job(
+            block,
+            self._algorithm,
+            bucket=bucket.index(),
+            step=self._num_passes,
+            on_complete=self._finish if bucket.is_last() else None,
+        )
         if not bucket.is_last():
-            self._works.append(
-                comm.route.start_sum_(block, self._algorithm, bucket=index, step=step)
-            )
+            self._works.append(comm.engine.submit(job))
             return future
-        comm.route.sum_(block, self._algorithm, bucket=index, step=step, on_complete=self._finish)
+        comm.engine.call(job)
         for work in self._works:
             work.wait()
         self._note_nonfinite()

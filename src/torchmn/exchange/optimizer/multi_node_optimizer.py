@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start, training_steps
-from torchmn.compiling import not_compiled
 from torchmn.data.divided_batches import divided_batches
-from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.learning_rates import LearningRates
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.buckets import NamedParameter
@@ -145,7 +145,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             codec,
             lambda: named_parameters(inner, models, named),
             in_groups=lambda: parameters_of(inner),
-            num_sets=schedule.num_sets,
+            num_sets=schedule.traits.num_sets,
             on_backward_end=self._on_backward_end(schedule),
             zero_fill=options.zero_fill,
             reduction=options.reduction,
@@ -169,11 +169,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
             self._hooks.before_copy(self._models[0], self._remove_eager_step)
-            watched = self._models if schedule.has_own_steps else []
+            watched = self._models if schedule.traits.has_own_steps else []
             self._block_reads = BlockReads(comm, schedule, watched, self._hooks)
             for model in self._models:
-                self._hooks.before_load(model, lambda: self.schedule.before_load())
-            if weight == "samples" or schedule.counts_samples:
+                self._hooks.before_load(model, lambda: self.schedule.before_access("load"))
+            if weight == "samples" or schedule.traits.counts_samples:
                 self._count_samples()
             self._first_forward = watch_first_forward(self._models)
             self.recorded = RecordedSteps(self, self._models)
@@ -189,8 +189,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _attach_schedule(self) -> None:
         schedule = self.schedule
-        schedule.attach(self.reducer, self.inner)
-        schedule.watch(self._models)
+        schedule.attach(self.reducer, self.inner, self._models)
 
     def _switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
         """Continue with another schedule, codec and bucket size. *Collective*, between two steps.
@@ -208,7 +207,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         reducer.reconfigure(
             reducer.comm,
             codec,
-            num_sets=schedule.num_sets,
+            num_sets=schedule.traits.num_sets,
             bucket_bytes=bucket_bytes,
             on_backward_end=self._on_backward_end(schedule),
         )
@@ -234,7 +233,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         return self._late_scaler_steps.take_part(self)
 
     def _meet_scaler(self) -> None:
-        if self.schedule.staleness_steps:
+        if self.schedule.traits.staleness_steps:
             raise UnsupportedError(
                 f"GradScaler and {self.schedule.name} cannot be combined: the gradient in p.grad "
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
@@ -253,7 +252,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's; a mean that no step has applied is dropped. Local."""
-        self.schedule.on_zero_grad()
         if self.tuner is not None:
             self.tuner.on_zero_grad()
         self.reducer.on_zero_grad()
@@ -315,7 +313,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if reducer.is_needed and not self._has_checked_untrained:
             self._has_checked_untrained = True
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
-        reducer.end_step(are_replicas=self.schedule.replica_consistency == "per_step")
+        reducer.end_step(are_replicas=self.schedule.traits.replica_consistency == "per_step")
         training_steps(self.communicator).add()
         self._has_local_passes = False
         self._block_reads.end_step()
@@ -330,7 +328,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         Empty where replicas differ by design: what a replica check may compare.
         """
         self._remove_eager_step()
-        if self.schedule.replica_consistency != "per_step":
+        if self.schedule.traits.replica_consistency != "per_step":
             return []
         return [*parameters_of(self.inner)]
 
@@ -341,7 +339,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         parameter is not in the model; the group is then not added.
         """
         self._remove_eager_step()
-        if self.schedule.replica_consistency != "per_step":
+        if self.schedule.traits.replica_consistency != "per_step":
             self.schedule.flush()  # or what other ranks have learned would be overwritten
         self.inner.add_param_group(param_group)
         try:
@@ -451,7 +449,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "(Weight 0 leaves this rank out.)"
             )
         self.reducer.contribution.set(float(weight), float(weight))
-        if not self.schedule.has_own_steps:
+        if not self.schedule.traits.has_own_steps:
             self._weigh_losses()
 
     @not_compiled
@@ -478,7 +476,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if self._is_closed:
             return
         self._count_samples()
-        if not self.schedule.has_own_steps:
+        if not self.schedule.traits.has_own_steps:
             self.reducer.exchange.forget_scale()  # samples are another unit than ranks
             self._weigh_losses()
 
@@ -529,10 +527,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
         *Collective*, with `join` on the workers. Returns whether this rank is one that serves; on
         the others, which train, it returns at once.
         """
-        if self.schedule.is_server:
+        if self.schedule.traits.serves:
             with self.join():
                 pass
-        return self.schedule.is_server
+        return self.schedule.traits.serves
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the current gradients by their global norm; returns the norm before. Local.
@@ -573,7 +571,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         now = parameters_of(self.inner)
         if self._is_closed or [*map(id, now)] == [*map(id, self._in_groups)]:
             return
-        if self.schedule.replica_consistency != "per_step":
+        if self.schedule.traits.replica_consistency != "per_step":
             raise UnsupportedError(
                 f"{self.communicator.rank_label}: other parameters were put into the optimizer's "
                 f"groups, which {self.schedule.name} cannot follow: call flush() and close() "
@@ -638,7 +636,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         act_on_nonfinite(self.reducer, self._options.on_nonfinite)
 
     def _remove_eager_step(self) -> None:
-        self.schedule.remove_eager_step()
+        self.schedule.before_access("read")
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

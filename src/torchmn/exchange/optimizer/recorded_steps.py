@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.torch_private import current_graph_task_id, is_tracing
 from torchmn.comm.codecs.layout import is_small
 from torchmn.data.batch_size import num_samples
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.parameter_hook import watch_gradient
 from torchmn.exchange.sharded_parameters import whole_of
-from torchmn.torch_private import current_graph_task_id, is_tracing
 
 if TYPE_CHECKING:
     from torchmn.exchange.buckets import NamedParameter

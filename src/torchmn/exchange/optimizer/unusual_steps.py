@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank, named_tensors, parameters_of
 from torchmn.exchange.schedules.every_step import share_with_late_ranks
@@ -35,7 +35,7 @@ class UncountedSteps:
         """Raise UsageError if nothing was counted, and no loader knows the samples."""
         comm, reducer = optimizer.communicator, optimizer.reducer
         own = reducer.contribution
-        if not optimizer.schedule.counts_samples:
+        if not optimizer.schedule.traits.counts_samples:
             return
         is_own_step = reducer.is_suspended  # else exchanges have taken what was counted
         if is_own_step:
@@ -74,11 +74,11 @@ class LateScalerSteps:
 
     def take_part(self, optimizer: MultiNodeOptimizer) -> bool:
         """Take part in the exchange if this rank has not; whether it was late. *Collective.*"""
-        reducer, schedule = optimizer.reducer, optimizer.schedule
+        reducer = optimizer.reducer
         if reducer.num_passes == self._num_passes:  # of a step that it left out
-            schedule.on_zero_grad()
+            reducer.exchange.num_in_step = 0
         before = reducer.num_passes
-        schedule.exchange_if_late()
+        reducer.exchange_if_late()
         self._num_passes = reducer.num_passes
         return self._num_passes > before
 
@@ -152,7 +152,10 @@ def joined(optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> Iterat
     reducer.restart_counts()
     yield
     with reducer.without_data():
-        while optimizer.schedule.shadow_step():
+        while True:
+            optimizer.schedule.step(None)
+            if not reducer.exchange.num_active:
+                break
             optimizer.recorded.step_without_data()
             if optimizer.tuner is not None:
                 optimizer.tuner.step_ended()
@@ -162,12 +165,11 @@ def joined(optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> Iterat
     comm = reducer.comm
     gathered = comm.allgather_obj((reducer.num_passes, reducer.step))
     last = max(num for num, _ in gathered)
-    if schedule.replica_consistency == "per_step":
+    if schedule.traits.replica_consistency == "per_step":
         schedule.flush()
         if any(num < last for num, _ in gathered):
             source = next(rank for rank, (num, _) in enumerate(gathered) if num == last)
             tensors = list(named_tensors(models).values())
             copy_state_from_rank(comm, tensors, optimizer.inner, source)
-            if comm.rank != source:
-                schedule.on_zero_grad()
+            reducer.exchange.num_in_step = 0
     reducer.step = max(step for _, step in gathered)

@@ -23,20 +23,21 @@ is saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.names import DOUBLE_BUFFERING
 from torchmn.comm import Communicator
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.gradient_memory import GradientState
 from torchmn.exchange.means import Means
 from torchmn.exchange.reducer import GradientReducer
-from torchmn.exchange.schedules.base import Schedule
+from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.eager_step import EagerStep
 from torchmn.exchange.sums import Sums
 
@@ -68,9 +69,7 @@ class DoubleBuffering(Schedule):
         >>> optimizer.flush()  # at the end: the last gradient
     """
 
-    name = "double_buffering"
-    num_sets = 2
-    staleness_steps = 1
+    traits = Traits(name=DOUBLE_BUFFERING, num_sets=2, staleness_steps=1)
 
     def __init__(self, *, eager: bool = False, delay_compensation: float = 0.0) -> None:
         if not 0 <= delay_compensation < float("inf"):
@@ -84,7 +83,7 @@ class DoubleBuffering(Schedule):
         self.delay_compensation = delay_compensation
         self._pending: Sums | None = None
         self._has_mean = False
-        self._num_backwards = 0
+        """Whether the exchange of this step has left a mean in ``p.grad``."""
         self._ahead: EagerStep | None = None
         self._compensation: DelayCompensation | None = None
         self._own: dict[Tensor, Tensor] = {}
@@ -99,7 +98,9 @@ class DoubleBuffering(Schedule):
         """The settings that were measured to cost the least accuracy: ``eager``."""
         return cls(eager=True)
 
-    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+    def attach(
+        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
+    ) -> None:
         """See `Schedule.attach`.
 
         Raises UnsupportedError: eager, and ranks hold parts; delay compensation of sparse
@@ -111,8 +112,7 @@ class DoubleBuffering(Schedule):
                 "needs gradients at the parameters that it tries, not those of a step before. Use "
                 "schedule='every_step'."
             )
-        super().attach(reducer, inner)
-        self._exchange, self._local_passes = reducer.exchange, reducer.local_passes
+        super().attach(reducer, inner, models)
         self._rank_label = reducer.comm.rank_label
         if self.delay_compensation:
             if self._exchange.sparse:
@@ -134,35 +134,30 @@ class DoubleBuffering(Schedule):
                     "DoubleBuffering() or 'every_step'."
                 )
             self._ahead = EagerStep(inner, self._exchange.trained, reducer.comm.rank_label)
+            self._ahead.watch(models)
             self._exchange.keep_own_gradients()
 
-    def watch(self, models: Sequence[nn.Module]) -> None:
-        """See `Schedule.watch`."""
-        if self._ahead is not None:
-            self._ahead.watch(models)
-
-    def remove_eager_step(self) -> None:
-        """See `Schedule.remove_eager_step`."""
-        if self._ahead is not None:
+    def before_access(self, access: Literal["read", "load"]) -> None:
+        """See `Schedule.before_access`."""
+        if self._ahead is not None and access == "read":
             self._ahead.remove()
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
-        self._num_backwards += 1
-        if self._num_backwards > 1:
+        exchange = self._exchange
+        if exchange.num_in_step:
             raise UnsupportedError(
                 "Two backward passes before step() with double_buffering: the second would add to "
                 "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
             )
-        exchange = self._exchange
         own = exchange.take_own_gradients()
         self._own = own if exchange.own_weight else {}
         before, self._pending = self._pending, exchange.start()
+        self._has_mean = before is not None
         if before is None:
             exchange.clear()
         else:
             self._assign(before)
-            self._has_mean = True
             self._assigned = exchange.gradient_states()
         if self._compensation is not None:
             self._compensation.note_parameters()
@@ -171,30 +166,32 @@ class DoubleBuffering(Schedule):
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
+        if not self._reducer.is_active:
+            self._step_without_data()
+            return None
+        exchange = self._exchange
         loss = closure() if closure is not None else None
-        self._was_changed = (
-            bool(self._assigned) and self._assigned != self._exchange.gradient_states()
-        )
-        if self._num_backwards == 0:
+        self._was_changed = bool(self._assigned) and self._assigned != exchange.gradient_states()
+        if exchange.num_in_step == 0:
             self._reducer.exchange_now(is_late=True)
-        elif self._local_passes.exist:
+        elif self._reducer.local_passes.exist:
             raise UnsupportedError(
                 "A backward pass under no_sync() came after the one that was exchanged, before "
                 "step(). With double_buffering the pass outside no_sync() must be the last one."
             )
-        self._num_backwards = 0
+        exchange.num_in_step = 0
         self._assigned = []
         has_mean, self._has_mean = self._has_mean, False
         own, self._own = self._own, {}
         if has_mean and self._ahead is not None:
             # an own part of a sum is as many times smaller
-            self._ahead.step(own, float(self._exchange.num_added))
+            self._ahead.step(own, float(exchange.num_added))
         elif has_mean:
             self._inner.step()
         return loss
 
-    def shadow_step(self) -> int:
-        """See `Schedule.shadow_step`."""
+    def _step_without_data(self) -> None:
+        """Take part in a step of the others. *Collective.*"""
         self._forget()
         if self._pending is not None:
             self._pending.wait()
@@ -207,18 +204,14 @@ class DoubleBuffering(Schedule):
             self._pending = sums
         else:
             self._exchange.take_back(sums)
-        return sums.num_active
-
-    def on_zero_grad(self) -> None:
-        """See `Schedule.on_zero_grad`. The mean in ``p.grad`` is dropped: no step applies it."""
-        self._num_backwards = 0
-        self._has_mean = False
+        self._exchange.num_active = sums.num_active
 
     def flush(self) -> None:
         """See `Schedule.flush`."""
-        has_mean, self._has_mean, self._num_backwards = self._has_mean, False, 0
+        has_mean, self._has_mean = self._has_mean, False
+        num_exchanges, self._exchange.num_in_step = self._exchange.num_in_step, 0
         self._forget()
-        if has_mean:  # there was a backward pass, but no step yet
+        if has_mean and num_exchanges:  # there was a backward pass, but no step yet
             self._inner.step()
         if self._pending is None:
             return
@@ -292,7 +285,7 @@ class DoubleBuffering(Schedule):
         """See `Schedule.load_state_dict`. Raises UsageError: other parameters than saved."""
         if self._pending is not None:
             self._pending.drain()  # its memory is used again
-        self._pending, self._has_mean, self._num_backwards = None, False, 0
+        self._pending, self._has_mean = None, False
         self._own = {}
         if self._ahead is not None:
             self._ahead.load_state_dict(state.get("ahead", {}))

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchmn.base.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.comm import Communicator, create_communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import is_distributed
 from torchmn.data import rank_seeds
 from torchmn.data.scatter_loader import divided_by
 from torchmn.data.sub_dataset import SubDataset
-from torchmn.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.exchange.finiteness import OnNonfinite
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.options import Auto, Weight
@@ -157,8 +157,8 @@ class Exchange:
         it is in ``state_dict()``.
         """
         for optimizer in self.optimizers:
-            if optimizer.schedule.replica_consistency == "per_step":
-                optimizer.schedule.remove_eager_step()
+            if optimizer.schedule.traits.replica_consistency == "per_step":
+                optimizer.schedule.before_access("read")
             else:
                 optimizer.flush()
 
@@ -323,7 +323,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
         state = super().state_dict()
         comm = self.communicator
         own: dict[str, Any] = {}
-        if self.schedule.replica_consistency != "per_step":
+        if self.schedule.traits.replica_consistency != "per_step":
             own = state
         elif (
             self.reducer.codec is not None

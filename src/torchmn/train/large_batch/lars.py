@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 from torchmn.train.large_batch.trust_ratio import (
     GroupPart,
     TrustRatioOptimizer,
@@ -67,7 +67,6 @@ class LARS(TrustRatioOptimizer):
             "exclude_vectors": exclude_vectors,
             "foreach": foreach,
         }
-        self._raise_if_out_of_range(defaults)
         super().__init__(params, defaults)
 
     @staticmethod

@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
+from torchmn.errors import UnsupportedError, UsageError
 
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import Float16
-from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.auto import tuner
 from torchmn.exchange.auto.predict import Plan
 from torchmn.exchange.options import Auto
@@ -21,7 +21,7 @@ from torchmn.exchange.schedules import DoubleBuffering, EveryStep
 from torchmn.testing import run_ranks
 
 MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
-MAX_TURN_STEPS = 1 + DoubleBuffering.staleness_steps + tuner.NUM_TIMED
+MAX_TURN_STEPS = 1 + DoubleBuffering.traits.staleness_steps + tuner.NUM_TIMED
 MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MAX_TURNS * MAX_TURN_STEPS
 ALLOWED = {
     "stale": "double_buffering",

@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 
 from tests.limits import limit
 from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
-from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 SCHEDULES = ["every_step", "double_buffering"]
@@ -143,7 +143,7 @@ def test_parameters_that_a_script_puts_into_a_group_are_those_of_rank_0(schedule
         model.append(nn.Linear(3, 2, dtype=torch.float64))
         nn.init.constant_(model[1].weight, comm.rank + 1.0)
         optimizer.param_groups[0]["params"].extend(model[1].parameters())
-        if optimizer.schedule.replica_consistency != "per_step":
+        if optimizer.schedule.traits.replica_consistency != "per_step":
             with pytest.raises(UnsupportedError, match=r"call flush\(\) and close\(\)"):
                 optimizer.zero_grad()
             return []

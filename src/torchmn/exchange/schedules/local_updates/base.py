@@ -42,17 +42,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.checksums import checksum
 from torchmn.comm.codecs import Codec
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.weights import weight_scale
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank
-from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
+from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.exchange.schedules.local_updates.fragments import (
     ChangedParameters,
@@ -105,9 +105,6 @@ class LocalUpdateSchedule(Schedule):
     """
 
     name: str
-    num_sets = 0
-    counts_samples = True
-    replica_consistency: ReplicaConsistency = "per_block"
     resets_momentum = False
     """Whether the inner optimizer's first moments become zero at the start of each block."""
     _comm: Communicator
@@ -150,6 +147,19 @@ class LocalUpdateSchedule(Schedule):
         self._is_resumed = False
         """Whether no step was made since `load_state_dict`: the model's state belongs to it."""
 
+    @property
+    def traits(self) -> Traits:
+        """See `Schedule.traits`."""
+        return Traits(
+            name=self.name,
+            num_sets=0,
+            averages_gradients=False,
+            has_own_steps=True,
+            counts_samples=True,
+            replica_consistency="per_block",
+            is_within_block=self._is_within_block,
+        )
+
     # ---- what a subclass defines ----
 
     @abstractmethod
@@ -184,9 +194,11 @@ class LocalUpdateSchedule(Schedule):
 
     # ---- the schedule ----
 
-    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+    def attach(
+        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
+    ) -> None:
         """See `Schedule.attach`. Raises UsageError, UnsupportedError: does not suit this world."""
-        super().attach(reducer, inner)
+        super().attach(reducer, inner, models)
         self._comm, self._codec = reducer.comm, reducer.codec
         comm = self._comm
         self._length = BlockLength(self.block_size or DEFAULT_SAMPLES_PER_WORKER * comm.size)
@@ -202,7 +214,7 @@ class LocalUpdateSchedule(Schedule):
                     f"{self.overlap_steps} needs two exchanges at a time, and MPI is called by one "
                     "thread at a time. Use overlap_steps=0, or another transport."
                 )
-            self._node = IntraNodeAverage(reducer, inner)
+            self._node = IntraNodeAverage(reducer, inner, models)
         self.rebuild()
         self.begin()
 
@@ -242,6 +254,9 @@ class LocalUpdateSchedule(Schedule):
             self._count_samples(self._node.num_samples)
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
+        if not self._reducer.is_active:
+            self._exchange.num_active = self._step_without_data()
+            return None
         self._take_anchors()
         if self._node is not None and self._reducer.is_needed:
             result = self._node.step(closure)
@@ -254,11 +269,15 @@ class LocalUpdateSchedule(Schedule):
         self._progress(self.overlap_steps)
         return result
 
-    def shadow_step(self) -> int:
-        """See `Schedule.shadow_step`. What a rank has learned becomes part of the next block."""
+    def _step_without_data(self) -> int:
+        """Take part in a step of the others; what this rank has learned belongs to the next block.
+
+        Returns how many ranks had data.
+        """
         node = self._node
         if node is not None and self._reducer.is_needed and not node.has_left:
-            num_active = node.shadow_step()
+            node.step(None)
+            num_active = node.num_active
             self._count_samples(node.num_samples)
             self._take_anchors()
             if num_active:
@@ -270,13 +289,9 @@ class LocalUpdateSchedule(Schedule):
             node.leave([p for fragment in self._fragments for p in fragment.parameters])
         return self._exchange_without_data()
 
-    def on_zero_grad(self) -> None:
-        if self._node is not None:
-            self._node.on_zero_grad()
-
-    def before_load(self) -> None:
-        """See `Schedule.before_load`."""
-        if self._has_anchors and not self._is_resumed:
+    def before_access(self, access: Literal["read", "load"]) -> None:
+        """See `Schedule.before_access`."""
+        if access == "load" and self._has_anchors and not self._is_resumed:
             self._changed.note(self._fragments)
 
     def flush(self) -> None:
@@ -304,9 +319,11 @@ class LocalUpdateSchedule(Schedule):
         return self._length.current
 
     @property
-    def is_within_block(self) -> bool:
-        """See `Schedule.is_within_block`. With overlap it lasts from the first step to `flush`."""
-        if self._comm.size == (1 if self._node is None else self._node.comm.size):
+    def _is_within_block(self) -> bool:
+        """With overlap a block lasts from the first step to `flush`."""
+        if not self._fragments or self._comm.size == (
+            1 if self._node is None else self._node.comm.size
+        ):
             return False
         return self._pending is not None or any(each.num_samples for each in self._fragments)
 
@@ -510,7 +527,6 @@ class LocalUpdateSchedule(Schedule):
         self._order.restart()
         self._are_anchors_verified, self._num_missed_steps, self.is_flushed = False, 0, False
         if node is not None:
-            node.on_zero_grad()
             node.restart()
             node.num_active = state.get("num_sharing", 1)
         self.num_samples = state.get("num_samples", 0.0)
@@ -554,7 +570,9 @@ def _check(name: str, is_right: bool, value: object, rule: str) -> None:
 class IntraNodeAverage(EveryStep):
     """`EveryStep` among the ranks of a node, which therefore hold the same parameters."""
 
-    def __init__(self, reducer: GradientReducer, inner: Optimizer) -> None:
+    def __init__(
+        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
+    ) -> None:
         """*Collective.*"""
         super().__init__()
         comm = reducer.comm
@@ -563,17 +581,26 @@ class IntraNodeAverage(EveryStep):
         """Steps of the node since this rank left its loop."""
         self.has_left = False
         """Whether all ranks of the node have left their loops."""
-        self.attach(reducer, inner)
         self.num_active = 1
+        """How many ranks share the samples of the last step."""
+        self.attach(reducer, inner, models)
+
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        super().backward_ended()
+        self.num_active = self._exchange.num_active
+
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`."""
+        result = super().step(closure)
+        if not self._reducer.is_active:
+            self.num_active = self._exchange.num_active
+        return result
 
     @property
-    def num_active(self) -> int:
-        """How many ranks share the samples of the last step."""
-        return self._reducer.exchange.num_active
-
-    @num_active.setter
-    def num_active(self, num_active: int) -> None:
-        self._reducer.exchange.num_active = num_active
+    def num_samples(self) -> float:
+        """Of the ranks of the node, in the last exchange."""
+        return self._exchange.num_samples
 
     def begin(self) -> None:
         """Reduce gradients within the node from now on. *Collective.*"""

@@ -20,24 +20,26 @@ import atexit
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import STEP_HOOKS
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import StripeCodec
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import abort_pending_receives
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import parameters_of
-from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
+from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.parameter_server.messages import (
     Messages,
     ServerClient,
@@ -52,7 +54,6 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     hyper_parameters,
 )
 from torchmn.exchange.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
-from torchmn.torch_private import STEP_HOOKS
 
 _GRACE_S = 2.0
 
@@ -76,14 +77,15 @@ class ParameterServer(Schedule):
         'parameter_server'
     """
 
-    name = "parameter_server"
-    exchanges_shards = False
-    num_sets = 0
-    staleness_steps = 0  # of p.grad; that of the parameters is `staleness`
-    replica_consistency: ReplicaConsistency = "none"
-    counts_samples = False
-    _reducer: GradientReducer
-    _inner: Optimizer
+    # Nothing is stale in p.grad; how late the parameters are tells `staleness`.
+    traits = Traits(
+        name="parameter_server",
+        num_sets=0,
+        takes_shards=False,
+        averages_gradients=False,
+        has_own_steps=True,
+        replica_consistency="none",
+    )
     _comm: Communicator
     _server_class: type[ShardServer] = ShardServer
 
@@ -108,8 +110,6 @@ class ParameterServer(Schedule):
         self.max_staleness = max_staleness
         self.pipeline = pipeline
         self.delay_compensation = delay_compensation
-        self.is_server = False
-        """Whether this rank serves and does not train."""
         self.versions: dict[int, int] = {}
         """Of each server's parameters, when this rank last pulled them. They only increase."""
         self.lost: set[int] = set()
@@ -144,10 +144,12 @@ class ParameterServer(Schedule):
 
     # ---- life ----
 
-    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+    def attach(
+        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
+    ) -> None:
         """See `Schedule.attach`. Raises UnsupportedError: see `_raise_if_unsupported`."""
-        self._reducer, self._inner, self._comm = reducer, inner, reducer.comm
-        comm = reducer.comm
+        super().attach(reducer, inner, models)
+        self._comm = comm = reducer.comm
         self._raise_if_unsupported()
         options = comm.allgather_obj(repr(self))
         if len(set(options)) > 1:
@@ -157,8 +159,9 @@ class ParameterServer(Schedule):
             )
         num_servers = comm.size if self.servers == "all" else self.servers
         servers = list(range(comm.size - num_servers, comm.size))
-        self.is_server = self.servers != "all" and comm.rank in servers
-        self._parameters = list(reducer.exchange.trained())
+        serves = self.servers != "all" and comm.rank in servers
+        self.traits = replace(self.traits, serves=serves)
+        self._parameters = list(self._exchange.trained())
         shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
         self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
@@ -247,13 +250,18 @@ class ParameterServer(Schedule):
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`: gradients stay this rank's own until `step`."""
 
-    def step(self, closure: Callable[[], float] | None) -> None:
+    def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. Local, but for the bound on staleness.
 
         Hooks of the inner optimizer's step are called here, around the push. A gradient that is
         not finite is never sent to the servers, whatever ``on_nonfinite`` is. Raises UsageError:
         the script has changed parameters since the last step, which servers would not see.
         """
+        if not self._reducer.is_active:  # it has left its loop, or only serves
+            self._finish()
+            self._is_finished_by_join = True  # join() also calls flush()
+            self._exchange.num_active = 0
+            return None
         self._raise_if_misused(closure)
         self._raise_if_changed()
         self._collect()
@@ -274,10 +282,11 @@ class ParameterServer(Schedule):
                 replies = self._client.request(kind, requests)
             self._pulled(replies)
         self._call_hooks(STEP_HOOKS[1])
+        return None
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
-        zero_fill, codec = self._reducer.exchange.zero_fill, self._codec
+        zero_fill, codec = self._exchange.zero_fill, self._codec
         keeps_residuals = codec is not None and codec.keeps_residuals
         metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
@@ -372,12 +381,6 @@ class ParameterServer(Schedule):
             return
         self._finish()
 
-    def shadow_step(self) -> int:
-        """See `Schedule.shadow_step`: this rank has left its loop, or only serves."""
-        self._finish()
-        self._is_finished_by_join = True  # join() also calls flush()
-        return 0
-
     def _finish(self) -> None:
         self._raise_if_changed()
         self._collect()
@@ -435,7 +438,7 @@ class ParameterServer(Schedule):
         reducer, problem = self._reducer, None
         if nonfinite:
             problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-        reducer.exchange.nonfinite.record(problem)
+        self._exchange.nonfinite.record(problem)
         self._call_hooks(STEP_HOOKS[0])
 
     def _call_hooks(self, which: str) -> None:
@@ -473,7 +476,7 @@ class ParameterServer(Schedule):
 
     def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:
         rank_label = self._comm.rank_label
-        if self.is_server:
+        if self.traits.serves:
             raise UsageError(
                 f"{rank_label}: this rank only serves (servers={self.servers}) and does not "
                 "train: call optimizer.serve() instead of the training loop."

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torchmn.errors import NonFiniteGradientError, UnsupportedError, UsageError
 
 from tests.limits import limit
 from tests.unit.exchange.schedules.local_updates.runs import (
@@ -30,7 +31,6 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
-from torchmn.errors import NonFiniteGradientError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage, Warmup
 from torchmn.testing import run_ranks
@@ -263,7 +263,7 @@ def test_a_plain_state_starts_from_scratch() -> None:
             train(model, optimizer, comm.rank, step)
         optimizer.flush()
         optimizer.load_state_dict(sgd(mlp()).state_dict())
-        assert (schedule.replica_consistency, schedule.num_samples) == ("per_step", 0)
+        assert (schedule.traits.replica_consistency, schedule.num_samples) == ("per_step", 0)
         assert schedule.schedule.num_samples == 0
         train(model, optimizer, comm.rank, 5)
         assert schedule.num_samples == 8
