@@ -204,8 +204,9 @@ class StepBatches:
         # What a thread requests is not the same on all ranks at a step.
         if found.is_of_thread and self._have_one_proportion(sizes):
             seen = self._share(replace(found, is_kept=False), counted).seen if parts else None
-            if seen is not None and seen % 2 == 0:
-                seen = 0  # which ones it is of is not known
+            if seen is not None and seen % 2 == 0:  # of some of them: how many are left
+                received, total = (sum(each) for each in zip(*parts, strict=True))
+                seen = 2 * round(total - num * total / received)
             return Share(latest[-1][0], num, latest, seen)
         if not counted.num_forwards and not parts:
             return self._last_share  # a second backward pass of the same forward pass
