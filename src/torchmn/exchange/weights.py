@@ -38,7 +38,7 @@ class Contribution:
         self._set_weight = self._set_samples = 0.0
         self._counted = 0.0
         self._num_forwards = 0
-        self._has_counted = False
+        self.has_counted = False
         """Whether a forward pass was counted since the last exchange and `zero_grad`."""
         self._before_zero_grad: float | None = None
         """What was counted before `zero_grad`, if anything was."""
@@ -54,7 +54,7 @@ class Contribution:
 
     @property
     def _num_counted(self) -> float:
-        return self._counted if self._has_counted else self._before_zero_grad or 0.0
+        return self._counted if self.has_counted else self._before_zero_grad or 0.0
 
     @property
     def _num_calls(self) -> int:
@@ -83,7 +83,7 @@ class Contribution:
 
     @property
     def _is_counted(self) -> bool:
-        return self._has_counted or self._before_zero_grad is not None
+        return self.has_counted or self._before_zero_grad is not None
 
     @property
     def is_known(self) -> bool:
@@ -119,7 +119,7 @@ class Contribution:
         """
         if self._is_counted:
             self._last_counted = self._num_counted
-        self.is_set, self._counted, self._has_counted = False, 0.0, False
+        self.is_set, self._counted, self.has_counted = False, 0.0, False
         self._num_forwards = 0
         self._before_zero_grad = self.mean_samples = self.shares = None
 
@@ -129,14 +129,14 @@ class Contribution:
         It may come between a forward pass and its backward pass. Others, of an evaluation or of a
         batch that was left out, have no part in the gradients of the passes that follow.
         """
-        if self._has_counted:
+        if self.has_counted:
             self._before_zero_grad = self._counted
-            self._counted, self._has_counted = 0.0, False
+            self._counted, self.has_counted = 0.0, False
             self._num_forwards = 0
 
     def resume(self, num_samples: float) -> None:
         """Continue counting from ``num_samples``."""
-        self._counted, self._has_counted = num_samples, True
+        self._counted, self.has_counted = num_samples, True
 
     def end_step(self) -> None:
         """If a rank has no data in the next step, its weight there is zero."""
@@ -158,4 +158,4 @@ class Contribution:
         if not self.is_set:
             self._counted += num_samples
             self._num_forwards += 1
-            self.was_ever_known = self._has_counted = True
+            self.was_ever_known = self.has_counted = True
