@@ -10,8 +10,8 @@ from chaos.faults import Fault
 from chaos.injection import NO_SPACE
 from chaos.job import Line
 from chaos.settings import Setting
+from torchmn.base.errors import shell_code
 from torchmn.control.messages import ProcessState
-from torchmn.errors import shell_code
 
 _OURS = "torchmn: "
 _STARTS = ", logs in "

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchmn import torch_private
+from torchmn.base import torch_private
 
 SOURCE = Path(__file__).parents[2] / "src" / "torchmn"
 FILE = "torch_private.py"

@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 import pytest
 from torch import Tensor, nn
-
 from torchmn.errors import TorchmnError
+
+from torchmn.base.names import SCHEDULE_TRAITS, ScheduleTraits
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
 from torchmn.exchange.means import Means
 from torchmn.exchange.optimizer import multi_node_optimizer, unusual_steps
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.weights import Contribution
-from torchmn.names import SCHEDULE_TRAITS, ScheduleTraits
 
 from .running import check_exact, on_ranks
 from .suite import all_scripts

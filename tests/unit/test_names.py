@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 from tests.limits import limit
+from torchmn.base.names import CODEC_TRAITS, ROUTE_TRAITS, SCHEDULE_TRAITS
 from torchmn.comm.codecs import CODECS, create_codec
 from torchmn.comm.create import ROUTES
 from torchmn.exchange.optimizer.create import SCHEDULES
-from torchmn.names import CODEC_TRAITS, ROUTE_TRAITS, SCHEDULE_TRAITS
 
 
 def test_the_registries_have_the_same_names() -> None:
@@ -26,5 +26,5 @@ def test_traits_are_those_of_the_classes() -> None:
 
 
 def test_they_need_no_torch() -> None:
-    script = "import sys, torchmn.names\nassert 'torch' not in sys.modules"
+    script = "import sys, torchmn.base.names\nassert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=limit(20))

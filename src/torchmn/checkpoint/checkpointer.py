@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import (
+    CommunicationError,
+    DataError,
+    RankMismatchError,
+    TorchmnError,
+    UsageError,
+)
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.folder_owner import FolderOwner
 from torchmn.checkpoint.manifest import Manifest, is_checkpoint, order_of, parse
@@ -21,13 +28,6 @@ from torchmn.checkpoint.snapshot import CopyMemory, Stateful
 from torchmn.checkpoint.writer import Outcome, Request, Writer, read_manifest
 from torchmn.comm import Communicator, Grid
 from torchmn.data import rank_seeds
-from torchmn.errors import (
-    CommunicationError,
-    DataError,
-    RankMismatchError,
-    TorchmnError,
-    UsageError,
-)
 
 OnFailure = Literal["warn", "raise"]
 _PAUSE_S = 0.05

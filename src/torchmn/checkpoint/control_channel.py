@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import PeerLostError, TimeLimitError
 from torchmn.comm.base import Communicator
 from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.transports.base import BackoffTimeLimit, Transport, abort_pending_receives
-from torchmn.errors import PeerLostError, TimeLimitError
 
 _SLOWEST_BYTES_PER_S = 10e6
 _LONGEST_PAUSE_S = 0.01

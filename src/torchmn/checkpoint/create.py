@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
+from torchmn.base.errors import DataError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.folder_owner import FolderOwner
@@ -14,7 +15,6 @@ from torchmn.checkpoint.manifest import Best
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import Writer
 from torchmn.comm import Communicator, Grid
-from torchmn.errors import DataError, RankMismatchError, UnsupportedError, UsageError
 
 _TOKEN = ".token-"
 _VISIBILITY_LIMIT_S = 5.0  # network file systems cache absence for seconds

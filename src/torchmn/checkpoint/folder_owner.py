@@ -30,11 +30,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from torchmn.base.errors import DataError, TopologyError
 from torchmn.cluster.allocation import allocation
 from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.processes import is_running, start_time
-from torchmn.errors import DataError, TopologyError
 
 OWNER = ".owner"
 PERIOD_S = 5.0

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, MsgspecError, convert
 
+from torchmn.base.errors import DataError, UsageError
 from torchmn.comm.checksums import digest
 from torchmn.data.batch_settings import BatchSettings
-from torchmn.errors import DataError, UsageError
 
 FORMAT = 1
 BEGIN = b'{"checksum":"'

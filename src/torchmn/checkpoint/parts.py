@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchmn.base.errors import DataError
 from torchmn.comm.local_tensors import (
     PART,
     describe_part,
@@ -21,7 +22,6 @@ from torchmn.comm.local_tensors import (
     is_part,
     overlap,
 )
-from torchmn.errors import DataError
 from torchmn.exchange.replicas import parameters_of
 
 Path = tuple[Any, ...]

@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import MsgspecError, convert
 from torch import Tensor
 
+from torchmn.base.errors import DataError, UsageError
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.shard_file import ShardReader
 from torchmn.checkpoint.snapshot import SavedRank
@@ -18,7 +19,6 @@ from torchmn.comm import object_codec
 from torchmn.comm.checksums import digest
 from torchmn.comm.local_tensors import PART
 from torchmn.comm.object_kinds import torch_dtype
-from torchmn.errors import DataError, UsageError
 
 _MAX_READERS = 64
 

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UsageError
 from torchmn.checkpoint.manifest import Manifest
 from torchmn.checkpoint.parts import place_parts, targets_of
 from torchmn.checkpoint.reader import SavedCheckpoint
@@ -16,7 +17,6 @@ from torchmn.comm.local_tensors import is_divided
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.batch_settings import batch_settings_by_name
 from torchmn.data.scatter import warnings_of_shards
-from torchmn.errors import UsageError
 from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.resharding import (
     Resharding,

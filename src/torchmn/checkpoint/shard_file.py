@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import DataError
 from torchmn.checkpoint.storage import FileReader
 from torchmn.comm.checksums import digest
-from torchmn.errors import DataError
 
 _DTYPES = {
     "bool": "BOOL",

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UsageError
 from torchmn.comm import object_codec
 from torchmn.comm.local_tensors import is_distributed, is_divided, local_part
 from torchmn.comm.object_codec import Part
 from torchmn.data.batch_settings import BatchSettings, batch_settings_by_name
-from torchmn.errors import UsageError
 
 _ALIGNMENT = 64
 RANDOM = "random state"  # the name under which the generators are saved beside the user's objects

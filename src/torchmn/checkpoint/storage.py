@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from torchmn.base.errors import DataError
 from torchmn.control.private_files import open_private
-from torchmn.errors import DataError
 
 MANIFEST = "manifest.json"
 

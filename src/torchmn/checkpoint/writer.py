@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
-from torchmn import __version__, events
+from torchmn import __version__
+from torchmn.base import events
+from torchmn.base.errors import DataError
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.manifest import (
     BEGIN,
@@ -38,7 +40,6 @@ from torchmn.comm.checksums import describe_differences, differences, digest
 from torchmn.comm.grid import num_model_parts
 from torchmn.comm.object_codec import as_bytes
 from torchmn.control.script import record_progress
-from torchmn.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)

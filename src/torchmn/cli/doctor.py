@@ -49,13 +49,13 @@ def doctor(
     that this runs in, else this host alone. Exits with 0 if all is healthy, 3 after warnings and 4
     if a job would fail or be very slow.
     """
+    from torchmn.base.errors import UsageError
     from torchmn.cluster.allocation import allocation
     from torchmn.cluster.network import is_this_host, rate_bytes_per_s
     from torchmn.doctor.examination import examine
     from torchmn.doctor.findings import Request
     from torchmn.doctor.report import as_json as json_of
     from torchmn.doctor.report import as_text, exit_status
-    from torchmn.errors import UsageError
     from torchmn.run.plan import RunOptions, assign_slots
 
     if is_quick and is_full:

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
+from torchmn.base.errors import UnknownNameError, UsageError
 from torchmn.cli.options import values_of
 from torchmn.cli.submit import SCHEDULER_NAMES
 from torchmn.cluster.units import counted
-from torchmn.errors import UnknownNameError, UsageError
 from torchmn.submit.settings import Settings
 
 KINDS = ("image", "text", "tabular")

@@ -9,10 +9,10 @@ from typing import NoReturn
 
 import typer
 
+from torchmn.base.errors import LaunchError, TorchmnError
 from torchmn.cli import doctor, init, plan, report, run, submit
 from torchmn.cli.versions import versions_text
 from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
-from torchmn.errors import LaunchError, TorchmnError
 
 _GONE_FROM_PLAN = (
     *("--batches", "--block-steps", "--overlap-steps", "--cores-per-rank", "--picture"),

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from torchmn.base.errors import TorchmnError, UsageError
+from torchmn.base.names import CODEC_TRAITS, ROUTE_TRAITS, SCHEDULE_TRAITS
 from torchmn.cli.options import values_of
-from torchmn.errors import TorchmnError, UsageError
-from torchmn.names import CODEC_TRAITS, ROUTE_TRAITS, SCHEDULE_TRAITS
 
 _PREDICTED = [name for name, traits in SCHEDULE_TRAITS.items() if traits.model]
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 
 
 def report(

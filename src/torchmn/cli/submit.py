@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from torchmn.base.errors import UsageError
 from torchmn.cli.options import add_options, given, values_of
-from torchmn.errors import UsageError
 from torchmn.submit.settings import Settings
 
 SCHEDULER_NAMES = ("pbs", "slurm", "grid_engine")

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torchmn.base.errors import TopologyError
 from torchmn.cluster.hostlists import Host, parse_hostfile, parse_node_list, parse_task_counts
 from torchmn.cluster.units import counted
-from torchmn.errors import TopologyError
 
 Scheduler = Literal["PBS", "Slurm", "Grid Engine"]
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.gpus import GpuLocality, text_of
 from torchmn.cluster.units import GiB, KiB
-from torchmn.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

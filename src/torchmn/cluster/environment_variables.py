@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 
 BACKEND_VARIABLE = "TORCHMN_BACKEND"
 EXIT_TIMEOUT_VARIABLE = "TORCHMN_EXIT_TIMEOUT_S"

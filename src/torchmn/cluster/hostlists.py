@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 
+from torchmn.base.errors import TopologyError, UsageError
 from torchmn.cluster.units import counted
-from torchmn.errors import TopologyError, UsageError
 
 _COUNT = "[0-9]{1,9}"
 _MAX_NAMES = 100_000

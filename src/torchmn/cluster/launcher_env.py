@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torchmn.base.errors import TopologyError
 from torchmn.cluster.hostlists import parse_task_counts
-from torchmn.errors import TopologyError
 
 Environment = Mapping[str, str]
 Names = tuple[str, ...]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+from torchmn.base.errors import TopologyError
 from torchmn.cluster.environment_variables import JOB_END_VARIABLE
-from torchmn.errors import TopologyError
 
 _VARIABLES = (JOB_END_VARIABLE, "SLURM_JOB_END_TIME")
 _QUERY_S = 10.0

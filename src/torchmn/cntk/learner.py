@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.cntk.schedules import Schedule, Values, learning_parameter_schedule, momentum_schedule
-from torchmn.errors import UnsupportedError, UsageError
 
 __all__ = ["Learner", "LearnerOptions"]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torchmn.errors import UsageError, require
+from torchmn.base.errors import UsageError, require
 
 __all__ = [
     "ProgressPrinter",

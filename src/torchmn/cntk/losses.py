@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import UsageError
 from torchmn.cntk.readers.minibatch import MinibatchData
-from torchmn.errors import UsageError
 
 __all__ = ["classification_error", "cross_entropy_with_softmax", "squared_error"]
 

@@ -18,7 +18,7 @@ from enum import Enum
 
 import numpy as np
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 
 __all__ = [
     "IGNORE",

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from torchmn.base.errors import UsageError
 from torchmn.cntk.readers import MinibatchSource, UserMinibatchSource, as_minibatch_source
 from torchmn.cntk.readers.deserializer import wanted_streams
 from torchmn.cntk.schedules import Schedule, minibatch_size_schedule
-from torchmn.errors import UsageError
 
 # Gets the index of a cross validation, the mean error, its samples and minibatches.
 Callback = Callable[[int, float, int, int], bool | None]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchmn import events
+from torchmn.base import events
 from torchmn.checkpoint import MultiNodeCheckpointer
 from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 import glob
 from pathlib import Path
 
+from torchmn.base.errors import UsageError
 from torchmn.checkpoint import create_multi_node_checkpointer
 from torchmn.checkpoint.manifest import is_checkpoint
 from torchmn.cntk.session_config import CheckpointConfig
 from torchmn.comm import Communicator
-from torchmn.errors import UsageError
 
 
 class SessionUpdater:

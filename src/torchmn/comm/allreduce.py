@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.comm.codecs import Codec, Layout, PowerSGD, StripeCodec
 from torchmn.comm.codecs.base import Side, aligned, anonymous_layout
 from torchmn.comm.group import Group
-from torchmn.errors import UnsupportedError, UsageError
 
 
 @dataclass(eq=False)

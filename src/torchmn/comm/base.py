@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import UnsupportedError
 from torchmn.cluster import Topology
 from torchmn.comm import object_codec
 from torchmn.comm.codecs import Codec
@@ -28,7 +29,6 @@ from torchmn.comm.routes.base import Route
 from torchmn.comm.training_start import share_training_steps, training_start
 from torchmn.comm.transports.base import Transport
 from torchmn.comm.transports.join import make_process_group, mesh_of_groups
-from torchmn.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -22,9 +22,9 @@ from typing import NoReturn
 
 import torch
 
+from torchmn.base.errors import CommunicationError, RankMismatchError, TorchmnError
 from torchmn.comm.engine import mark_as_rejection
 from torchmn.comm.group import Group
-from torchmn.errors import CommunicationError, RankMismatchError, TorchmnError
 
 ROW_BYTES = 256
 _HEAD = struct.Struct("<8sBiq")  # signature, state, bytes of the call as text, bytes of the message

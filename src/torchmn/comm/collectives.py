@@ -11,12 +11,12 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from torchmn.base.errors import UsageError
 from torchmn.comm.collective_checks import Call
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.engine_jobs import CollectiveJobs
 from torchmn.comm.point_to_point import ANY_SOURCE, HasStatus, PointToPoint, checked_tag
 from torchmn.comm.reductions import UserOp, dense
-from torchmn.errors import UsageError
 
 
 class Collectives:

@@ -19,7 +19,14 @@ from typing import Any
 
 import torch
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import (
+    TopologyError,
+    TorchmnError,
+    UnknownNameError,
+    UnsupportedError,
+    UsageError,
+)
 from torchmn.cluster import RankPlacement, Topology
 from torchmn.cluster.environment_variables import (
     BACKEND_VARIABLE,
@@ -48,13 +55,6 @@ from torchmn.comm.transports.mpi import MpiTransport
 from torchmn.comm.transports.own_rank import own_place
 from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
 from torchmn.comm.waiting import Address, PeerStatus, Timeout
-from torchmn.errors import (
-    TopologyError,
-    TorchmnError,
-    UnknownNameError,
-    UnsupportedError,
-    UsageError,
-)
 from torchmn.record import recording
 
 ROUTES: dict[str, type[Route]] = {

@@ -20,16 +20,16 @@ from typing import Generic, NoReturn, TypeVar, cast
 
 import torch
 
-from torchmn import events
-from torchmn.comm.streams import Deferred, Event, Streams, streams_of
-from torchmn.comm.watcher import Held, Watcher
-from torchmn.errors import (
+from torchmn.base import events
+from torchmn.base.errors import (
     CommunicationError,
     PeerLostError,
     TimeLimitError,
     TorchmnError,
     UnsupportedError,
 )
+from torchmn.comm.streams import Deferred, Event, Streams, streams_of
+from torchmn.comm.watcher import Held, Watcher
 
 Result = TypeVar("Result")
 _REJECTION = "_is_rejection_on_all_ranks"

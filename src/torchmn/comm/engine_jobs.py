@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.comm import object_codec
 from torchmn.comm.collective_checks import INLINE_BYTES, Call, CallCheck, Row
 from torchmn.comm.group import Group
 from torchmn.comm.local_tensors import local_part, placement_of
 from torchmn.comm.reductions import Reduction, dense, dense_parts, described, without_backward
 from torchmn.comm.transports.base import fold
-from torchmn.errors import RankMismatchError, UsageError
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from torchmn import events
+from torchmn.base import events
 from torchmn.control.messages import CollectiveStatus
 
 if TYPE_CHECKING:

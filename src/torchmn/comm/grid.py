@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from torchmn.base.errors import UsageError
 from torchmn.comm.base import Communicator
 from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.comm.transports.join import mesh_of_groups, torch_ranks
-from torchmn.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

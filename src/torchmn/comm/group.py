@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError, UnsupportedError
 from torchmn.cluster import Topology
 from torchmn.cluster.network import own_addresses
 from torchmn.comm.codecs.base import IsValid
@@ -26,7 +27,6 @@ from torchmn.comm.transports.base import Message, QueuedWork, ReduceOp, TimeLimi
 from torchmn.comm.transports.shared_memory import SharedMemoryTransport
 from torchmn.comm.transports.staging import await_stream
 from torchmn.comm.waiting import Wait
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, UnsupportedError
 
 Result = TypeVar("Result")
 _LATE = (

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from torchmn.errors import (
+from torchmn.base.errors import (
     CommunicationError,
     DataError,
     TorchmnError,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torchmn.torch_private import layout_of, local_shape_and_offset, local_tensor
+from torchmn.base.torch_private import layout_of, local_shape_and_offset, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

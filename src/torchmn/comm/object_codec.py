@@ -29,10 +29,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import CommunicationError, DataError, UnsupportedError
 from torchmn.comm import object_kinds
 from torchmn.comm.local_tensors import describe_part, is_distributed
 from torchmn.comm.object_kinds import torch_dtype
-from torchmn.errors import CommunicationError, DataError, UnsupportedError
 
 _MAX_DEPTH = 200
 """Containers within containers; the receiver needs a few frames of Python for each."""

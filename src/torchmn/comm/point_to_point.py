@@ -16,12 +16,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.comm import object_codec
 from torchmn.comm.engine import mark_as_rejection
 from torchmn.comm.engine_jobs import exchange_tensors
 from torchmn.comm.group import Group
 from torchmn.comm.transports.base import SYNCHRONOUS_TAG
-from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 
 ANY_SOURCE = -1
 """As ``source`` of `recv` and `recv_obj`: the rank whose message arrives first."""

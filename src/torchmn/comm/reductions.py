@@ -10,8 +10,8 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import UnknownNameError, UsageError
 from torchmn.comm.transports.base import COMBINE, ReduceOp
-from torchmn.errors import UnknownNameError, UsageError
 
 UserOp = Literal["sum", "mean", "product", "max", "min"]
 

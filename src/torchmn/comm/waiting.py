@@ -36,7 +36,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import LaunchError, UsageError
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
 from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_receives
@@ -46,7 +47,6 @@ from torchmn.control.hang_report import DONE, EARLY_END, RankStatus, report
 from torchmn.control.messages import Overdue, StatusReply, decode, encode
 from torchmn.control.processes import is_running, is_stopped
 from torchmn.control.script import script_stack
-from torchmn.errors import LaunchError, UsageError
 
 _ROLE = "status of a rank"
 _FIRST_S = 5.0

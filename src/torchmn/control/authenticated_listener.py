@@ -33,10 +33,10 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from torchmn.base.errors import LaunchError, UsageError
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Message, decode, encode
-from torchmn.errors import LaunchError, UsageError
 
 HANDSHAKE_S = 5.0
 MAX_PENDING = 64

@@ -11,9 +11,9 @@ import socket
 import time
 from typing import TypeVar
 
+from torchmn.base.errors import LaunchError
 from torchmn.cluster.network import addresses_of_host, family_of
 from torchmn.control.messages import Message, decode, encode
-from torchmn.errors import LaunchError
 
 SUPERVISOR = "supervisor"  # the role of the listener, see `torchmn.control.authenticated_listener`
 HOST_TIMEOUT_S = 8.0  # a host whose kernel does not answer for this long is taken for lost

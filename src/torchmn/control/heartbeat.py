@@ -9,11 +9,11 @@ import os
 import time
 from collections.abc import Iterable
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.environment_variables import HEARTBEAT_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages import Alive, HeartbeatRequest, StoppedProcess
 from torchmn.control.processes import ancestors, children, is_stopped, process_name
-from torchmn.errors import UsageError
 
 _DEFAULT_LIMIT_S = 30.0
 _PERIODS_PER_LIMIT = 15

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import TopologyError
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.heartbeat import LoopClock
@@ -28,7 +29,6 @@ from torchmn.control.processes import (
     python_module,
     send,
 )
-from torchmn.errors import TopologyError
 
 _PERIOD_S = 0.2
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from torchmn.base.errors import LaunchError
 from torchmn.cluster.allocation import allocation
 from torchmn.cluster.hostlists import parse_node_list
 from torchmn.cluster.launcher_env import LauncherInfo
@@ -27,7 +28,6 @@ from torchmn.cluster.network import addresses_of_host, is_loopback, route_of
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.connection import address_of, listen_on
 from torchmn.control.private_files import make_private_folder, open_private
-from torchmn.errors import LaunchError
 
 _LOOKUP_S = 2.0
 _PAUSE_S = 0.05

@@ -17,8 +17,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar
 
+from torchmn.base.errors import LaunchError
 from torchmn.control.messages import ProcessState
-from torchmn.errors import LaunchError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

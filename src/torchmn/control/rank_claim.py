@@ -11,11 +11,11 @@ import os
 from collections.abc import Mapping
 from glob import glob
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.environment_variables import ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.cluster.launcher_env import LAUNCHERS, LauncherInfo
 from torchmn.control.port_discovery import JOB_VARIABLES
 from torchmn.control.processes import ancestors, descendants, environment_of
-from torchmn.errors import UsageError
 
 # The variables that tell a rank of a job from all others.
 _NAMES = frozenset(

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+from torchmn.base.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
-from torchmn.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
 
 FOLLOW_UP = "follow-up: "
 _CAUSED = "The above exception was the direct cause of the following exception:"

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.utils.data import DataLoader, Sampler
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import UsageError
 from torchmn.control.script import failure_notes
 from torchmn.data.divided_batches import LoaderPass, divided_batches
-from torchmn.errors import UsageError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -34,9 +34,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from torchmn.base.errors import RankMismatchError
 from torchmn.data import rng_state
 from torchmn.data.sub_dataset import SubDataset
-from torchmn.errors import RankMismatchError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from torchmn.base.errors import UsageError
+from torchmn.base.torch_private import tree_map
 from torchmn.data.scatter_loader import ScatteredBatches
-from torchmn.errors import UsageError
-from torchmn.torch_private import tree_map
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.counted_loader import PassSampler
@@ -25,7 +26,6 @@ from torchmn.data.divided_batches import LoaderPass
 from torchmn.data.permutations import Order, keyed_permutation
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
-from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torchmn.base.errors import DataError, UsageError
 from torchmn.data.scatter import EmptyDataset
-from torchmn.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import TorchmnError
 from torchmn.cluster.units import MiB
 from torchmn.comm.heartbeat import raise_if_any_failed, run_on_one_rank
 from torchmn.comm.transports.shared_segment import SharedMemorySegment, memory_error_from
 from torchmn.data.packed_samples import COPY, Layout, PackedSamples, pack_dataset
 from torchmn.data.sub_dataset import SizedDataset
-from torchmn.errors import TorchmnError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from torchmn.base.errors import DataError, TorchmnError, UnsupportedError
 from torchmn.cluster.units import GiB
 from torchmn.comm import object_codec
 from torchmn.comm.transports.shared_segment import (
@@ -31,7 +32,6 @@ from torchmn.comm.transports.shared_segment import (
     memory_error_from,
 )
 from torchmn.data.sub_dataset import SizedDataset, is_starting_process
-from torchmn.errors import DataError, TorchmnError, UnsupportedError
 
 COPY = ErrorContext(
     "the node's copy of the data set",

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 
 Order = np.ndarray[Any, np.dtype[np.int64]]
 SEED_RULE = "A seed must be an integer from 0 to 2**32 - 1, or None."

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.comm.training_start import training_start
 from torchmn.data import rng_state
-from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

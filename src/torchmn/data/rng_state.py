@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchmn.errors import DataError
+from torchmn.base.errors import DataError
 
 in_turn = threading.RLock()
 """For ranks that are threads, which share generators. torch locks a generator while it makes the

@@ -6,6 +6,7 @@ import operator
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakSet
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.cluster.units import MiB
 from torchmn.comm.transports.shared_segment import SHARED_DIRECTORY
 from torchmn.data import rank_seeds
@@ -13,7 +14,6 @@ from torchmn.data.dataset_comparison import raise_if_datasets_differ
 from torchmn.data.node_shared_dataset import copy_to_nodes
 from torchmn.data.permutations import SEED_RULE, draw_seed, is_seed, permutation
 from torchmn.data.sub_dataset import SizedDataset, SubDataset
-from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from torchmn.base.errors import DataError, RankMismatchError, UsageError
 from torchmn.cluster.units import counted
 from torchmn.comm.collectives import bcast_for
 from torchmn.data import rank_seeds, rng_state
@@ -30,7 +31,6 @@ from torchmn.data.pass_facts import pass_facts
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SubDataset
-from torchmn.errors import DataError, RankMismatchError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -8,10 +8,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from torch.utils.data import default_collate
 
+from torchmn.base.errors import UsageError
 from torchmn.data.permutations import Order, draw_seed, keyed_permutation
 from torchmn.data.scatter import SHARDS_DIFFER
 from torchmn.data.sub_dataset import SizedDataset
-from torchmn.errors import UsageError
 
 Batch = TypeVar("Batch")
 

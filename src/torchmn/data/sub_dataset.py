@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar, cast, overload, runtime_checkable
 import numpy as np
 from torch.utils.data import Dataset
 
+from torchmn.base.errors import UsageError
 from torchmn.data import rank_seeds
 from torchmn.data.permutations import draw_seed, permutation
-from torchmn.errors import UsageError
 
 Sample = TypeVar("Sample", covariant=True)
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.data.permutations import draw_seed
 from torchmn.data.serial_iterator import SerialIterator
-from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

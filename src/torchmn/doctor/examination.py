@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from torchmn.base.errors import LaunchError, UsageError
 from torchmn.cluster.units import counted
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import (
@@ -40,7 +41,6 @@ from torchmn.doctor.links import (
     suspicious,
 )
 from torchmn.doctor.network import clock_findings
-from torchmn.errors import LaunchError, UsageError
 from torchmn.run.starters.remote import remote_shell
 
 _START_S = 20.0

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, TypeVar
 
+from torchmn.base.errors import LaunchError
 from torchmn.control.codec import Record, decode_union, encode
 from torchmn.doctor.findings import AskTime, Begin, Failed, Ready, TimeIs
-from torchmn.errors import LaunchError
 from torchmn.run.starters.remote import to_host
 
 _NUM_CLOCK_ROUNDS = 7

@@ -12,12 +12,12 @@ import threading
 import time
 from contextlib import suppress
 
+from torchmn.base.errors import LaunchError
 from torchmn.cluster.units import KiB
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.connection import listen_on
 from torchmn.doctor.findings import LinkMeasured, MeasureLink
-from torchmn.errors import LaunchError
 
 _ROLE = "doctor's link probe"
 _CONNECT_S = 3.0

@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable
 from enum import Enum
 
-from torchmn.compiling import not_compiled
-from torchmn.errors import CommunicationError, UsageError
-from torchmn.torch_private import at_end_of_backward, current_graph_task_id
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import CommunicationError, UsageError
+from torchmn.base.torch_private import at_end_of_backward, current_graph_task_id
 
 
 class _Members:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torchmn.base.errors import UnsupportedError
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, create_codec
-from torchmn.errors import UnsupportedError
 
 
 def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:

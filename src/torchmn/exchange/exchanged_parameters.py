@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import UnsupportedError
 from torchmn.comm import Communicator
-from torchmn.errors import UnsupportedError
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.sharded_parameters import LocalShards, ModelMesh, whole_of
 

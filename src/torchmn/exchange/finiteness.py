@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import NonFiniteGradientError
 from torchmn.comm.codecs.base import FoundNonfinite, When
 from torchmn.comm.streams import Deferred
-from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.buckets import Bucket, Slot
 
 if TYPE_CHECKING:

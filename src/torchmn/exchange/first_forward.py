@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchmn.base.compiling import not_compiled
+from torchmn.base.torch_private import current_graph_task_id, is_tracing, packs_saved_tensors
 from torchmn.comm.training_start import training_start
-from torchmn.compiling import not_compiled
 from torchmn.exchange.model_hooks import ModelHooks
-from torchmn.torch_private import current_graph_task_id, is_tracing, packs_saved_tensors
 
 
 def watch_first_forward(models: Sequence[nn.Module]) -> ModelHooks:

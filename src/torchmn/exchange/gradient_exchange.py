@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import RankMismatchError, TorchmnError
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
-from torchmn.errors import RankMismatchError, TorchmnError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.agreements.late_ranks import LateRanks

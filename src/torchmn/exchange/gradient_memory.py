@@ -17,14 +17,14 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torchmn.exchange.sharded_parameters import whole_of
-from torchmn.torch_private import (
+from torchmn.base.torch_private import (
     COUNTS_USES,
     storage_address,
     storage_use_count,
     tensor_use_count,
     version_of,
 )
+from torchmn.exchange.sharded_parameters import whole_of
 
 CAN_COUNT = COUNTS_USES  # if not, no memory is used again
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchmn.compiling import leave_to_python
-from torchmn.torch_private import MODULE_HOOKS, MODULES, PARAMETERS, REPLICA, replica_of
+from torchmn.base.compiling import leave_to_python
+from torchmn.base.torch_private import MODULE_HOOKS, MODULES, PARAMETERS, REPLICA, replica_of
 
 _STATE, _SCRIPTABLE = "__getstate__", "__prepare_scriptable__"
 _FORWARD = "forward"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.finiteness import OnNonfinite
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchmn import events
-from torchmn.errors import UnsupportedError
+from torchmn.base import events
+from torchmn.base.errors import UnsupportedError
 from torchmn.exchange.agreements.base import PassContext
 from torchmn.exchange.agreements.measured_norms import MeasuredNorms
 from torchmn.exchange.agreements.weights import WeightAgreement

@@ -15,9 +15,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from torchmn.compiling import not_compiled
+from torchmn.base.compiling import not_compiled
+from torchmn.base.torch_private import gradient_hooks
 from torchmn.exchange.sharded_parameters import whole_of
-from torchmn.torch_private import gradient_hooks
 
 
 class GradientHook:

@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import current_graph_task_id, gradient_hooks
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.agreements.measured_norms import MeasuredNorms
@@ -41,7 +42,6 @@ from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
 from torchmn.exchange.weights import Contribution
-from torchmn.torch_private import current_graph_task_id, gradient_hooks
 
 
 class GradientReducer:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.checksums import Difference, checksum, describe_differences, differences
 from torchmn.comm.local_tensors import reshard
-from torchmn.errors import RankMismatchError, UsageError
 
 if TYPE_CHECKING:
     from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer

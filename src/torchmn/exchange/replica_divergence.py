@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.torch_private import Normalization
 from torchmn.comm import Communicator
 from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.replicas import persistent_buffers
-from torchmn.torch_private import Normalization
 
 UNKNOWN = -float(2**23)  # in place of a number, from a rank that does not compare: then none does
 EVERY = 4  # steps from one checksum to the next, which takes longer than all else here

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import buffers_of, non_persistent_buffers
 from torchmn.comm import Communicator
 from torchmn.comm.checksums import checksum, differences, digest
 from torchmn.comm.local_tensors import (
@@ -25,10 +27,8 @@ from torchmn.comm.local_tensors import (
     reshard,
     with_parts,
 )
-from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.sparse_gradients import sparse_parameters
-from torchmn.torch_private import buffers_of, non_persistent_buffers
 
 _OF_SHARDS = (
     " A model of which ranks hold parts is exchanged between those that hold the same part: give "

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.codecs.residuals import reshard
-from torchmn.errors import UsageError
 
 State = dict[str, Any]
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchmn.base.torch_private import HooksOfWhole, made_as
 from torchmn.comm import Communicator
 from torchmn.comm.local_tensors import division_of, from_part, is_distributed, local_part
-from torchmn.torch_private import HooksOfWhole, made_as
 
 
 class ModelMesh:

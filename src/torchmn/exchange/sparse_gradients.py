@@ -19,9 +19,9 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import UnsupportedError
 from torchmn.cluster.units import listed
 from torchmn.comm import Communicator
-from torchmn.errors import UnsupportedError
 
 _INDEX_BYTES = 8
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchmn.base.errors import UsageError
 from torchmn.comm.streams import Deferred
-from torchmn.errors import UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.presence import Presence
 from torchmn.exchange.agreements.weights import WeightAgreement, weight_scale

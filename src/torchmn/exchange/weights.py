@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchmn.base.torch_private import current_graph_task_id, is_tracing
 from torchmn.data.batch_size import num_samples
 from torchmn.exchange.sample_proportions import BatchShares, Shares
-from torchmn.torch_private import current_graph_task_id, is_tracing
 
 
 class Contribution:

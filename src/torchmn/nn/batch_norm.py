@@ -20,12 +20,12 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import UnknownNameError, UnsupportedError
+from torchmn.base.torch_private import BatchNorm
 from torchmn.comm import Communicator
-from torchmn.compiling import not_compiled
-from torchmn.errors import UnknownNameError, UnsupportedError
 from torchmn.nn.layer_communicator import LayerCommunicator, Ranks, differentiable_once
 from torchmn.nn.micro_batches import samples_of_loss
-from torchmn.torch_private import BatchNorm
 
 LossWeight = Literal["rank", "samples"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from typing import Literal
 
-from torchmn.errors import RankMismatchError, UsageError
+from torchmn.base.errors import RankMismatchError, UsageError
 
 PipelineSchedule = Literal["gpipe", "1f1b"]
 PIPELINE_SCHEDULES = ("gpipe", "1f1b")

@@ -12,8 +12,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import RankMismatchError, UnknownNameError, UsageError
+from torchmn.base.script_line import script_line
+from torchmn.base.torch_private import at_end_of_backward
 from torchmn.comm import Communicator
-from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
 from torchmn.nn.chain_graph import (
     BACKWARD,
     FORWARD,
@@ -29,8 +31,6 @@ from torchmn.nn.layer_communicator import differentiable_once, has_collective_la
 from torchmn.nn.messages import Messages, Place, Samples
 from torchmn.nn.micro_batches import tensors_of, with_tensors
 from torchmn.nn.pipeline import Batch, LossFunction, NoSync, Pipeline, explained
-from torchmn.script_line import script_line
-from torchmn.torch_private import at_end_of_backward
 
 
 class MultiNodeChainList(nn.Module):

@@ -15,10 +15,10 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.group import Group
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.torch_private import current_graph_task_id
 
 _COPIES: WeakKeyDictionary[Communicator, LayerCommunicator] = WeakKeyDictionary()
 

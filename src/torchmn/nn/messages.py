@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import (
+    CommunicationError,
+    PeerLostError,
+    RankMismatchError,
+    TimeLimitError,
+    UnsupportedError,
+    UsageError,
+)
 from torchmn.comm import Communicator, object_codec
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import (
@@ -25,14 +33,6 @@ from torchmn.comm.transports.base import (
     TimeLimit,
     Transport,
     abort_pending_receives,
-)
-from torchmn.errors import (
-    CommunicationError,
-    PeerLostError,
-    RankMismatchError,
-    TimeLimitError,
-    UnsupportedError,
-    UsageError,
 )
 from torchmn.nn.chain_graph import BACKWARD, FORWARD, Edge
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from torchmn.base.errors import UsageError
 from torchmn.data.batch_size import num_samples
-from torchmn.errors import UsageError
 
 _NUM_SAMPLES: ContextVar[int | None] = ContextVar("_NUM_SAMPLES", default=None)
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.comm import Communicator
-from torchmn.errors import RankMismatchError, UsageError
 from torchmn.nn import functions
 
 

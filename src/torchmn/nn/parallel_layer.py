@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.torch_private import active_ddp
 from torchmn.comm import Communicator
 from torchmn.comm.local_tensors import Division, divide
-from torchmn.compiling import not_compiled
 from torchmn.data import shard_bounds
-from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.nn.layer_communicator import Ranks
-from torchmn.torch_private import active_ddp
 
 Split = Literal["output", "input"]
 _Map = Callable[[Tensor], Tensor]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.comm import Communicator
 from torchmn.data.batch_size import num_samples
-from torchmn.errors import RankMismatchError, UsageError
 from torchmn.nn.chain_graph import BACKWARD, FORWARD, Action, ChainGraph, Edge, Link
 from torchmn.nn.messages import Messages, Place, Samples
 from torchmn.nn.micro_batches import part_of, samples_to_cut, split, tensors_of, with_tensors

@@ -21,10 +21,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchmn.base.errors import LaunchError
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.connection import listen_on
-from torchmn.errors import LaunchError
 from torchmn.record.records import ClockOffset
 
 _ROLE = "clock"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchmn.base.errors import DataError
 from torchmn.cluster.units import counted
 from torchmn.control.private_files import open_private
-from torchmn.errors import DataError
 from torchmn.record.profile_request import FOLDER
 
 MERGED = "trace.json.gz"

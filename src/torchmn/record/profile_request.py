@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE
-from torchmn.errors import UsageError
 
 FOLDER = "profile"
 Kind = Literal["steps", "functions"]

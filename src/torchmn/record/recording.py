@@ -1,7 +1,7 @@
 """The record of this process: whether there is one, how it begins and how it ends.
 
 `create_communicator` begins it where ``TORCHMN_RECORD`` names a folder, as under ``torchmn run``,
-or the script by `record`. It observes `torchmn.events` and the steps of all optimizers, for which
+or the script by `record`. It observes `torchmn.base.events` and the steps of all optimizers, for which
 torch has hooks, and ends with the communicator or with the script.
 """
 
@@ -29,12 +29,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import UsageError
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
-from torchmn.compiling import not_compiled
 from torchmn.control.private_files import make_private_folder
-from torchmn.errors import UsageError
 from torchmn.record.clock_offsets import ClockAddress, ClockServer, measure_offset
 from torchmn.record.profile_request import FOLDER as PROFILE_FOLDER
 from torchmn.record.profile_request import ProfileRequest, is_record_off

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from torchmn.events import Communicator, Gradient, Observer, Stage
+from torchmn.base.events import Communicator, Gradient, Observer, Stage
+from torchmn.base.torch_private import at_end_of_backward, current_graph_task_id
 from torchmn.record.records import (
     GradientTimes,
     Line,
@@ -30,7 +31,6 @@ from torchmn.record.records import (
     Value,
 )
 from torchmn.record.timeline import DIGITS, Exchange, Mark, StepClock
-from torchmn.torch_private import at_end_of_backward, current_graph_task_id
 
 if TYPE_CHECKING:
     from torchmn.record.step_trace import StepTrace

@@ -23,6 +23,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
+from torchmn.base.errors import LaunchError, shell_code
 from torchmn.cluster.cpus import CpuAssignment, count_memory_kills, describe_sigkill
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
 from torchmn.control.connection import Channel
@@ -53,7 +54,6 @@ from torchmn.control.processes import (
     signal_name,
 )
 from torchmn.control.script_connection import ScriptLink
-from torchmn.errors import LaunchError, shell_code
 from torchmn.run.monitor.bootstrap import with_bootstrap
 from torchmn.run.script_output import ScriptOutput
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping
 
+from torchmn.base.errors import LaunchError, TorchmnError
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import (
     HOSTS_VARIABLE,
@@ -23,7 +24,6 @@ from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.connection import Channel, reserve_port
 from torchmn.control.messages import AgentHello, StartRefused, StartScript
 from torchmn.control.processes import adopt_orphans, signal_socket
-from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.agent import HANDLED_SIGNALS, Agent
 from torchmn.run.backend import open_mpi_memory
 from torchmn.run.host_checks import find_problem, versions

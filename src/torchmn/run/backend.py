@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
+from torchmn.base.errors import UnknownNameError, UnsupportedError
 from torchmn.cluster.gpus import count_gpus, may_share_gpus
 from torchmn.cluster.units import counted
-from torchmn.errors import UnknownNameError, UnsupportedError
 from torchmn.run.job import Backend
 
 BACKENDS = ("auto", "gloo", "nccl", "mpi")

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from torchmn.base.errors import shell_code
 from torchmn.control.private_files import open_private
 from torchmn.control.processes import (
     adopt_orphans,
@@ -16,7 +17,6 @@ from torchmn.control.processes import (
     reap_children,
     signal_socket,
 )
-from torchmn.errors import shell_code
 from torchmn.run.console import RankOutput
 from torchmn.run.job import Command
 

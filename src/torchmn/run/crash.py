@@ -17,6 +17,8 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
+from torchmn.base.errors import CommunicationError, TimeLimitError
+from torchmn.base.torch_private import PrefixStore
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import route_to
@@ -25,10 +27,8 @@ from torchmn.comm.transports.join import meet
 from torchmn.comm.transports.own_rank import own_place
 from torchmn.control.codec import Record, encode
 from torchmn.control.processes import python_module
-from torchmn.errors import CommunicationError, TimeLimitError
 from torchmn.run.monitor import rank_monitor, script_monitor, server
 from torchmn.run.monitor.job_result import LOG_DIR, run_name
-from torchmn.torch_private import PrefixStore
 
 # How long ranks wait for each other without a communicator, as in `create_communicator`.
 _MEET_S = 300.0

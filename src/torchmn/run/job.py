@@ -12,9 +12,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Literal
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.hostlists import Host
 from torchmn.control.processes import python_module
-from torchmn.errors import UsageError
 
 Backend = Literal["gloo", "nccl", "mpi"]
 Launcher = Literal["local", "mpirun", "torchrun", "srun", "ssh"]

@@ -27,11 +27,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal, TextIO, TypeVar, overload
 
-from torchmn.cluster.launcher_env import read_launcher_env
-from torchmn.cluster.units import counted
-from torchmn.control.rank_claim import claimed_by
-from torchmn.control.script import is_consequence
-from torchmn.errors import (
+from torchmn.base.errors import (
     LaunchError,
     RankError,
     UnknownNameError,
@@ -39,6 +35,10 @@ from torchmn.errors import (
     UsageError,
     require,
 )
+from torchmn.cluster.launcher_env import read_launcher_env
+from torchmn.cluster.units import counted
+from torchmn.control.rank_claim import claimed_by
+from torchmn.control.script import is_consequence
 from torchmn.run.backend import choose_backend, this_machine
 from torchmn.run.job import FAILURE_GRACE_S
 from torchmn.run.local_ranks import AttachedOutput, LocalRanks, start_local_ranks

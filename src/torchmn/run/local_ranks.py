@@ -22,8 +22,8 @@ from pathlib import Path
 from signal import SIGTERM
 from typing import Any
 
+from torchmn.base.errors import UsageError
 from torchmn.control.processes import kill_on_parent_death, python_module
-from torchmn.errors import UsageError
 from torchmn.run.job import Backend, Job
 from torchmn.run.monitor.job_result import FAILURE_FILE
 from torchmn.run.start import LATEST, run_job

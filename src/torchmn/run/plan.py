@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torchmn.base.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.cluster.allocation import Allocation, allocation, is_scheduled
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, parse_variable
@@ -14,7 +15,6 @@ from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
 from torchmn.cluster.network import is_this_host
 from torchmn.cluster.units import counted
 from torchmn.control.rank_claim import claimed_by
-from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.run.backend import BACKENDS, choose_backend, this_machine
 from torchmn.run.elastic.job import ElasticJob, parse_elastic

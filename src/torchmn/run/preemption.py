@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from torchmn.base.errors import SAVED_STATUS, UsageError
 from torchmn.cluster.walltime import job_end
 from torchmn.comm import Communicator
 from torchmn.control.script import record_progress
-from torchmn.errors import SAVED_STATUS, UsageError
 
 __all__ = ["SAVED_STATUS", "Preemption"]
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
+from torchmn.base.errors import DataError, LaunchError, UsageError
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
 from torchmn.cluster.network import Route, route_to
@@ -21,7 +22,6 @@ from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.private_files import open_private
 from torchmn.control.processes import allow_connections
-from torchmn.errors import DataError, LaunchError, UsageError
 from torchmn.record.merged_trace import finish_profile
 from torchmn.run.agent import input_path
 from torchmn.run.backend import find_mpirun, open_mpi_session

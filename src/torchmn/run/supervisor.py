@@ -6,11 +6,11 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchmn.base.errors import SAVED_STATUS
 from torchmn.cluster.units import listed
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.processes import StoppedProcesses, is_stopped, send_group, signal_name
-from torchmn.errors import SAVED_STATUS
 from torchmn.run.agent_session import AgentSession
 from torchmn.run.backend import remove_abandoned
 from torchmn.run.child_processes import ProcessOwner, start_process

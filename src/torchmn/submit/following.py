@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
 
-from torchmn.errors import SAVED_STATUS, LaunchError
+from torchmn.base.errors import SAVED_STATUS, LaunchError
 from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import RESUBMITTED, Ask, JobState, Scheduler, ask
 from torchmn.submit.script import ENDED

@@ -9,7 +9,7 @@ parallel job on other hosts.
 
 import re
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import Ask, JobState, Scheduler
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.walltime import parse_duration
-from torchmn.errors import UsageError
 from torchmn.submit.settings import Settings
 
 DEFAULT_LOG_DIR = "torchmn-logs"

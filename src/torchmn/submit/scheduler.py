@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from torchmn.base.errors import SAVED_STATUS
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE
-from torchmn.errors import SAVED_STATUS
 from torchmn.submit.request import JobRequest
 
 

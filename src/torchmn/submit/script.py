@@ -11,8 +11,8 @@ import re
 import shlex
 from pathlib import Path
 
+from torchmn.base.errors import LaunchError, UsageError
 from torchmn.cluster.walltime import parse_duration
-from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.request import JobRequest, PythonEnvironment
 from torchmn.submit.scheduler import Ask, Scheduler, ask, filled, first_lines, last_lines
 

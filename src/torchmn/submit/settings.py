@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any
 
+from torchmn.base.errors import UnknownNameError, UsageError
 from torchmn.cluster.environment_variables import check_variable_name
-from torchmn.errors import UnknownNameError, UsageError
 
 _NUMBERS = ("threads", "gpus", "signal", "grace")
 Export = tuple[str, str]

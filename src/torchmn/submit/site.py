@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchmn.errors import TorchmnError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.errors import TorchmnError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.submit.grid_engine import GridEngine
 from torchmn.submit.pbs import PBS
 from torchmn.submit.scheduler import Scheduler

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 import torch
 
+from torchmn.base.torch_private import HashStore
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator, Timeout, create_communicator
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.control.script import is_consequence
-from torchmn.torch_private import HashStore
 
 __all__ = ["run_ranks"]
 

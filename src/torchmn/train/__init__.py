@@ -7,7 +7,7 @@ The names load on first use and need the extra ``trainer``; `torchmn.train.evalu
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from torchmn.errors import require
+from torchmn.base.errors import require
 
 if TYPE_CHECKING:
     from torchmn.train.batch_source import EpochLoader

@@ -6,10 +6,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
+from torchmn.base.errors import UsageError
 from torchmn.data import GlobalSampler
 from torchmn.data.batch_settings import BatchSettings
 from torchmn.data.serial_iterator import Ranks
-from torchmn.errors import UsageError
 
 _END = object()
 

@@ -26,20 +26,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.cluster import Topology
-from torchmn.cluster.cpus import assign_cpus, available_processors
-from torchmn.comm.transports.join import serve_store
-from torchmn.errors import (
+from torchmn.base.errors import (
     CommunicationError,
     LaunchError,
     PeerLostError,
     UnsupportedError,
     UsageError,
 )
+from torchmn.base.torch_private import TCPStore
+from torchmn.cluster import Topology
+from torchmn.cluster.cpus import assign_cpus, available_processors
+from torchmn.comm.transports.join import serve_store
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.replicas import named_parameters
 from torchmn.run.local_ranks import LocalRanks, raise_if_imported_by_rank, start_local_ranks
-from torchmn.torch_private import TCPStore
 from torchmn.train.batch_source import batch_source
 from torchmn.train.evaluation import Ratio
 from torchmn.train.standard_updater import StandardUpdater

@@ -10,8 +10,8 @@ from pytorch_pfn_extras.training import extension
 from pytorch_pfn_extras.training.trigger import Trigger, TriggerLike, get_trigger  # type: ignore[attr-defined]
 from pytorch_pfn_extras.training.triggers.early_stopping_trigger import EarlyStoppingTrigger
 
+from torchmn.base.errors import CommunicationError
 from torchmn.comm import Communicator
-from torchmn.errors import CommunicationError
 from torchmn.train.evaluation import WeightedSums, means_of
 
 Aggregator = Callable[[list[list[Any]]], Any]

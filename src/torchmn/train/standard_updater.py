@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.data.batch_size import num_samples
-from torchmn.errors import UsageError
 from torchmn.exchange.resharding import reshard_object, warnings_of
 from torchmn.nn.layer_communicator import has_collective_layers
 from torchmn.train.batch_source import batch_source, iterations_per_epoch

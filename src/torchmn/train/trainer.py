@@ -18,9 +18,9 @@ from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import DataError, RankMismatchError, UsageError
 from torchmn.comm import Communicator
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
-from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.exchange.resharding import reshard_object, warnings_of
 
 if TYPE_CHECKING:

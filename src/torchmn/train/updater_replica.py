@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.torch_private import PrefixStore, Store, TCPStore
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.comm.object_codec import Trust
 from torchmn.comm.routes.flat import FlatRoute
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.data.batch_size import num_samples
-from torchmn.torch_private import PrefixStore, Store, TCPStore
 from torchmn.train.batch_source import BatchSource
 from torchmn.train.evaluation import WeightedSums, batch_to, merge_sums
 from torchmn.train.evaluation.sums import Sums, scalars_of

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.limits import limit
+from torchmn.base.errors import shell_code
 from torchmn.control.processes import (
     StoppedProcesses,
     children,
@@ -17,7 +18,6 @@ from torchmn.control.processes import (
     kill_descendants,
     signal_name,
 )
-from torchmn.errors import shell_code
 
 TREE = """
 import subprocess, sys, time
@@ -100,7 +100,7 @@ assert not has_children()
 SCRIPT = """
 import resource, subprocess, sys
 from torchmn.control.processes import allow_connections, lower_in_child
-from torchmn.errors import LaunchError
+from torchmn.base.errors import LaunchError
 
 SHOW = "import resource; print(*resource.getrlimit(resource.RLIMIT_NOFILE))"
 soft, hard, num_connections = map(int, sys.argv[1:])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from torchmn.events import Gradient
+from torchmn.base.events import Gradient
 from torchmn.record.records import GradientTimes, Line, Step
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.timeline import GpuClock, Mark

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchmn.base.errors import UsageError
 from torchmn.cntk.readers.assembly import join, rows_of, select
 from torchmn.cntk.readers.deserializer import (
     Chunk,
@@ -16,7 +17,6 @@ from torchmn.cntk.readers.deserializer import (
     StreamInformation,
     csr_tensor,
 )
-from torchmn.errors import UsageError
 
 
 class ArrayChunk:

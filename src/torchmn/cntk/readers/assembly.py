@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from torchmn.base.errors import DataError
 from torchmn.cntk.readers.deserializer import (
     Chunk,
     ChunkPart,
@@ -15,7 +16,6 @@ from torchmn.cntk.readers.deserializer import (
     StreamInformation,
     csr_tensor,
 )
-from torchmn.errors import DataError
 
 
 def gather(

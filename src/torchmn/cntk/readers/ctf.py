@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from torchmn.base.errors import DataError, UsageError
 from torchmn.cluster.units import MiB
 from torchmn.cntk.readers.ctf_index import ChunkPlace, Index, make_index
 from torchmn.cntk.readers.ctf_parse import Sequences, columns_of, describe, parse
@@ -21,7 +22,6 @@ from torchmn.cntk.readers.deserializer import (
     StreamInformation,
 )
 from torchmn.cntk.readers.files import ProcessLock
-from torchmn.errors import DataError, UsageError
 
 Array = np.ndarray[Any, Any]
 

@@ -8,11 +8,11 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from torchmn.base.errors import DataError
 from torchmn.cluster.units import KiB, MiB
 from torchmn.cntk.readers.ctf_parse import Columns, Sequences, Table, has_ids, scan
 from torchmn.cntk.readers.deserializer import ChunkInfo
 from torchmn.cntk.readers.files import open_file
-from torchmn.errors import DataError
 
 Array = np.ndarray[Any, Any]
 

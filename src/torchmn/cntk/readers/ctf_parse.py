@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchmn.base.errors import UsageError, require
 from torchmn.cntk.readers.deserializer import (
     ChunkPart,
     StreamData,
@@ -18,7 +19,6 @@ from torchmn.cntk.readers.deserializer import (
     StreamInformation,
     csr_tensor,
 )
-from torchmn.errors import UsageError, require
 
 Array = np.ndarray[Any, Any]
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from torchmn.errors import DataError, require
+from torchmn.base.errors import DataError, require
 
 Image = np.ndarray[Any, Any]
 Reduction = Literal[1, 2, 4, 8]

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVa
 import numpy as np
 import torch
 
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.errors import UnknownNameError, UnsupportedError, UsageError
 
 Value = TypeVar("Value")
 

@@ -5,7 +5,7 @@ import stat
 import threading
 from typing import BinaryIO
 
-from torchmn.errors import DataError
+from torchmn.base.errors import DataError
 
 
 def open_file(path: str, max_bytes: int | None = None, buffering: int = -1) -> BinaryIO:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchmn.base.errors import DataError, UsageError
 from torchmn.cluster.units import KiB, MiB
 from torchmn.cntk.readers.decoding import ImageMemory, decode
 from torchmn.cntk.readers.deserializer import (
@@ -38,7 +39,6 @@ from torchmn.cntk.readers.transforms import (
     Scale,
     size_of,
 )
-from torchmn.errors import DataError, UsageError
 
 Image = np.ndarray[Any, Any]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchmn.base.errors import DataError, UsageError
 from torchmn.cntk.readers.assembly import gather
 from torchmn.cntk.readers.deserializer import (
     Chunk,
@@ -21,7 +22,6 @@ from torchmn.cntk.readers.deserializer import (
     sequence_lengths,
 )
 from torchmn.cntk.readers.files import ProcessLock
-from torchmn.errors import DataError, UsageError
 
 
 class JoinedDeserializer:

@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 
 import numpy as np
 
+from torchmn.base.errors import DataError, UnknownNameError, UsageError
 from torchmn.cluster.units import MiB
 from torchmn.cntk.readers.files import open_file
-from torchmn.errors import DataError, UnknownNameError, UsageError
 
 Array = np.ndarray[Any, Any]
 MeanLayout = Literal["hwc-bgr", "chw-rgb"]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchmn.errors import UnsupportedError
+from torchmn.base.errors import UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchmn.base.errors import UsageError
 from torchmn.cntk.readers.deserializer import ChunkInfo
 from torchmn.cntk.readers.randomization import GlobalMinibatch, Position, SequenceOrder
 from torchmn.cntk.readers.truncation import RowPosition, TruncatedMinibatch, TruncatedOrder
-from torchmn.errors import UsageError
 
 INFINITELY_REPEAT = 2**64 - 1
 """``max_samples`` or ``max_sweeps`` of a source without end."""

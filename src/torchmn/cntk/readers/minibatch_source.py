@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchmn.base.errors import DataError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.cntk.readers.arrays import ArrayChunk
 from torchmn.cntk.readers.assembly import select
 from torchmn.cntk.readers.deserializer import (
@@ -38,7 +39,6 @@ from torchmn.cntk.readers.user import (
     UserSourceMinibatches,
 )
 from torchmn.comm import Communicator
-from torchmn.errors import DataError, UnknownNameError, UnsupportedError, UsageError
 
 
 class MinibatchSource:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from torchmn.base.errors import DataError, UsageError
 from torchmn.cntk.readers.assembly import empty, gather, join
 from torchmn.cntk.readers.deserializer import (
     Chunk,
@@ -28,7 +29,6 @@ from torchmn.cntk.readers.deserializer import (
 )
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.data.permutations import keyed_permutation
-from torchmn.errors import DataError, UsageError
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
+from torchmn.base.errors import DataError, TorchmnError
 from torchmn.cntk.readers.deserializer import Chunk, Deserializer, StreamInformation
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.minibatch_plan import MinibatchPlan, PlannedMinibatch, Progress, Request
-from torchmn.errors import DataError, TorchmnError
 
 Result = TypeVar("Result")
 

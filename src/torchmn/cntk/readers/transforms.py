@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 import torch
 
+from torchmn.base.errors import DataError, UnknownNameError, UsageError
 from torchmn.cntk.readers.mean_image import MeanLayout, read_mean_image
-from torchmn.errors import DataError, UnknownNameError, UsageError
 
 Image = np.ndarray[Any, Any]
 Shape = tuple[int, int, int]  # height, width, channels

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchmn.base.errors import DataError
 from torchmn.cntk.readers.assembly import empty, gather, join, select
 from torchmn.cntk.readers.deserializer import Chunk, StreamData, StreamInformation
 from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.randomization import Block, Position, SequenceOrder
-from torchmn.errors import DataError
 
 
 @dataclass(frozen=True)

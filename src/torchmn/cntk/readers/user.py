@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchmn.base.errors import DataError, UnsupportedError
 from torchmn.cntk.readers.arrays import ArrayChunk
 from torchmn.cntk.readers.deserializer import (
     Chunk,
@@ -19,7 +20,6 @@ from torchmn.cntk.readers.deserializer import (
 from torchmn.cntk.readers.files import ProcessLock
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.readers.read_ahead import named_error
-from torchmn.errors import DataError, UnsupportedError
 
 
 class UserDeserializer(ABC):

@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cntk.learner import LearnerSet
 from torchmn.comm import Communicator as Ranks
 from torchmn.comm import create_communicator
-from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.schedules import BlockMomentum, EveryStep, Schedule, Warmup
 

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import DataError, UnsupportedError, UsageError
 from torchmn.checkpoint import MultiNodeCheckpointer, create_multi_node_checkpointer
 from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.cntk.train.distributed import default_communicator, optimizers_of
 from torchmn.comm import Communicator
 from torchmn.data.batch_size import num_samples
-from torchmn.errors import DataError, UnsupportedError, UsageError
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.schedules.local_updates.base import LocalUpdateSchedule
 from torchmn.nn.layer_communicator import has_collective_layers

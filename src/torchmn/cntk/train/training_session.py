@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchmn.base.errors import UsageError
 from torchmn.cntk.readers import MinibatchData, MinibatchSource, as_minibatch_source
 from torchmn.cntk.readers.deserializer import wanted_streams
 from torchmn.cntk.readers.user import UserSourceMinibatches
@@ -41,7 +42,6 @@ from torchmn.cntk.session_loop import (
 from torchmn.cntk.train.distributed import default_communicator
 from torchmn.cntk.train.trainer import Trainer
 from torchmn.comm import Communicator
-from torchmn.errors import UsageError
 from torchmn.run import Preemption
 from torchmn.train.evaluation import sync_buffers_
 

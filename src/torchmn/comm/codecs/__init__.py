@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torchmn.base.errors import UnknownNameError
 from torchmn.comm.codecs.base import Codec, StripeCodec
 from torchmn.comm.codecs.error_feedback import ErrorFeedback
 from torchmn.comm.codecs.half_precision import BFloat16, Float16
@@ -11,7 +12,6 @@ from torchmn.comm.codecs.layout import Layout
 from torchmn.comm.codecs.power_sgd import PowerSGD
 from torchmn.comm.codecs.quantized import Quantized
 from torchmn.comm.codecs.residuals import reshard
-from torchmn.errors import UnknownNameError
 
 __all__ = [
     "CODECS",

@@ -33,9 +33,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import UsageError
 from torchmn.comm.codecs.layout import Layout, Segment
 from torchmn.comm.streams import Deferred
-from torchmn.errors import UsageError
 
 Side = Literal["worker", "owner"]
 """Who encodes: a worker its gradient, or the owner of a stripe the mean."""

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.comm.codecs.base import IsValid, Side, StripeCodec, span_of
 from torchmn.comm.codecs.layout import Layout
 from torchmn.comm.codecs.residuals import ResidualBlock, Residuals
-from torchmn.errors import UnsupportedError, UsageError
 
 
 class ErrorFeedback(StripeCodec):

@@ -33,11 +33,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import UsageError
 from torchmn.comm.codecs.base import Codec, IsValid
 from torchmn.comm.codecs.kernels import kernels_for
 from torchmn.comm.codecs.layout import Layout, Segment, is_small
 from torchmn.comm.codecs.residuals import Residuals
-from torchmn.errors import UsageError
 
 _NEGLIGIBLE = 1e-6  # length of a column after projection, relative to its length before
 

@@ -34,11 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import UsageError
 from torchmn.comm.codecs.base import IsValid, Side, StripeCodec, check_encoded, span_of
 from torchmn.comm.codecs.kernels import kernels_for
 from torchmn.comm.codecs.kernels.wire_format import Noise, QuantizationSpec, StripePlan, plan_stripe
 from torchmn.comm.codecs.layout import Layout
-from torchmn.errors import UsageError
 
 BLOCK_LENGTHS = {8: 512, 4: 512, 2: 512, 1: 1024}
 

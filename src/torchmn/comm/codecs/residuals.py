@@ -27,9 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import UsageError
 from torchmn.comm.codecs.base import IsValid, Side
 from torchmn.comm.codecs.layout import Layout, Segment
-from torchmn.errors import UsageError
 
 State = dict[str, Any]
 

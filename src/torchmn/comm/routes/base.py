@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from torchmn import events
+from torchmn.base import events
 from torchmn.cluster import Topology
 from torchmn.cluster.units import MiB
 from torchmn.comm.allreduce import (

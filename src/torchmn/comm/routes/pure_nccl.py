@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from torchmn.base.errors import UnsupportedError
 from torchmn.cluster.units import MiB
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.comm.routes.base import Route
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.errors import UnsupportedError
 
 
 class PureNcclRoute(Route):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from torchmn.base.errors import UnsupportedError
 from torchmn.cluster.units import MiB
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.comm.group import Group
 from torchmn.comm.routes.base import Route
-from torchmn.errors import UnsupportedError
 
 _UNHIDDEN_BUCKET_BYTES = 64 * MiB  # nothing waits for a bucket: few of them need few waits
 

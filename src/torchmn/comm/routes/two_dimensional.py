@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from torchmn.base.errors import UnsupportedError
 from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.comm.group import Group
 from torchmn.comm.routes.hierarchical import BetweenNodes
-from torchmn.errors import UnsupportedError
 
 
 class TwoDimensionalRoute(BetweenNodes):

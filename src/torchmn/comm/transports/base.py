@@ -19,8 +19,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import CommunicationError, UnsupportedError
 from torchmn.cluster.units import KiB
-from torchmn.errors import CommunicationError, UnsupportedError
 
 ReduceOp = Literal["sum", "product", "max", "min"]
 Message = tuple[int, Tensor]  # (peer rank, one-dimensional contiguous tensor)

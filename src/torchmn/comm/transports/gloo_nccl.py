@@ -33,6 +33,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError, UnsupportedError
+from torchmn.base.torch_private import (
+    PrefixStore,
+    end_coalescing,
+    gloo_options,
+    set_timeout,
+    source_rank,
+    start_coalescing,
+)
 from torchmn.comm.transports.base import (
     MAX_DIRECT_RANKS,
     Message,
@@ -43,15 +52,6 @@ from torchmn.comm.transports.base import (
     poll_until,
 )
 from torchmn.comm.transports.staging import Staging
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, UnsupportedError
-from torchmn.torch_private import (
-    PrefixStore,
-    end_coalescing,
-    gloo_options,
-    set_timeout,
-    source_rank,
-    start_coalescing,
-)
 
 _GLOO_REDUCES = {
     torch.float32,

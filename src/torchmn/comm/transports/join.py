@@ -19,6 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchmn.base.errors import (
+    LaunchError,
+    PeerLostError,
+    TimeLimitError,
+    TopologyError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from torchmn.base.torch_private import HashStore, PrefixStore, Store, TCPStore, default_store
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted
 from torchmn.cluster.network import addresses_of_host, is_loopback, route_to
@@ -33,15 +42,6 @@ from torchmn.comm.transports.own_rank import (
 from torchmn.control import port_discovery
 from torchmn.control.connection import listen_on
 from torchmn.control.rank_claim import claim_rank, raise_started_by_rank
-from torchmn.errors import (
-    LaunchError,
-    PeerLostError,
-    TimeLimitError,
-    TopologyError,
-    UnknownNameError,
-    UnsupportedError,
-)
-from torchmn.torch_private import HashStore, PrefixStore, Store, TCPStore, default_store
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

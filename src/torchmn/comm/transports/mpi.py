@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import LaunchError, TimeLimitError, UnsupportedError
 from torchmn.cluster.environment_variables import EXIT_TIMEOUT_VARIABLE
 from torchmn.cluster.units import GiB, KiB
 from torchmn.comm.transports.base import (
@@ -39,7 +40,6 @@ from torchmn.comm.transports.base import (
 )
 from torchmn.comm.transports.staging import Staging
 from torchmn.control.mpi_start import limited_mpi_start
-from torchmn.errors import LaunchError, TimeLimitError, UnsupportedError
 
 _NATIVE_BYTES = 16 * KiB
 _POLLS_BEFORE_YIELD = 2000

@@ -13,8 +13,8 @@ import warnings
 
 import torch.distributed as dist
 
+from torchmn.base.errors import TopologyError
 from torchmn.cluster.launcher_env import LauncherInfo, read_launcher_env
-from torchmn.errors import TopologyError
 
 _GROUP = "init_process_group()"
 

@@ -37,6 +37,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import TimeLimitError, TorchmnError, UnsupportedError
 from torchmn.cluster.units import KiB, MiB
 from torchmn.comm.transports.base import (
     ReduceOp,
@@ -47,7 +48,6 @@ from torchmn.comm.transports.base import (
     poll_until,
 )
 from torchmn.comm.transports.shared_segment import Address, ErrorContext, SharedMemorySegment
-from torchmn.errors import TimeLimitError, TorchmnError, UnsupportedError
 
 CHUNK_BYTES = 2 * MiB
 _SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller

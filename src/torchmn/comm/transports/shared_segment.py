@@ -15,8 +15,8 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchmn.base.errors import SharedMemoryError, UnsupportedError
 from torchmn.cluster.units import MiB
-from torchmn.errors import SharedMemoryError, UnsupportedError
 
 SHARED_DIRECTORY = "/dev/shm"
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torchmn.base.errors import TimeLimitError
 from torchmn.comm.transports.base import Message, Scratch, TimeLimit, poll_until
-from torchmn.errors import TimeLimitError
 
 _POLLS_BEFORE_YIELD = 200
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import CommunicationError, LaunchError, TimeLimitError
 from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.cluster.network import own_addresses
 from torchmn.cluster.units import KiB, MiB
@@ -51,7 +52,6 @@ from torchmn.comm.transports.base import (
 from torchmn.comm.transports.tcp_stream import Stream, memory_of
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.connection import listen_on
-from torchmn.errors import CommunicationError, LaunchError, TimeLimitError
 
 MAX_PEERS = 15
 """With more peers the many connections of an all-to-all cost more than they save."""

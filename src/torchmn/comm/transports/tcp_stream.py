@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import PeerLostError
 from torchmn.cluster.units import KiB
-from torchmn.errors import PeerLostError
 
 HEAD = struct.Struct("<QQ")
 """Tag and bytes of the message that follows on a connection."""

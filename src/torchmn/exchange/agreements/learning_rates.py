@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchmn.errors import RankMismatchError
+from torchmn.base.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 
 # For each rank, of the square of the sum of rates: float32 rounds sums of n to 1e-7 n.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchmn.errors import CommunicationError
+from torchmn.base.errors import CommunicationError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 
 _MODULUS = 4096  # so that float32 can hold the sum of the counts of many ranks

@@ -17,9 +17,9 @@ import math
 import threading
 from collections.abc import Sequence
 
+from torchmn.base.errors import RankMismatchError
 from torchmn.comm.collectives import allgather_for
 from torchmn.data.divided_batches import DividedBatches, Loop
-from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.replica_divergence import UNKNOWN
 

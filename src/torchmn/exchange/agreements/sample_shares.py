@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.sample_proportions import NOT_COMPARED, Shares, disproportion, miscount
 from torchmn.exchange.weights import Contribution

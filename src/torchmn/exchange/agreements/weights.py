@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
-from torchmn.errors import UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 
 

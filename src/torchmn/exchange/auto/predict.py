@@ -29,10 +29,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
+from torchmn.base.errors import UnknownNameError, UsageError
+from torchmn.base.names import ROUTE_TRAITS, SCHEDULE_TRAITS, Model
 from torchmn.cluster.units import MiB
 from torchmn.comm.link_speed import LinkSpeed as LinkSpeed  # a part of `Cluster`
-from torchmn.errors import UnknownNameError, UsageError
-from torchmn.names import ROUTE_TRAITS, SCHEDULE_TRAITS, Model
 
 SCHEDULES: tuple[Model, ...] = get_args(Model)
 _NUM_STEPS = 4  # simulated, of which the last is in the steady state

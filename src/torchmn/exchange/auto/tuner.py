@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torchmn.base.names import DOUBLE_BUFFERING
 from torchmn.cluster.units import MiB
 from torchmn.comm.codecs import ErrorFeedback, create_codec
 from torchmn.comm.codecs.codec_timing import measure_codec
@@ -44,7 +45,6 @@ from torchmn.exchange.parameter_hook import watch_gradient
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.resharding import warnings_of
 from torchmn.exchange.schedules.base import Schedule, Traits
-from torchmn.names import DOUBLE_BUFFERING
 
 NUM_WARM_UP = 2
 NUM_TIMED = 4

@@ -8,10 +8,18 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.names import (
+    AUTO,
+    CODEC_TRAITS,
+    DOUBLE_BUFFERING,
+    EVERY_STEP,
+    FLOAT32,
+    SCHEDULE_TRAITS,
+)
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import is_distributed
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.auto.tuner import Autotuner, SearchSpace
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.codec_state import own_codec, warn_if_it_encodes_nothing
@@ -28,7 +36,6 @@ from torchmn.exchange.schedules.local_updates.block_momentum import BlockMomentu
 from torchmn.exchange.schedules.local_updates.diloco import DiLoCo
 from torchmn.exchange.schedules.local_updates.periodic_average import PeriodicAverage
 from torchmn.exchange.schedules.parameter_server.schedule import ParameterServer
-from torchmn.names import AUTO, CODEC_TRAITS, DOUBLE_BUFFERING, EVERY_STEP, FLOAT32, SCHEDULE_TRAITS
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
     EVERY_STEP: EveryStep,

@@ -26,7 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import GradBucket, PrefixStore, store_of
 from torchmn.cluster import Topology
 from torchmn.cluster.gpus import may_share_gpus
 from torchmn.comm import Communicator
@@ -36,8 +39,6 @@ from torchmn.comm.engine import Work
 from torchmn.comm.object_codec import Trust
 from torchmn.comm.routes.flat import FlatRoute
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.compiling import not_compiled
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import shape_in_memory
 from torchmn.exchange.codec_state import (
     codec_state,
@@ -52,7 +53,6 @@ from torchmn.exchange.optimizer.recorded_steps import emit_forward
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.resharding import reshard_codec
-from torchmn.torch_private import GradBucket, PrefixStore, store_of
 
 
 class DdpHook:

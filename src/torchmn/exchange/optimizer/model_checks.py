@@ -9,15 +9,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UnsupportedError, UsageError
+from torchmn.base.torch_private import Dropout
 from torchmn.comm import Communicator
 from torchmn.data import rank_seeds
-from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import named_tensors, parameters_of
 from torchmn.nn.chain_list import MultiNodeChainList
-from torchmn.torch_private import Dropout
 
 
 def untrained_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:

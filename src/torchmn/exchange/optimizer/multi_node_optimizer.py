@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.base.names import AUTO
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.training_start import training_start, training_steps
-from torchmn.compiling import not_compiled
 from torchmn.data.divided_batches import divided_batches
 from torchmn.data.pass_facts import pass_facts
-from torchmn.errors import TorchmnError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
 from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
@@ -52,7 +53,6 @@ from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.sparse_gradients import sparse_parameters
 from torchmn.exchange.weights import Contribution
-from torchmn.names import AUTO
 from torchmn.nn.clipping import clip_grad_norm_
 
 

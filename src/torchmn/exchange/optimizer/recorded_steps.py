@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.torch_private import current_graph_task_id, is_tracing
 from torchmn.comm.codecs.layout import is_small
 from torchmn.data.batch_size import num_samples
 from torchmn.exchange.model_hooks import ModelHooks
@@ -19,7 +20,6 @@ from torchmn.exchange.parameter_hook import watch_gradient
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.sharded_parameters import whole_of
-from torchmn.torch_private import current_graph_task_id, is_tracing
 
 _GRADIENT_STEPS = frozenset({3, 10, 30, 100})
 _GRADIENT_PERIOD = 500

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
-from torchmn.errors import UsageError
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.reducer import GradientReducer

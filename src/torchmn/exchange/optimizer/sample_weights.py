@@ -7,10 +7,10 @@ from weakref import ref
 
 from torch import nn
 
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
-from torchmn.compiling import not_compiled
 from torchmn.data.divided_batches import divided_batches
-from torchmn.errors import UsageError
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.sample_proportions import BatchShares

@@ -7,8 +7,8 @@ from typing import Any, Union
 
 from torch import Tensor, nn
 
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
-from torchmn.errors import UsageError
 
 Trained = Union[nn.Module, Tensor, "Sequence[Trained]", "Mapping[str, Trained]"]
 """Modules and tensors, alone or in lists and dicts."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchmn.errors import UnsupportedError
-from torchmn.torch_private import STEP_HOOKS
+from torchmn.base.errors import UnsupportedError
+from torchmn.base.torch_private import STEP_HOOKS
 
 
 class WrappedOptimizer(Optimizer):

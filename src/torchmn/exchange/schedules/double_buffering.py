@@ -29,8 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.names import DOUBLE_BUFFERING
 from torchmn.comm import Communicator
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.gradient_memory import GradientState
@@ -39,7 +40,6 @@ from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.eager_step import EagerStep
 from torchmn.exchange.sums import Sums
-from torchmn.names import DOUBLE_BUFFERING
 
 
 class DoubleBuffering(Schedule):

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.compiling import not_compiled
-from torchmn.errors import UsageError
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import UsageError
+from torchmn.base.torch_private import functorch_level, is_tracing
 from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.trial_step import trial_step
-from torchmn.torch_private import functorch_level, is_tracing
 
 Named = Sequence[tuple[str, nn.Parameter]]
 _MAX_NAMED = 3

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import RankMismatchError
+from torchmn.base.names import EVERY_STEP
 from torchmn.cluster.units import listed
 from torchmn.comm.collectives import allgather_for
-from torchmn.errors import RankMismatchError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.sparse_gradients import sparse_gradient
-from torchmn.names import EVERY_STEP
 
 
 class EveryStep(Schedule):

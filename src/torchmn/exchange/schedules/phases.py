@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import local_part
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import broadcast_optimizer_state, parameters_of
 from torchmn.exchange.resharding import reshard_object, warnings_of

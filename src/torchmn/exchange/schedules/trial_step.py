@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchmn.torch_private import STEP_HOOKS
+from torchmn.base.torch_private import STEP_HOOKS
 
 _CONTAINERS = (list, tuple, set, deque, dict)
 Restore = Callable[[], None]

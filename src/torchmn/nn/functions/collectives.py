@@ -15,14 +15,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import RankMismatchError
+from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.collectives import allgather_for
 from torchmn.comm.reductions import OPS, UserOp
-from torchmn.compiling import not_compiled
-from torchmn.errors import RankMismatchError
 from torchmn.nn.functions.exchange import Backward, Exchange, Gradients
 from torchmn.nn.functions.recomputation import checkpoints
-from torchmn.torch_private import current_graph_task_id
 
 _Backward = Callable[[list[Tensor]], tuple[Gradients, Tensor | None]]
 

@@ -25,8 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import CommunicationError, RankMismatchError, UsageError
+from torchmn.base.script_line import script_line
+from torchmn.base.torch_private import current_graph_task_id, keeps_graph, will_execute_node
 from torchmn.comm import Communicator
-from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.nn.functions.recomputation import (
     Position,
     backward_functions,
@@ -34,8 +36,6 @@ from torchmn.nn.functions.recomputation import (
     is_before,
     position,
 )
-from torchmn.script_line import script_line
-from torchmn.torch_private import current_graph_task_id, keeps_graph, will_execute_node
 
 Gradients = Sequence[Tensor | None]
 Backward = Callable[[list[Tensor | None]], tuple[Gradients, Tensor | None]]

@@ -15,11 +15,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from torchmn.base.compiling import not_compiled
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.collectives import unread_messages
 from torchmn.comm.reductions import dense
-from torchmn.compiling import not_compiled
-from torchmn.errors import UsageError
 from torchmn.nn.functions.exchange import Exchange, Gradients, Like, order_of, use_delegate
 from torchmn.nn.functions.recomputation import checkpoints, has_gradients
 

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from torchmn.errors import UsageError
-from torchmn.script_line import script_frame
-from torchmn.torch_private import current_graph_task_id
+from torchmn.base.errors import UsageError
+from torchmn.base.script_line import script_frame
+from torchmn.base.torch_private import current_graph_task_id
 
 Made = tuple[tuple[Tensor, ...], Any]
 """The tensors that an exchange has received, and what else is known of it."""

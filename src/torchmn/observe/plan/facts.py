@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.network import rate_bytes_per_s
 from torchmn.cluster.units import MiB
-from torchmn.errors import UsageError
 from torchmn.exchange.auto.predict import (
     Cluster,
     CodecFacts,

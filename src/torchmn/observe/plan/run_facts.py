@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from torchmn.base.errors import DataError
 from torchmn.cluster.units import MiB
-from torchmn.errors import DataError
 from torchmn.exchange.auto.predict import CodecFacts, ReadyGradient, crossing
 from torchmn.observe.plan.facts import PAYLOAD_SHARE, Training, predict
 from torchmn.observe.read.recorded_run import RankRecord

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
+from torchmn.base.errors import DataError
 from torchmn.control.codec import decode_union
-from torchmn.errors import DataError
 from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
 from torchmn.record.records import (
     FORMAT,

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.summary import Summary, summarize
 from torchmn.record.records import PHASES

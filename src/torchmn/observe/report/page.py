@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from torchmn import __version__
-from torchmn.errors import require
+from torchmn.base.errors import require
 from torchmn.observe.report.charts import Chart, run_charts, scaling_charts
 from torchmn.observe.report.finding import Finding
 from torchmn.observe.report.summary import Summary, duration

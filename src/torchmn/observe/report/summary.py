@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from torchmn.base.errors import DataError
 from torchmn.cluster.units import spans
-from torchmn.errors import DataError
 from torchmn.observe.read.recorded_run import Floats, Integers, RankRecord, Run
 from torchmn.record.records import NOISE_SCALE, PHASES, Phase
 

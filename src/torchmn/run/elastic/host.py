@@ -7,6 +7,7 @@ import selectors
 import signal
 import threading
 
+from torchmn.base.errors import LaunchError
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import answer
 from torchmn.control.messages import (
@@ -19,7 +20,6 @@ from torchmn.control.messages import (
     Round,
     Shutdown,
 )
-from torchmn.errors import LaunchError
 
 _POLL_S = 0.2
 

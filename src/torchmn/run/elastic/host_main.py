@@ -13,12 +13,12 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
+from torchmn.base.errors import LaunchError, TorchmnError
 from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
 from torchmn.control.messages import HostHello, Round
 from torchmn.control.processes import adopt_orphans, kill_descendants
-from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.elastic.host import Host, round_secret
 from torchmn.run.elastic.rendezvous import ROLE
 from torchmn.run.host_checks import find_problem, versions

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torchmn.base.errors import LaunchError, UsageError
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
 from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
-from torchmn.errors import LaunchError, UsageError
 from torchmn.run.elastic.host_main import RunHost
 from torchmn.run.elastic.rendezvous import RendezvousStarted, ServeRendezvous
 from torchmn.run.elastic.rendezvous_state import JOIN_TIMEOUT_S, Limits

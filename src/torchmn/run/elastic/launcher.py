@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torchmn.base.errors import SAVED_STATUS, LaunchError, shell_code
 from torchmn.cluster.units import counted
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect_authenticated
@@ -36,7 +37,6 @@ from torchmn.control.messages import (
     UserMessage,
 )
 from torchmn.control.processes import is_stopped, kill_descendants, send_group, signal_name
-from torchmn.errors import SAVED_STATUS, LaunchError, shell_code
 from torchmn.run.agent_session import AgentSession
 from torchmn.run.child_processes import ProcessOwner, start_process
 from torchmn.run.console import RankOutput

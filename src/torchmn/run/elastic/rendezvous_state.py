@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torchmn.base.errors import UsageError
 from torchmn.cluster.units import counted
 from torchmn.control.messages import (
     ElasticMessage,
@@ -23,7 +24,6 @@ from torchmn.control.messages import (
     Shutdown,
     UserMessage,
 )
-from torchmn.errors import UsageError
 from torchmn.run.host_checks import differences
 
 LAUNCHER = ""  # the recipient of messages for the launcher; no host has an empty name

@@ -13,10 +13,10 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
 )
 
+from torchmn.base.torch_private import HashStore, Store
 from torchmn.control.messages import Round
 from torchmn.run.elastic.host import Host
 from torchmn.run.job import worker_command
-from torchmn.torch_private import HashStore, Store
 
 _POLL_S = 0.1
 # The rendezvous counts restarts for all hosts together, so the agent of one need not.

@@ -7,9 +7,9 @@ another launcher the monitor server. It is given the time, and has no effects.
 from collections import Counter
 from collections.abc import Sequence
 
+from torchmn.base.errors import SAVED_STATUS
 from torchmn.control.hang_report import EARLY_END, HangReport, RankStatus, report, report_of_joining
 from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
-from torchmn.errors import SAVED_STATUS
 from torchmn.run.monitor.job_result import RankRecord
 
 _CAUSE_S = 1.0  # how much later a cause may be reported than its consequences

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torchmn.base.errors import SAVED_STATUS, shell_code
 from torchmn.control.connection import UNREACHABLE
 from torchmn.control.hang_report import HangReport
 from torchmn.control.messages import Exit, Failed, Joining, Overdue, StatusReply
 from torchmn.control.processes import signal_name
-from torchmn.errors import SAVED_STATUS, shell_code
 
 # Where each run makes its log folder, unless the user names another place.
 LOG_DIR = Path("torchmn-logs")

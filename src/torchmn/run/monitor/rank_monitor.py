@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 
+from torchmn.base.errors import LaunchError
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import Channel
@@ -41,7 +42,6 @@ from torchmn.control.processes import (
     zombie_returncode,
 )
 from torchmn.control.script_connection import ScriptLink
-from torchmn.errors import LaunchError
 from torchmn.run.monitor.server import ROLE
 
 _PERIOD_S = 0.2

@@ -7,7 +7,7 @@ a collective that exceeds its time limit, and ends a process that is blocked in 
 the other ranks will never reach.
 
 It is installed explicitly, by the launcher's bootstrap (`torchmn.run.monitor.bootstrap`) or by
-`install_crash_handler`, and observes `torchmn.events`: making a communicator changes nothing in the
+`install_crash_handler`, and observes `torchmn.base.events`: making a communicator changes nothing in the
 process.
 """
 
@@ -30,7 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.events import Collectives, Observer
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE
 from torchmn.control.connection import Channel
 from torchmn.control.messages import (
@@ -53,7 +54,6 @@ from torchmn.control.script import (
     show_exception,
     traceback_text,
 )
-from torchmn.events import Collectives, Observer
 
 _PERIOD_S = 0.2
 _STUCK_S = 0.5

@@ -13,12 +13,12 @@ import sys
 from contextlib import closing, suppress
 from pathlib import Path
 
+from torchmn.base.errors import LaunchError
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import address_of, listen
 from torchmn.control.messages import MonitorHello
 from torchmn.control.processes import allow_connections, is_stopped, send
-from torchmn.errors import LaunchError
 from torchmn.run.monitor.rank_session import (
     RankConnection,
     RankSession,

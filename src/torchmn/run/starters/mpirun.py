@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torchmn.base.errors import LaunchError, UnsupportedError
 from torchmn.cluster.environment_variables import RSH_VARIABLE
 from torchmn.cluster.network import Route
-from torchmn.errors import LaunchError, UnsupportedError
 from torchmn.run.job import Command, Job, worker_command
 from torchmn.run.starters.remote import NO_SHELL, is_carried, remote_shell
 

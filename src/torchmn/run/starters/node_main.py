@@ -12,10 +12,10 @@ import subprocess
 import sys
 import time
 
+from torchmn.base.errors import shell_code
 from torchmn.control.codec import Record, decode
 from torchmn.control.heartbeat import LoopClock, heartbeat_limit_s
 from torchmn.control.processes import StoppedProcesses, adopt_orphans, is_stopped, kill_descendants
-from torchmn.errors import shell_code
 
 _PERIOD_S = 0.05
 _STOPPED_LIMITS = 2

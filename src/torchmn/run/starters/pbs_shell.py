@@ -18,6 +18,7 @@ import threading
 from contextlib import closing, suppress
 from pathlib import Path
 
+from torchmn.base.errors import LaunchError, TorchmnError, shell_code
 from torchmn.cluster.network import local_address_for
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
@@ -28,7 +29,6 @@ from torchmn.control.processes import (
     kill_on_parent_death,
     python_module,
 )
-from torchmn.errors import LaunchError, TorchmnError, shell_code
 from torchmn.run.starters.remote import PBS_COMMAND, PBS_SHELL
 
 _ROLE = "remote shell"

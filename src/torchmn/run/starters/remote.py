@@ -10,12 +10,12 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from torchmn.base.errors import LaunchError
 from torchmn.cluster.environment_variables import RSH_VARIABLE, split_words
 from torchmn.cluster.network import is_this_host
 from torchmn.cluster.units import counted
 from torchmn.control.codec import decode, encode
 from torchmn.control.processes import python_module
-from torchmn.errors import LaunchError
 from torchmn.run.host_checks import HostFacts, ProbeHost, differences
 from torchmn.run.job import Command, Job
 from torchmn.run.rank_environment import deciding_hosts

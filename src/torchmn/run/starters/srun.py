@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Mapping
 
-from torchmn.errors import LaunchError
+from torchmn.base.errors import LaunchError
 from torchmn.run.job import THIS_HOST, Command, Job, worker_command
 
 # The PMI by which an MPI program finds its rank; `srun --mpi=list` shows those of a Slurm.

@@ -6,8 +6,8 @@ What extends the evaluators of pytorch-pfn-extras loads on first use, and needs 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from torchmn.base.errors import require
 from torchmn.comm.heartbeat import HeartbeatGather
-from torchmn.errors import require
 from torchmn.train.evaluation.buffers import sync_buffers_
 from torchmn.train.evaluation.evaluation_batches import batch_to, call_with_batch, evaluation_mode
 from torchmn.train.evaluation.sums import Ratio, WeightedSums, means_of, merge_sums

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import RankMismatchError, UnknownNameError
 from torchmn.comm import Communicator
-from torchmn.errors import RankMismatchError, UnknownNameError
 from torchmn.exchange.replicas import persistent_buffers
 
 BufferRule = Literal["average", "rank0", "local"]

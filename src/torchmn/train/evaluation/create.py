@@ -17,11 +17,11 @@ from pytorch_pfn_extras.training import extension
 from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluator, Evaluator
 from torch import nn
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import RankMismatchError, UnknownNameError, UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.data.batch_size import num_samples
-from torchmn.errors import RankMismatchError, UnknownNameError, UsageError
 from torchmn.train.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.train.evaluation.evaluation_batches import (
     batch_to,

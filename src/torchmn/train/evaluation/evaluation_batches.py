@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 
 
 class OnePass:

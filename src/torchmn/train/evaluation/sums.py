@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 
 Sums = dict[str, tuple[float, float]]
 """Name to (weighted sum, weight)."""

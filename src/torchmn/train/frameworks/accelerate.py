@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.data import rank_seeds
-from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.exchange.replicas import parameters_of
 from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions, FrameworkOptimizer

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from torchmn.base.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.comm import Communicator, create_communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import is_distributed
 from torchmn.data import rank_seeds
 from torchmn.data.scatter_loader import divided_by
 from torchmn.data.sub_dataset import SubDataset
-from torchmn.errors import TopologyError, UnsupportedError, UsageError
 from torchmn.exchange.finiteness import OnNonfinite
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.options import Auto, Weight

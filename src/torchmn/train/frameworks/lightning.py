@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
+from torchmn.base.errors import UsageError
 from torchmn.data.batch_size import num_samples
-from torchmn.errors import UsageError
 from torchmn.exchange.replicas import parameters_of
 from torchmn.train.frameworks.exchange import Exchange, ExchangeOptions, FrameworkOptimizer
 

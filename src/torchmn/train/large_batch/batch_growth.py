@@ -13,9 +13,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from typing import Literal
 
+from torchmn.base.errors import UnknownNameError, UsageError
 from torchmn.comm import Communicator
 from torchmn.data.global_sampler import GlobalSampler, SamplerState
-from torchmn.errors import UnknownNameError, UsageError
 
 Unit = Literal["epochs", "samples"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
+from torchmn.base.torch_private import BatchNorm
 from torchmn.nn.batch_norm import Model, convert_layers, revert_layers
-from torchmn.torch_private import BatchNorm
 
 
 class _Ghost(BatchNorm):

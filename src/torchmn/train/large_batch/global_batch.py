@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.cluster.units import counted
 from torchmn.comm import Communicator
 from torchmn.comm.training_start import training_steps
@@ -28,7 +29,6 @@ from torchmn.data.batch_settings import BatchSettings
 from torchmn.data.global_sampler import GlobalSampler
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
-from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 from torchmn.nn.batch_norm import MultiNodeBatchNorm1d, MultiNodeBatchNorm2d, MultiNodeBatchNorm3d
 from torchmn.nn.micro_batches import samples_to_cut, split

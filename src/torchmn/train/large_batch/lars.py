@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 from torchmn.train.large_batch.trust_ratio import (
     GroupPart,
     TrustRatioOptimizer,

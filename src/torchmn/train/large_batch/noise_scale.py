@@ -20,9 +20,9 @@ import math
 import warnings
 from collections.abc import Mapping
 
+from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.cluster.units import counted
 from torchmn.comm.codecs.half_precision import ReducedPrecision
-from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.gradient_norms import GradientNorms
 from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer, measure_norms
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering

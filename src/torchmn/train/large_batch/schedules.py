@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from torchmn.base.errors import UnknownNameError, UsageError
 from torchmn.data.batch_settings import BatchSettings
-from torchmn.errors import UnknownNameError, UsageError
 from torchmn.train.large_batch.batch_growth import Unit, check_milestones
 from torchmn.train.large_batch.global_batch import GlobalBatch
 

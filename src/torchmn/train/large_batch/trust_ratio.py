@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.comm.local_tensors import is_distributed, is_divided
-from torchmn.errors import UnsupportedError, UsageError
 
 
 class GroupPart(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.contracts.suites.schedule_contracts import check_all
-from torchmn import names
+from torchmn.base import names
 from torchmn.exchange.optimizer import create
 from torchmn.exchange.schedules import Schedule, Traits
 from torchmn.testing import run_ranks

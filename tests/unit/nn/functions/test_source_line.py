@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from torchmn.base.script_line import script_line
 from torchmn.nn.functions.recomputation import is_before, position
-from torchmn.script_line import script_line
 
 
 def test_the_line_of_the_script() -> None:

@@ -45,10 +45,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.checksums import checksum
 from torchmn.comm.codecs import Codec
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.agreements.weights import weight_scale
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank

@@ -30,7 +30,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 from torchmn.exchange.schedules.local_updates.base import BlockSize, IntraNode, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 from torchmn.exchange.schedules.local_updates.base import BlockSize, IntraNode, LocalUpdateSchedule
 from torchmn.exchange.schedules.local_updates.fragments import Fragment, PseudoGradient
 from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState

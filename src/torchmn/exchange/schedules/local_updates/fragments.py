@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.checksums import checksum
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import local_part
-from torchmn.errors import UsageError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.bucket_set import BucketSet

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from torchmn.errors import UsageError
+from torchmn.base.errors import UsageError
 
 _FALL = 0.999
 """Of the highest learning rate, at most, once it falls: sums of ranks are rounded."""

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
-from torchmn.errors import UsageError
 from torchmn.exchange.resharding import mean_tensor, reshard_codec
 
 State = dict[str, Any]

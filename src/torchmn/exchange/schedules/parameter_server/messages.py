@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.comm import object_codec
 from torchmn.comm.codecs import ErrorFeedback, Layout, StripeCodec
 from torchmn.comm.codecs.base import NonfiniteTracker
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.exchange.schedules.parameter_server.server import ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
 

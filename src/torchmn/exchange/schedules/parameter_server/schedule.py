@@ -28,12 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from torchmn import events
+from torchmn.base import events
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.torch_private import STEP_HOOKS
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import StripeCodec
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import abort_pending_receives
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.reducer import GradientReducer
@@ -53,7 +54,6 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     hyper_parameters,
 )
 from torchmn.exchange.schedules.parameter_server.staleness import Staleness, StalenessRecord, report
-from torchmn.torch_private import STEP_HOOKS
 
 _GRACE_S = 2.0
 

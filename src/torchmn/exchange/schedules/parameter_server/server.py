@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
+from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.schedules.parameter_server.shards import (
     Hyper,

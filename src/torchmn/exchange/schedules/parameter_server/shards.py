@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torchmn.base.torch_private import STEP_HOOKS
 from torchmn.exchange.buckets import NamedParameter, elements_of, plan_buckets
-from torchmn.torch_private import STEP_HOOKS
 
 # The plain options of every parameter group, such as the learning rate.
 Hyper = list[dict[str, Any]]

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from torchmn import torch_private
+from torchmn.base import torch_private
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
