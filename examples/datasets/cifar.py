@@ -16,7 +16,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-
 from torchmn.errors import DataError
 
 from .files import (

@@ -8,62 +8,8 @@ needs no torch: after a plain ``import torchmn`` both `torchmn.GlobalSampler` an
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-
-if TYPE_CHECKING:
-    from torchmn import checkpoint as checkpoint
-    from torchmn import cluster as cluster
-    from torchmn import cntk as cntk
-    from torchmn import comm as comm
-    from torchmn import data as data
-    from torchmn import errors as errors
-    from torchmn import nn as nn
-    from torchmn import record as record
-    from torchmn import run as run
-    from torchmn import testing as testing
-    from torchmn import train as train
-    from torchmn.checkpoint import create_multi_node_checkpointer, seed_ranks
-    from torchmn.cluster import RankPlacement, Topology
-    from torchmn.comm import Communicator, Grid, Timeout, codecs, create_communicator
-    from torchmn.control.script import run_main
-    from torchmn.data import (
-        GlobalSampler,
-        SerialIterator,
-        create_empty_dataset,
-        create_multi_node_iterator,
-        create_synchronized_iterator,
-        scatter_dataset,
-        scatter_index,
-        split_dataset_n_random,
-    )
-    from torchmn.data.scatter_loader import scatter_loader
-    from torchmn.errors import TorchmnError
-    from torchmn.exchange import schedules as schedules
-    from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
-    from torchmn.exchange.optimizer.ddp_hook import ddp_hook
-    from torchmn.exchange.options import Auto
-    from torchmn.exchange.replica_check import ReplicaCheck
-    from torchmn.nn import functions as functions
-    from torchmn.run import Preemption
-    from torchmn.run.launch_local import launch_local
-    from torchmn.train import (
-        AllreducePersistent,
-        MultiNodeEarlyStoppingTrigger,
-        ObservationAggregator,
-        StandardUpdater,
-        Trainer,
-    )
-    from torchmn.train import frameworks as frameworks
-    from torchmn.train.evaluation import (
-        GenericMultiNodeEvaluator,
-        Ratio,
-        create_multi_node_evaluator,
-    )
-    from torchmn.train.multiprocess_updater import MultiprocessParallelUpdater
-
-    compression, links = codecs, nn
 
 _HOME = {
     "AllreducePersistent": "torchmn.train",
@@ -76,8 +22,8 @@ _HOME = {
     "MultiNodeOptimizer": "torchmn.exchange.optimizer",
     "MultiprocessParallelUpdater": "torchmn.train.multiprocess_updater",
     "ObservationAggregator": "torchmn.train",
-    "RankPlacement": "torchmn.cluster",
     "Preemption": "torchmn.run",
+    "RankPlacement": "torchmn.cluster",
     "Ratio": "torchmn.train.evaluation",
     "ReplicaCheck": "torchmn.exchange.replica_check",
     "SerialIterator": "torchmn.data",
@@ -103,44 +49,7 @@ _HOME = {
     "split_dataset_n_random": "torchmn.data",
 }
 
-__all__ = [
-    "AllreducePersistent",
-    "Auto",
-    "Communicator",
-    "GenericMultiNodeEvaluator",
-    "GlobalSampler",
-    "Grid",
-    "MultiNodeEarlyStoppingTrigger",
-    "MultiNodeOptimizer",
-    "MultiprocessParallelUpdater",
-    "ObservationAggregator",
-    "Preemption",
-    "RankPlacement",
-    "Ratio",
-    "ReplicaCheck",
-    "SerialIterator",
-    "StandardUpdater",
-    "Timeout",
-    "Topology",
-    "TorchmnError",
-    "Trainer",
-    "create_communicator",
-    "create_empty_dataset",
-    "create_multi_node_checkpointer",
-    "create_multi_node_evaluator",
-    "create_multi_node_iterator",
-    "create_multi_node_optimizer",
-    "create_synchronized_iterator",
-    "ddp_hook",
-    "launch_local",
-    "run_main",
-    "scatter_dataset",
-    "scatter_index",
-    "scatter_loader",
-    "seed_ranks",
-    "split_dataset_n_random",
-]
-
+__all__ = list(_HOME)
 
 _SUBMODULES = {
     "checkpoint": "torchmn.checkpoint",

@@ -19,8 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.control.processes import send
 from torchmn.errors import LaunchError
+
+from torchmn.control.processes import send
 
 PREFIX = "torchmn-netlab-"
 RECORD = "lab.json"

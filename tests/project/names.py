@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "names.md"
 # Wings that users have no reason to import.
 INTERNAL = {
-    *("cli", "compiling", "control", "doctor", "events", "names", "observe", "script_line"),
-    *("submit", "torch_private"),
+    *("base", "cli", "control", "doctor", "observe", "submit"),
 }
 OTHER_NAMES = {
     **{home: name for name, home in torchmn._SUBMODULES.items() if home != f"torchmn.{name}"},

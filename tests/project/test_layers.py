@@ -19,7 +19,7 @@ ROWS = [
     {"__main__"},
     {"cli"},
     {ROOT},
-    {"testing", "doctor", "submit", "cntk", "links", "functions"},
+    {"testing", "doctor", "submit", "cntk", "links", "functions", "errors"},
     {"train"},
     {"run"},
     {"observe", "checkpoint"},
@@ -30,8 +30,7 @@ ROWS = [
     {"record"},
     {"control"},
     {"cluster"},
-    {"compiling", "errors", "events", "names", "script_line", VERSION},
-    {"torch_private"},
+    {"base", VERSION},
 ]
 LEVEL = {unit: level for level, row in enumerate(ROWS) for unit in row}
 # What trains needs no launcher, but for the updater that starts processes; CNTK's sessions know

@@ -8,7 +8,6 @@ left out each kind has one file, which says why.
 from __future__ import annotations
 
 import ast
-import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,7 +37,7 @@ FRAME, REFERENCE, CLASS, PATCH = "frame", "reference", "class", "patch"
 
 ALLOWED = {
     # The line of the user's script, for the text of an error.
-    "script_line.py": {FRAME},
+    "base/script_line.py": {FRAME},
     # The order of delegates, and exchanges inside of checkpoints: only frames tell.
     "nn/functions/recomputation.py": {FRAME},
     # Memory that a script still uses: how often its storage is used.
@@ -60,12 +59,6 @@ ALLOWED = {
     # Until `finalize`, where a script asks for ``quiet=True``.
     "comm/create.py": {PATCH},
 }
-
-REMAINING = {
-    "train/trainer.py": {PATCH},
-}
-"""What must go."""
-UNTIL = datetime.date(2026, 12, 31)
 
 
 def kinds(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -168,9 +161,7 @@ def test_each_kind_is_in_its_files_and_in_no_other() -> None:
         for path in sorted(SOURCE.rglob("*.py"))
         if (lines := found_in(path))
     }
-    others = {file: set(lines) - REMAINING.get(file, set()) for file, lines in found.items()}
-    assert {file: kinds for file, kinds in others.items() if kinds} == ALLOWED, found
-    assert not REMAINING or datetime.date.today() <= UNTIL, "what remains should be gone by now"
+    assert {file: set(lines) for file, lines in found.items()} == ALLOWED, found
 
 
 @pytest.mark.parametrize(

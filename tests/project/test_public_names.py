@@ -55,8 +55,21 @@ def test_options_are_few() -> None:
 
 
 def test_all_is_reality() -> None:
-    assert set(torchmn.__all__) == set(torchmn._HOME)
     assert set(torchmn.__all__) <= set(dir(torchmn))
+
+
+def test_type_checkers_know_the_same_names_of_the_root() -> None:
+    """What loads on first use is no import of the root, so its stub says where it comes from."""
+    known = {}
+    for node in ast.parse((SOURCE / "__init__.pyi").read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            module = import_module(str(node.module))
+            known |= {a.asname: getattr(module, a.name) for a in node.names if a.asname}
+        elif isinstance(node, ast.Assign):
+            assert ast.unparse(node) == "compression = codecs"
+            known["compression"] = torchmn.comm.codecs
+    offered = {*torchmn._HOME, *torchmn._SUBMODULES}
+    assert known == {name: getattr(torchmn, name) for name in offered}
 
 
 @pytest.mark.parametrize("name", torchmn.__all__)
@@ -83,7 +96,7 @@ def test_what_a_package_imports_is_in_all(package: str) -> None:
         name
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(f"torchmn.{package}.")
-        if node.module != "torchmn.errors"
+        if node.module != "torchmn.base.errors"
         for alias in node.names
         if (alias.asname or "") != alias.name  # a submodule, for type checkers
         for name in (

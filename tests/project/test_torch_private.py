@@ -12,7 +12,7 @@ import torch
 from torchmn.base import torch_private
 
 SOURCE = Path(__file__).parents[2] / "src" / "torchmn"
-FILE = "torch_private.py"
+FILE = "base/torch_private.py"
 
 NOT_OF_TORCH = {
     # Python's

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import importlib
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import ModuleType
 
 __all__ = [
@@ -120,6 +120,18 @@ class RankMismatchError(CommunicationError):
     """Ranks came to the same collective with different intentions."""
 
 
+def raise_if_unknown(kind: str, name: object, known: Collection[str]) -> None:
+    """Raise UnknownNameError if a name is none of these."""
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
+
+
+def raise_if_no_count(name: str, value: object, what: str, *, least: int = 1) -> None:
+    """Raise UsageError if an argument is not ``what``, such as "a number of samples"."""
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name}={value!r} must be {what}, at least {least}.")
+
+
 def require(module: str, purpose: str, package: str) -> ModuleType:
     """Import what torchmn does not depend on.
 
@@ -146,3 +158,8 @@ SAVED_STATUS = 85
 def shell_code(returncode: int) -> int:
     """An exit code as a shell reports it: 128 + signal for a process that a signal ended."""
     return 128 - returncode if returncode < 0 else returncode
+
+
+for _name in __all__:
+    # Tracebacks and pickles name the module from which users import them.
+    globals()[_name].__module__ = "torchmn.errors"

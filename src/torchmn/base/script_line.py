@@ -34,4 +34,6 @@ def script_frame() -> FrameType | None:
 @cache
 def _libraries() -> tuple[str, ...]:
     found = importlib.util.find_spec("torch")
-    return str(Path(__file__).parent), *(found.submodule_search_locations or () if found else ())
+    return str(Path(__file__).parents[1]), *(
+        found.submodule_search_locations or () if found else ()
+    )

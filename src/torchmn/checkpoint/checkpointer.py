@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from torchmn.base.errors import (
     RankMismatchError,
     TorchmnError,
     UsageError,
+    raise_if_no_count,
 )
 from torchmn.checkpoint.dcp import export_dcp
 from torchmn.checkpoint.folder_owner import FolderOwner
@@ -140,8 +141,7 @@ class MultiNodeCheckpointer:
                 f"{self._comm.rank_label}: save() was called on a checkpointer of {self._where} "
                 "that was created with read_only=True."
             )
-        if type(step) is not int or step < 0:
-            raise UsageError(f"step={step!r} must be a number of steps, at least 0.")
+        raise_if_no_count("step", step, "a number of steps", least=0)
         began_s = time.monotonic()
         self._wait()
         waited_s = time.monotonic() - began_s
@@ -233,8 +233,8 @@ class MultiNodeCheckpointer:
         metric = None
         if (best := self._writer.best) is not None:
             metric = trainer.observation.get(best.key)
-            if metric is None and self._comm.rank == 0:
-                self._warn(
+            if metric is None:
+                self._warn_once_per_job(
                     f"the observation has no '{best.key}' for the best checkpoint at "
                     f"iteration {trainer.iteration}; it has {', '.join(trainer.observation)}."
                 )
@@ -277,7 +277,11 @@ class MultiNodeCheckpointer:
                 problem = self._load(name, manifest, state)
                 if problem is None:
                     self.resumed_from = name
-                    self._warn_of_skipped(problems, name)
+                    if problems:
+                        self._warn_once_per_job(
+                            f"{self._where}: not every checkpoint is valid. {'; '.join(problems)}. "
+                            f"Training resumes from {name}."
+                        )
                     return manifest.step
             problems.append(f"{name}: {problem}")
             self._writer.bad.add(name)
@@ -290,30 +294,23 @@ class MultiNodeCheckpointer:
 
     def _candidates(self) -> list[tuple[str, Manifest | None, str | None]]:
         """(name, manifest or None, problem), the newest first, as rank 0 sees them."""
-        if self._comm.rank == 0:
-            mine: dict[str, Any] = {"problem": None, "found": []}
-            try:
-                names = sorted(
-                    filter(is_checkpoint, self._writer.storage.names()), key=order_of, reverse=True
-                )
-                for name in names:
-                    try:
-                        text = read_manifest(self._writer.storage, name).to_bytes().decode()
-                        mine["found"].append([name, text, None])
-                    except DataError as error:
-                        mine["found"].append([name, None, str(error)])
-            except OSError as error:
-                mine["problem"] = error.strerror or str(error)
-        else:
-            mine = {}
-        gathered = self._channel.all_gather(mine, "checkpoints were looked for")[0]
-        if gathered["problem"]:
-            raise DataError(
-                f"{self._comm.rank_label}: {self._where} cannot be read: {gathered['problem']}."
-            )
+        storage, found, problem = self._writer.storage, [], None
+        try:
+            names = filter(is_checkpoint, storage.names() if self._comm.rank == 0 else ())
+            for name in sorted(names, key=order_of, reverse=True):
+                try:
+                    found.append([name, read_manifest(storage, name).to_bytes().decode(), None])
+                except DataError as error:
+                    found.append([name, None, str(error)])
+        except OSError as error:
+            problem = error.strerror or str(error)
+        gathered = self._channel.all_gather([found, problem], "checkpoints were looked for")
+        found, problem = gathered[0]
+        if problem is not None:
+            raise DataError(f"{self._comm.rank_label}: {self._where} cannot be read: {problem}.")
         return [
-            (name, None if text is None else parse(text.encode()), problem)
-            for name, text, problem in gathered["found"]
+            (name, None if text is None else parse(text.encode()), reason)
+            for name, text, reason in found
         ]
 
     def _load(self, name: str, manifest: Manifest, state: Mapping[str, Stateful]) -> str | None:
@@ -351,16 +348,9 @@ class MultiNodeCheckpointer:
             raise CommunicationError(
                 f"{self._comm.rank_label}: rank {rank} could not load {name}: {reports[rank]}"
             )
-        for note in restore.notes(state) if self._comm.rank == 0 else ():
-            self._warn(note)
+        for note in restore.notes(state):
+            self._warn_once_per_job(note)
         return None
-
-    def _warn_of_skipped(self, problems: Sequence[str], name: str) -> None:
-        if self._comm.rank == 0 and problems:
-            self._warn(
-                f"{self._where}: not every checkpoint is valid. {'; '.join(problems)}. "
-                f"Training resumes from {name}."
-            )
 
     def export_dcp(self, folder: str | Path) -> None:
         """Write the newest checkpoint for `torch.distributed.checkpoint`. *Collective.*

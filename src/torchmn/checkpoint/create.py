@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Literal
 
-from torchmn.base.errors import DataError, RankMismatchError, UnsupportedError, UsageError
+from torchmn.base.errors import DataError, UnsupportedError, UsageError, raise_if_no_count
 from torchmn.checkpoint.checkpointer import MultiNodeCheckpointer, OnFailure
 from torchmn.checkpoint.control_channel import ControlChannel
 from torchmn.checkpoint.folder_owner import FolderOwner
@@ -15,6 +15,7 @@ from torchmn.checkpoint.manifest import Best
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import Writer
 from torchmn.comm import Communicator, Grid
+from torchmn.comm.collective_checks import raise_if_values_differ
 
 _TOKEN = ".token-"
 _VISIBILITY_LIMIT_S = 5.0  # network file systems cache absence for seconds
@@ -86,16 +87,14 @@ def create_multi_node_checkpointer(
     comm = comm.comm if isinstance(comm, Grid) else comm
     _check(name, keep, best, check_replicas, on_failure)
     gid, problem = _gid_of(group)
-    options = repr(
-        (str(path), name, keep, best, is_async, check_replicas, on_failure, group, gid, read_only)
+    options = {"path": str(path), "name": name, "keep": keep, "best": repr(best), "group": group}
+    options |= {"check_replicas": check_replicas, "on_failure": on_failure, "number of group": gid}
+    options |= {"is_async": is_async, "read_only": read_only}
+    raise_if_values_differ(
+        f"{comm.rank_label}: ranks called create_multi_node_checkpointer()",
+        comm.allgather_obj(options),
+        "All ranks must give the same arguments.",
     )
-    gathered = comm.allgather_obj(options)
-    if len(set(gathered)) > 1:
-        raise RankMismatchError(
-            f"{comm.rank_label}: ranks called create_multi_node_checkpointer() with different "
-            f"arguments: {sorted(set(gathered))}. "
-            "All ranks must give the same arguments."
-        )
     if problem is not None:
         raise UsageError(f"{comm.rank_label}: {problem}")
     where = Path(path).absolute() / name  # the working directory may change
@@ -148,8 +147,7 @@ def _check(name: str, keep: int, best: object, check_replicas: object, on_failur
             f"name={name!r} must be the name of a folder, without '/'. Folders above it belong "
             "into path."
         )
-    if type(keep) is not int or keep < 1:
-        raise UsageError(f"keep={keep!r} must be a number of checkpoints, at least 1.")
+    raise_if_no_count("keep", keep, "a number of checkpoints")
     if best is not None and not isinstance(best, Best):
         raise UsageError(f"best={best!r} must be a torchmn.checkpoint.Best, or None.")
     if check_replicas not in (True, False, "warn"):

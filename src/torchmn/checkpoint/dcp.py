@@ -57,14 +57,14 @@ def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:
             for label in saved.labels(0)
             if label != RANDOM
         }
+    alone = _alone(dcp.save)
     try:
         make_private_folder(Path(folder))
         writer = FileSystemWriter(folder)
         writer.fs = PrivateFiles()
-        with _on_this_rank():
-            dcp.save(state, storage_writer=writer, **_alone(dcp.save))
-    except UnsupportedError:
-        raise
+        with warnings.catch_warnings():  # of a single process, which is what is asked for here
+            warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+            dcp.save(state, storage_writer=writer, **alone)
     except (Exception, CheckpointException) as error:  # not a subclass of Exception
         raise DataError(f"{folder} cannot be written by DCP: {_describe(error)}") from error
 
@@ -84,14 +84,6 @@ def _alone(save: Callable[..., Any]) -> dict[str, bool]:
             "it in a process without init_process_group()."
         )
     return {}
-
-
-@contextmanager
-def _on_this_rank() -> Generator[None, None, None]:
-    """DCP warns that it runs in a single process, which is what is asked for here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is", category=UserWarning)
-        yield
 
 
 def _describe(error: BaseException) -> str:

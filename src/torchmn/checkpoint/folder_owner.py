@@ -202,13 +202,7 @@ class FolderOwner:
             self._is_owned = False
             _num_uses[self._use] -= 1
         with suppress(OSError):
-            found = self._look()
-            if (
-                not _num_uses[self._use]
-                and found is not None
-                and found[0] is not None
-                and found[0].is_same_process(self._own)
-            ):
+            if not _num_uses[self._use] and self._is_own_file():
                 self._path.unlink()
 
     def _owned(self, text: str) -> tuple[Literal["owned"], str]:
@@ -223,11 +217,14 @@ class FolderOwner:
         self._make_file(draft, encode(self._own))
         draft.replace(self._path)
         time.sleep(_RACE_S)  # another job may do the same now
-        found = self._look()
-        if found is not None and found[0] is not None and found[0].is_same_process(self._own):
+        if self._is_own_file():
             return self._owned(text)
         self._watched = None
         return "waiting", ""
+
+    def _is_own_file(self) -> bool:
+        owner, _ = self._look() or (None, None)
+        return owner is not None and owner.is_same_process(self._own)
 
     def _refusal(self, name: object) -> str:
         return (

@@ -39,7 +39,7 @@ _LENGTH_NBYTES = 8
 _MAX_HEADER_NBYTES = 100_000_000  # as in the format's own reader
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TensorEntry:
     """A tensor that is written: name, dtype (``float32``), shape, checksum, and size."""
 

@@ -102,7 +102,10 @@ class Writer:
         disagreement = _disagreement(gathered, request.step, num_model_parts(self.grid))
         if disagreement and self.rejects_difference:
             return Outcome(step=request.step, disagreement=disagreement)
-        catalogues = [[_entry(row) for row in each["tensors"]] for each in gathered]
+        catalogues = [
+            [TensorEntry(*row[:2], tuple(row[2]), *row[3:]) for row in each["tensors"]]
+            for each in gathered
+        ]
         owned = owners(catalogues)
         staged = f"{TEMPORARY}{request.step:08d}-{gathered[0]['nonce']}"
         own = self._write_shard(staged, request.copy, catalogues[self.rank], owned[self.rank])
@@ -304,11 +307,6 @@ def _catalogue(copy: Copy) -> list[list[Any]]:
         [name, str(t.dtype).removeprefix("torch."), list(t.shape), digest(t), t.nbytes]
         for name, t in copy.tensors.items()
     ]
-
-
-def _entry(row: Sequence[Any]) -> TensorEntry:
-    name, dtype, shape, checksum, nbytes = row
-    return TensorEntry(name=name, dtype=dtype, shape=tuple(shape), checksum=checksum, nbytes=nbytes)
 
 
 def _disagreement(gathered: Sequence[Mapping[str, Any]], step: int, num_parts: int) -> str | None:

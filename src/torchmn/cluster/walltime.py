@@ -11,6 +11,7 @@ import subprocess
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from torchmn.base.errors import TopologyError
@@ -42,11 +43,12 @@ def job_end(env: Mapping[str, str]) -> float | None:
         job = env.get(variable)
         if job and env.get(inside):
             answer = _answer((*command, job), env)
-            if answer is not None:
-                return end_of(answer, env)
+            with suppress(ValueError):  # a time in another form
+                if answer is not None:
+                    return end_of(answer, env)
             warnings.warn(
-                f"`{' '.join((*command, job))}` does not answer here, so that the time limit of "
-                f"this job is unknown: export {JOB_END_VARIABLE}, in seconds since 1970.",
+                f"`{' '.join((*command, job))}` does not say here when this job ends, so that "
+                f"its time limit is unknown: export {JOB_END_VARIABLE}, in seconds since 1970.",
                 RuntimeWarning,
                 stacklevel=3,
             )

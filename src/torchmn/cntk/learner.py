@@ -258,15 +258,13 @@ class Learner(Optimizer):
 
     def _add_noise(self, deviation: float) -> None:
         """The same on all ranks, and after a resume: it depends on the count of minibatches."""
-        seed = self.param_groups[0]["num_minibatches"]
-        for group in self.param_groups:
-            for index, weight in enumerate(group["params"]):
-                generator = torch.Generator(device=weight.device).manual_seed(
-                    seed * 1_000_003 + index
-                )
-                weight += deviation * torch.randn(
-                    weight.shape, generator=generator, device=weight.device, dtype=weight.dtype
-                )
+        seed = self.param_groups[0]["num_minibatches"] * 1_000_003
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        for index, weight in enumerate(weights):
+            generator = torch.Generator(device=weight.device).manual_seed(seed + index)
+            weight += deviation * torch.randn(
+                weight.shape, generator=generator, device=weight.device, dtype=weight.dtype
+            )
 
     # ---- state ----
 

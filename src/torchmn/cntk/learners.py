@@ -207,21 +207,12 @@ class Adam(Learner):
             torch._foreach_addcmul_(second, gradients, gradients, share)
             roots = torch._foreach_sqrt(second)
             torch._foreach_add_(roots, self._epsilon)
-        steps = self._count_minibatches(weights)
-        rates = [
-            -scale.rate
-            * (1.0 if self._is_adamax else math.sqrt(1 - variance**step))
-            / (1 - momentum**step)
-            for step in steps
-        ]
-        torch._foreach_addcdiv_(weights, first, roots, rates)
-
-    def _count_minibatches(self, weights: list[Tensor]) -> list[int]:
-        """Count this minibatch for each of these; the counts with it."""
+        rates = []
         for weight in weights:
-            state = self.state[weight]
-            state["step"] = state.get("step", 0) + 1
-        return [self.state[weight]["step"] for weight in weights]
+            step = self.state[weight]["step"] = self.state[weight].get("step", 0) + 1
+            root = 1.0 if self._is_adamax else math.sqrt(1 - variance**step)
+            rates.append(-scale.rate * root / (1 - momentum**step))
+        torch._foreach_addcdiv_(weights, first, roots, rates)
 
 
 class AdaGrad(Learner):
@@ -254,7 +245,9 @@ class AdaGrad(Learner):
         factors = torch._foreach_add(sums, 1e-16)
         torch._foreach_sqrt_(factors)
         torch._foreach_reciprocal_(factors)
-        _apply(weights, gradients, factors, scale, divides_by_mean=self._divides_by_mean)
+        if self._divides_by_mean:
+            factors = _over_means(factors)
+        torch._foreach_addcmul_(weights, gradients, factors, -scale.of_mean)
 
 
 class RMSProp(Learner):
@@ -318,28 +311,15 @@ class RMSProp(Learner):
             sign.copy_(new_sign)
         roots = torch._foreach_add(averages, 1e-6)
         torch._foreach_sqrt_(roots)
-        _apply(
-            weights,
-            gradients,
-            torch._foreach_div(factors, roots),
-            scale,
-            divides_by_mean=self._divides_by_mean,
-        )
+        factors = torch._foreach_div(factors, roots)
+        if self._divides_by_mean:
+            factors = _over_means(factors)
+        torch._foreach_addcmul_(weights, gradients, factors, -scale.of_mean)
 
 
-def _apply(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    factors: Sequence[Tensor],
-    scale: Scale,
-    *,
-    divides_by_mean: bool,
-) -> None:
-    """``w <- w - r f G / mean(f)``."""
-    for weight, gradient, factor in zip(weights, gradients, factors, strict=True):
-        if divides_by_mean:
-            factor = factor / factor.mean()
-        weight.addcmul_(gradient, factor, value=-scale.of_mean)
+def _over_means(factors: Sequence[Tensor]) -> list[Tensor]:
+    """``f / mean(f)``, the mean over the elements of a parameter."""
+    return [factor / factor.mean() for factor in factors]
 
 
 sgd, momentum_sgd, nesterov = SGD, MomentumSGD, Nesterov

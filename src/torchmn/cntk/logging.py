@@ -90,10 +90,7 @@ class ProgressWriter:
     def write_training_summary(self) -> None:
         """Write a summary of what was trained since the last one, if anything was."""
         if (end := self._training.summary()) is not None:
-            samples, updates, loss, metric, elapsed_ms = end
-            self.on_write_training_summary(
-                samples, updates, self._training.summaries, loss, metric, elapsed_ms
-            )
+            self.on_write_training_summary(*end)
 
     def skip_training_summary(self) -> None:
         """Begin the next part of the training as `write_training_summary`, without writing."""
@@ -112,8 +109,8 @@ class ProgressWriter:
     def write_test_summary(self) -> None:
         """Write a summary of the evaluation that has ended, if it had samples."""
         if (end := self._test.summary()) is not None:
-            samples, updates, _, metric, elapsed_ms = end
-            self.on_write_test_summary(samples, updates, self._test.summaries, metric, elapsed_ms)
+            samples, updates, summaries, _, metric, elapsed_ms = end
+            self.on_write_test_summary(samples, updates, summaries, metric, elapsed_ms)
 
     def update_distributed_sync(self, samples: int, metric: float | Tensor | None = None) -> None:
         """Count a synchronization of block momentum after ``samples`` further samples."""
@@ -220,16 +217,16 @@ class _Progress:
         metrics = None if now[3] is None else (before[3] or 0.0, now[3])
         return (before[0], now[0]), (before[1], now[1]), (before[2], now[2]), metrics
 
-    def summary(self) -> tuple[int, int, float, float | None, float] | None:
-        """Samples, updates, losses, metrics and milliseconds since the last summary, or None."""
+    def summary(self) -> tuple[int, int, int, float, float | None, float] | None:
+        """What `on_write_training_summary` gets, since the last summary; None for nothing."""
         if self._updates == 0:
             return None
-        elapsed_s = self._elapsed_s()
-        now = self._now()
+        samples, updates, loss, metric = self._now()
+        elapsed_ms = 1000 * self._elapsed_s()
         self._began_s, self._elapsed_before_s = time.monotonic(), 0.0
         self.summaries += 1
         self._samples, self._updates, self._loss, self._metric = self._at_last_line = _NOTHING
-        return (*now, 1000 * elapsed_s)
+        return samples, updates, self.summaries, loss, metric, elapsed_ms
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchmn.base import events
-from torchmn.checkpoint import MultiNodeCheckpointer
-from torchmn.cntk.session_config import DataUnit, Frequency, checked_frequency
-
-if TYPE_CHECKING:
-    from torchmn.cntk.train.training_session import TrainingSession
-import glob
-from pathlib import Path
-
 from torchmn.base.errors import UsageError
 from torchmn.checkpoint import create_multi_node_checkpointer
 from torchmn.checkpoint.manifest import is_checkpoint
-from torchmn.cntk.session_config import CheckpointConfig
+from torchmn.cntk.session_config import CheckpointConfig, DataUnit, Frequency, checked_frequency
 from torchmn.comm import Communicator
+
+if TYPE_CHECKING:
+    from torchmn.cntk.train.training_session import TrainingSession
 
 
 class SessionUpdater:
@@ -145,23 +142,6 @@ class Action:
         """Run, for the loop has found it due."""
         self._ran_at = self._updater.iteration
         self._run(self.index)
-
-
-class WaitForWrites:
-    """Waits at the end of training, also after an error, for what is being written."""
-
-    trigger: Any = staticmethod(lambda _: False)
-    default_name = "checkpointer"
-
-    def __init__(self, checkpointer: MultiNodeCheckpointer) -> None:
-        self._checkpointer = checkpointer
-
-    def __call__(self, loop: object) -> None:
-        """Nothing: an extension has to be callable, and the trigger of this one never fires."""
-
-    def finalize(self, loop: object) -> None:
-        """Wait, at the end of the loop."""
-        self._checkpointer.finalize()
 
 
 def limited(size: int, max_samples: int | None, num_samples: int) -> int:

@@ -146,15 +146,12 @@ class CompressedAllReduce:
     ) -> tuple[Tensor, Layout]:
         """Send each stripe to its owner. Returns the sum of the own stripe and its layout."""
         codec, buffer, footer = self.codec, block.buffer, block.exact.view(torch.uint8)
-        for observer in events.observers:
-            observer.phase("encode", begins=True)
-        for peer in stripes.others:
-            message, layout = stripes.outgoing[peer], stripes.layouts[peer]
-            if layout.numel:
-                codec.encode_stripe(buffer, layout, message[: stripes.nbytes[peer]])
-            message[message.numel() - footer.numel() :] = footer
-        for observer in events.observers:
-            observer.phase("encode", begins=False)
+        with events.during("encode"):
+            for peer in stripes.others:
+                message, layout = stripes.outgoing[peer], stripes.layouts[peer]
+                if layout.numel:
+                    codec.encode_stripe(buffer, layout, message[: stripes.nbytes[peer]])
+                message[message.numel() - footer.numel() :] = footer
         group.exchange(
             [(peer, stripes.outgoing[peer]) for peer in stripes.others],
             [(peer, stripes.incoming[peer]) for peer in stripes.others],
@@ -166,14 +163,11 @@ class CompressedAllReduce:
             total = buffer[mine.begin : mine.end].to(mine.wide_dtype)
             wide = mine.moved(-mine.begin, mine.wide_dtype)
         if mine.numel:
-            for observer in events.observers:
-                observer.phase("decode", begins=True)
-            codec.flush_residual_into(total, wide)
-            for peer in stripes.others:
-                arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
-                codec.decode_stripe(arrived, wide, total, add=True)
-            for observer in events.observers:
-                observer.phase("decode", begins=False)
+            with events.during("decode"):
+                codec.flush_residual_into(total, wide)
+                for peer in stripes.others:
+                    arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
+                    codec.decode_stripe(arrived, wide, total, add=True)
         if block.num_exact:
             footers = [
                 block.exact.clone()
@@ -195,23 +189,17 @@ class CompressedAllReduce:
         """Send the encoded sum of the own stripe to all ranks and decode all sums."""
         codec = self.codec
         if wide.numel:
-            for observer in events.observers:
-                observer.phase("encode", begins=True)
-            codec.encode_stripe(total, wide, stripes.sums[group.rank], "owner")
-            for observer in events.observers:
-                observer.phase("encode", begins=False)
+            with events.during("encode"):
+                codec.encode_stripe(total, wide, stripes.sums[group.rank], "owner")
         group.exchange(
             [(peer, stripes.sums[group.rank]) for peer in stripes.others],
             [(peer, stripes.sums[peer]) for peer in stripes.others],
             name=f"gather_{codec.name}",
         )
-        for observer in events.observers:
-            observer.phase("decode", begins=True)
-        for layout, encoded in zip(stripes.layouts, stripes.sums, strict=True):
-            if layout.numel:
-                codec.decode_stripe(encoded, layout, block.buffer)
-        for observer in events.observers:
-            observer.phase("decode", begins=False)
+        with events.during("decode"):
+            for layout, encoded in zip(stripes.layouts, stripes.sums, strict=True):
+                if layout.numel:
+                    codec.decode_stripe(encoded, layout, block.buffer)
 
 
 class _StripeMessages:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import secrets
@@ -48,7 +47,7 @@ from torchmn.comm.routes.hierarchical import HierarchicalRoute, NonCudaAwareRout
 from torchmn.comm.routes.pure_nccl import PureNcclRoute
 from torchmn.comm.routes.single_node import SingleNodeRoute
 from torchmn.comm.routes.two_dimensional import TwoDimensionalRoute
-from torchmn.comm.transports.base import TimeLimit, Transport
+from torchmn.comm.transports.base import TimeLimit, Transport, gather_json
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.join import choose_transport, join_world
 from torchmn.comm.transports.mpi import MpiTransport
@@ -69,7 +68,6 @@ ROUTES: dict[str, type[Route]] = {
         PureNcclRoute,
     )
 }
-_GREETING_BYTES = 512
 _UUID_DIGITS = 12
 _JOIN_S = 20.0  # for a second world, which is optional but may be faster
 _GRAD_DTYPES = ("float32", "float16", "bfloat16")
@@ -304,9 +302,8 @@ def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
     joined: Transport | None = None
     with contextlib.suppress(TorchmnError):
         joined = join_world("torch", limit_s)
-    failed = torch.tensor([0 if joined is not None else 1], device="cpu")
-    world.all_reduce_(failed, "sum", TimeLimit(timeout_s))
-    return {joined.name: joined} if joined is not None and not int(failed) else {}
+    have_joined = all(gather_json(world, joined is not None, TimeLimit(timeout_s)))
+    return {joined.name: joined} if joined is not None and have_joined else {}
 
 
 def _own_part(
@@ -331,10 +328,9 @@ def _own_part(
 
 
 def _shared_secret(world: Transport, timeout_s: float) -> bytes:
-    """A secret of all ranks, broadcast over a world that only they can join. *Collective.*"""
-    row = torch.frombuffer(bytearray(secrets.token_bytes(32)), dtype=torch.uint8)
-    world.broadcast_(row, 0, TimeLimit(timeout_s))
-    return row.numpy().tobytes()
+    """A secret of all ranks, told over a world that only they can join. *Collective.*"""
+    first, *_ = gather_json(world, secrets.token_hex(32), TimeLimit(timeout_s))
+    return bytes.fromhex(first)
 
 
 def _trust(own: Transport, shared: bytes | None) -> Trust:
@@ -369,16 +365,7 @@ def _exchange_greetings(
         "records": recording.wants_record(os.environ),
         "hash": hash("torchmn"),
     }
-    own = json.dumps([facts, greeting]).encode()
-    if len(own) > _GREETING_BYTES:
-        raise UsageError(
-            f"The host name {socket.gethostname()!r} is too long: a greeting has "
-            f"{_GREETING_BYTES} bytes. Give the host a shorter name."
-        )
-    table = torch.zeros(world.size, _GREETING_BYTES, dtype=torch.uint8, device="cpu")
-    table[world.rank, : len(own)] = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    world.all_gather_stripes_(table.view(-1), TimeLimit(timeout_s))
-    rows = [json.loads(row.numpy().tobytes().rstrip(b"\0")) for row in table]
+    rows = gather_json(world, [facts, greeting], TimeLimit(timeout_s))
     raise_if_values_differ(
         "Ranks called create_communicator()",
         [theirs for _, theirs in rows],

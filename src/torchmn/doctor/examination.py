@@ -28,7 +28,7 @@ from torchmn.doctor.findings import (
     MeasureLink,
     Request,
 )
-from torchmn.doctor.host_main import CHECKS
+from torchmn.doctor.host_main import CHECKS, Check
 from torchmn.doctor.host_session import HostSession
 from torchmn.doctor.links import (
     Link,
@@ -124,8 +124,8 @@ class _Examiner:
         """Hosts that have not answered in one step take no part in the next."""
         self._start()
         self._compare_clocks()
-        for check in CHECKS.values():
-            self._check(check)
+        for name, check in CHECKS.items():
+            self._check(name, check)
         self._measure_links()
 
     def close(self) -> None:
@@ -174,14 +174,13 @@ class _Examiner:
         self.clocks = {host: offset for host, (offset, _) in offsets.items()}
         self._note("clocks", clock_findings(offsets))
 
-    def _check(self, check: Any) -> None:
-        self._say(f"checking {check.name.replace('_', ' ')}")
-        found = self._on_all(
+    def _check(self, name: str, check: Check) -> None:
+        self._say(f"checking {name}")
+        found = self.facts[name] = self._on_all(
             list(self._sessions),
-            lambda session: session.call(Examine(check=check.name), check.facts, _CHECK_S),
+            lambda session: session.call(Examine(check=name), check.facts, _CHECK_S),
         )
-        self.facts[check.name] = found
-        self._note(check.name, check.findings(found, self._request))
+        self._note(name, check.findings(found, self._request))
 
     def _note(self, check: str, findings: Iterable[Finding]) -> None:
         self.findings += [msgspec.structs.replace(each, check=check) for each in findings]

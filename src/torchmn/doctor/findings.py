@@ -12,8 +12,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 class Finding(Record, frozen=True):
     """One problem, or with severity ``note`` a fact worth knowing.
 
-    ``hosts`` are those where the cause is, as far as can be seen. ``value`` is the number in
-    ``seen``, in ``unit``. ``check`` is the name of the check that found it.
+    ``hosts`` are those where the cause is, as far as can be seen. ``check`` is the name of the
+    check that found it.
     """
 
     severity: Severity
@@ -21,8 +21,6 @@ class Finding(Record, frozen=True):
     seen: str
     rule: str
     cure: str
-    value: float | None = None
-    unit: str = ""
     check: str = ""
 
 

@@ -193,8 +193,6 @@ def _no_connection(hosts: list[str], where: str, links: list[Link]) -> Finding:
         "Check that the interface has a carrier (ip link) and is meant for jobs, and open the "
         "ports in the firewall (iptables -L, nft list ruleset, the security group of a cloud). If "
         "short messages pass and long ones do not, compare the MTU of hosts and switch.",
-        float(len(links)),
-        "links",
     )
 
 
@@ -215,8 +213,6 @@ def _slow(hosts: list[str], where: str, links: list[Link], usual: float) -> Find
         "quarter of links.",
         "Check cable and switch port (ethtool INTERFACE: speed, duplex; ethtool -S: errors), "
         "limits of the cloud or of tc, and what else uses the link.",
-        rate * 8e-9,
-        "Gb/s",
     )
 
 
@@ -229,8 +225,6 @@ def _long_way(hosts: list[str], where: str, links: list[Link], usual_s: float) -
         f"other links {usual_s * 1e3:.3g} ms",
         f"Round trips take at most {_MAX_LATENCY_RATIO:g} times those of other links.",
         "Look for a route by another site (traceroute), a busy host or a congested switch.",
-        latency_s * 1e3,
-        "ms",
     )
 
 
@@ -242,8 +236,6 @@ def _losing(hosts: list[str], where: str, links: list[Link]) -> Finding:
         f"{lost:.1%} of the packets are sent again {where}, over {links[0].interface}",
         f"At most {_MAX_RETRANSMITTED:.0%} of the packets are lost.",
         "Check cable, switch port and duplex (ethtool -S INTERFACE), and limits that drop packets.",
-        lost,
-        "of packets",
     )
 
 
@@ -272,8 +264,6 @@ def _wrong_interface(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -
             f"Name the hosts by their addresses in {best}; or under other launchers than torchmn "
             f"set GLOO_SOCKET_IFNAME={fast} NCCL_SOCKET_IFNAME={fast} and "
             f"OMPI_MCA_btl_tcp_if_include={best}.",
-            rates[network] * 8e-9,
-            "Gb/s",
         )
 
 

@@ -23,46 +23,41 @@ class VersionFacts(Record, frozen=True, kw_only=True):
     problem: str = ""
 
 
-class VersionCheck:
-    """See this module."""
+def examine(request: Request, host: str) -> VersionFacts:
+    """Read what is installed; imports none of it."""
+    found = {**versions(), "numpy": version_of("numpy")}
+    nccl = next((text for name in _NCCL if (text := version_of(name)) != "missing"), "missing")
+    found |= {"NCCL": nccl, "MPI": _mpi_version(), "processor": platform.machine()}
+    with suppress(OSError), open("/sys/module/nvidia/version") as file:
+        found["NVIDIA driver"] = file.read().strip()
+    return VersionFacts(versions=found, problem=find_problem(request.cwd, ""))
 
-    name = "versions"
-    facts = VersionFacts
 
-    def examine(self, request: Request, host: str) -> VersionFacts:
-        """Read what is installed; imports none of it."""
-        found = {**versions(), "numpy": version_of("numpy")}
-        nccl = next((text for name in _NCCL if (text := version_of(name)) != "missing"), "missing")
-        found |= {"NCCL": nccl, "MPI": _mpi_version(), "processor": platform.machine()}
-        with suppress(OSError), open("/sys/module/nvidia/version") as file:
-            found["NVIDIA driver"] = file.read().strip()
-        return VersionFacts(versions=found, problem=find_problem(request.cwd, ""))
-
-    def findings(self, found: Mapping[str, VersionFacts], request: Request) -> Iterator[Finding]:
-        """Where a host differs from most others."""
-        for host, facts in found.items():
-            if facts.problem:
-                yield Finding(
-                    severity="error",
-                    hosts=[host],
-                    seen=f"on {host} {facts.problem}",
-                    rule="Every host sees the folder that the job starts in.",
-                    cure="Mount the same file system on all hosts.",
-                )
-        names = dict.fromkeys(name for facts in found.values() for name in facts.versions)
-        for name in names:
-            usual, others = deviating(
-                {host: facts.versions.get(name, "missing") for host, facts in found.items()}
+def findings(found: Mapping[str, VersionFacts], request: Request) -> Iterator[Finding]:
+    """Where a host differs from most others."""
+    for host, facts in found.items():
+        if facts.problem:
+            yield Finding(
+                severity="error",
+                hosts=[host],
+                seen=f"on {host} {facts.problem}",
+                rule="Every host sees the folder that the job starts in.",
+                cure="Mount the same file system on all hosts.",
             )
-            for version, hosts in others.items():
-                yield Finding(
-                    severity="error" if name in COMPARED else "warning",
-                    hosts=hosts,
-                    seen=f"{name} is {version} on {listed(hosts)} and {usual} on other hosts",
-                    rule=f"All hosts have the same {name}.",
-                    cure=f"Install {name} {usual} on {listed(hosts)}, into the environment of "
-                    f"{sys.executable}, or share one environment.",
-                )
+    names = dict.fromkeys(name for facts in found.values() for name in facts.versions)
+    for name in names:
+        usual, others = deviating(
+            {host: facts.versions.get(name, "missing") for host, facts in found.items()}
+        )
+        for version, hosts in others.items():
+            yield Finding(
+                severity="error" if name in COMPARED else "warning",
+                hosts=hosts,
+                seen=f"{name} is {version} on {listed(hosts)} and {usual} on other hosts",
+                rule=f"All hosts have the same {name}.",
+                cure=f"Install {name} {usual} on {listed(hosts)}, into the environment of "
+                f"{sys.executable}, or share one environment.",
+            )
 
 
 def _mpi_version() -> str:

@@ -27,8 +27,8 @@ from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.agreements.measured_norms import MeasuredNorms
 from torchmn.exchange.agreements.num_exchanges import NumExchanges
 from torchmn.exchange.agreements.num_steps import NumSteps
+from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
-from torchmn.exchange.agreements.sample_shares import SampleShares
 from torchmn.exchange.agreements.together import GivenUp, LoadedState, OtherLayout, Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
 from torchmn.exchange.bucket_set import Reduction
@@ -398,7 +398,7 @@ class GradientReducer:
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
         has_backward = self.passes.current is not None or bool(self.local_passes.states)
-        own.begin_exchange(has_backward=has_backward)
+        own.begin_exchange(self.step, has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
             weight, num_samples = own.weight, own.num_samples
@@ -415,7 +415,6 @@ class GradientReducer:
 
     def _agreements(self) -> list[Agreement]:
         """What ranks must have in common at the exchanges of one set of buckets."""
-        is_divided = self.parameters.has_parallel_layers
         return [
             self._given_up,
             self._other_layout,
@@ -423,7 +422,9 @@ class GradientReducer:
             NumSteps(self.replicas),
             ReplicaChecksum(self.replicas),
             *self._further_agreements(),
-            *([] if is_divided else [SampleShares(self.contribution)]),
+            ReceivedBatches(
+                self.contribution, compares_counts=not self.parameters.has_parallel_layers
+            ),
             self._num_exchanges,
             LateRanks(),
             MeasuredNorms(),

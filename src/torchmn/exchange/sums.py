@@ -43,7 +43,7 @@ class Sums:
         self.are_all_present = False
         """Whether this rank has a gradient for every slot, and so some rank has."""
         self._weights = self.footer.weights
-        self._codec = buckets.codec
+        self._codec, self._engine = buckets.codec, buckets.comm.engine
         self._num_started = 0
         self._holds_means = False
         self._arriving: Deferred | None = None
@@ -65,16 +65,8 @@ class Sums:
 
     def reduce_remaining(self) -> None:
         """Do all other sums, on the calling thread if nothing else is under way."""
-        buckets = self.buckets
-        for bucket in buckets.buckets[self._num_started :]:
-            buckets.route.sum_(
-                bucket,
-                buckets.algorithm,
-                bucket=bucket.index,
-                step=self.context.step,
-                on_complete=self._next_callback(),
-                after=(bucket.written,),
-            )
+        for bucket in self.buckets.buckets[self._num_started :]:
+            self._engine.call(self._sum_of(bucket), after=(bucket.written,))
 
     def clear_remaining(self) -> None:
         """Write zeros into all buckets whose sums were not started."""
@@ -82,14 +74,17 @@ class Sums:
             bucket.buffer.zero_()
 
     def _start(self, bucket: Bucket) -> None:
+        bucket.work = self._engine.submit(self._sum_of(bucket), after=(bucket.written,))
+
+    def _sum_of(self, bucket: Bucket) -> Callable[[], None]:
+        """The sum of the next bucket, for the engine."""
         buckets = self.buckets
-        bucket.work = buckets.route.start_sum_(
+        return buckets.route.sum_job(
             bucket,
             buckets.algorithm,
             bucket=bucket.index,
             step=self.context.step,
             on_complete=self._next_callback(),
-            after=(bucket.written,),
         )
 
     def _next_callback(self) -> Callable[[], None] | None:
@@ -108,7 +103,7 @@ class Sums:
     def _finish(self) -> None:
         """The last sum was made, or queued. Called by the engine, on its stream."""
         buckets = self.buckets
-        codec, footer, engine = self._codec, self.footer, self.comm.engine
+        codec, footer, engine = self._codec, self.footer, self._engine
         if codec is not None:
             is_clear = codec.nonfinite.is_clear("decoding")
             found = codec.nonfinite.take(engine.fetch)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from torchmn.base.compiling import not_compiled
-from torchmn.base.errors import UnknownNameError, UnsupportedError
+from torchmn.base.errors import UnsupportedError, raise_if_unknown
 from torchmn.base.torch_private import BatchNorm
 from torchmn.comm import Communicator
 from torchmn.nn.layer_communicator import LayerCommunicator, Ranks, differentiable_once
@@ -58,7 +58,7 @@ class _MultiNode(BatchNorm):
         *,
         loss_weight: LossWeight = "rank",
     ) -> None:
-        _raise_if_unknown(loss_weight)
+        raise_if_unknown("loss_weight", loss_weight, get_args(LossWeight))
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device, dtype)
         _join_ranks(self, comm, loss_weight)
 
@@ -164,7 +164,7 @@ def convert_batch_norm(
         >>> type(torchmn.links.convert_batch_norm(model, comm)[1]).__name__
         'MultiNodeBatchNorm1d'
     """
-    _raise_if_unknown(loss_weight)
+    raise_if_unknown("loss_weight", loss_weight, get_args(LossWeight))
     for layer in convert_layers(model, _MultiNode, _OF_TORCH):
         _join_ranks(layer, comm, loss_weight)
     return model
@@ -204,11 +204,6 @@ def revert_batch_norm(model: Model) -> Model:
 
 def _join_ranks(module: Any, comm: Communicator, loss_weight: LossWeight) -> None:
     module._ranks, module.loss_weight, module._number = Ranks(comm), loss_weight, None
-
-
-def _raise_if_unknown(loss_weight: str) -> None:
-    if loss_weight not in get_args(LossWeight):
-        raise UnknownNameError("loss_weight", loss_weight, get_args(LossWeight))
 
 
 # ---- the computation ----

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torchmn.base.errors import RankMismatchError, UnknownNameError, UsageError
+from torchmn.base.errors import UsageError, raise_if_no_count, raise_if_unknown
 from torchmn.base.script_line import script_line
 from torchmn.base.torch_private import at_end_of_backward
 from torchmn.comm import Communicator
+from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.nn.chain_graph import (
     BACKWARD,
     FORWARD,
@@ -69,10 +70,8 @@ class MultiNodeChainList(nn.Module):
         schedule: PipelineSchedule = "1f1b",
     ) -> None:
         super().__init__()
-        if schedule not in PIPELINE_SCHEDULES:
-            raise UnknownNameError("schedule", schedule, PIPELINE_SCHEDULES)
-        if not isinstance(num_microbatches, int) or num_microbatches < 1:
-            raise UsageError(f"num_microbatches={num_microbatches!r} must be a positive integer.")
+        raise_if_unknown("schedule", schedule, PIPELINE_SCHEDULES)
+        raise_if_no_count("num_microbatches", num_microbatches, "an integer")
         self.communicator = comm
         self.num_microbatches = num_microbatches
         self.schedule: PipelineSchedule = schedule
@@ -174,8 +173,7 @@ class MultiNodeChainList(nn.Module):
                 inputs and targets belong to different batches.
             TimeLimitError, PeerLostError: a rank does not take part.
         """
-        if reduction not in ("mean", "sum"):
-            raise UnknownNameError("reduction", reduction, ("mean", "sum"))
+        raise_if_unknown("reduction", reduction, ("mean", "sum"))
         graph, messages = self._agreed()
         if self._pipeline is None:
             self._pipeline = Pipeline(
@@ -234,13 +232,11 @@ class MultiNodeChainList(nn.Module):
             own = [(s.name, s.inputs, s.outputs) for s in self._specs]
             collective = has_collective_layers(self.links)
             gathered = self.communicator.allgather_obj((options, own, collective))
-            seen = {str(theirs): rank for rank, (theirs, *_) in reversed([*enumerate(gathered)])}
-            if len(seen) > 1:
-                raise RankMismatchError(
-                    f"{self.communicator.rank_label}: ranks have made the chain with different "
-                    f"options: {'; '.join(f'rank {r}: {text}' for text, r in seen.items())}. Pass "
-                    "the same to MultiNodeChainList on all ranks."
-                )
+            raise_if_values_differ(
+                f"{self.communicator.rank_label}: ranks have made the chain",
+                [theirs for theirs, *_ in gathered],
+                "Pass the same to MultiNodeChainList on all ranks.",
+            )
             self._graph = ChainGraph(
                 [
                     [Link(rank, index, *fields) for index, fields in enumerate(specs)]

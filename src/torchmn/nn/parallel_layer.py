@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from torchmn.base.compiling import not_compiled
-from torchmn.base.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError, raise_if_unknown
 from torchmn.base.torch_private import active_ddp
 from torchmn.comm import Communicator
 from torchmn.comm.local_tensors import Division, divide
@@ -51,8 +51,7 @@ class ParallelLayer(nn.Module):
 
     def _divide(self, comm: Communicator, split: Split) -> None:
         """Keep this rank's part of a layer that was made whole, with whole initial values."""
-        if split not in get_args(Split):
-            raise UnknownNameError("split", split, get_args(Split))
+        raise_if_unknown("split", split, get_args(Split))
         self.split, self._ranks = split, Ranks(comm)
         self._compared: tuple[bool, ...] = ()
         self._num_divided = self.weight.shape[self._dim]

@@ -355,7 +355,6 @@ def report_value(name: str, value: float, step: int | None = None) -> None:
 
 
 def _run_start(comm: World) -> RunStart:
-    has_affinity = hasattr(os, "sched_getaffinity")
     return RunStart(
         format=FORMAT,
         rank=comm.rank,
@@ -365,7 +364,7 @@ def _run_start(comm: World) -> RunStart:
         host=socket.gethostname(),
         pid=os.getpid(),
         device=str(comm.device),
-        cpus=sorted(os.sched_getaffinity(0)) if has_affinity else [],
+        cpus=sorted(os.sched_getaffinity(0)),
         unix_s=time.time(),
         at_s=time.perf_counter(),
         settings={"script": " ".join(sys.argv), **comm.settings},

@@ -41,7 +41,7 @@ from torchmn.control.rank_claim import claimed_by
 from torchmn.control.script import is_consequence
 from torchmn.run.backend import choose_backend, this_machine
 from torchmn.run.job import FAILURE_GRACE_S
-from torchmn.run.local_ranks import AttachedOutput, LocalRanks, start_local_ranks
+from torchmn.run.local_ranks import LocalRanks, start_local_ranks
 from torchmn.run.monitor.job_result import LOG_DIR
 
 _BACKENDS = ("auto", "gloo", "nccl")
@@ -154,7 +154,8 @@ def launch_local(
             _call,
             [(str(folder),)] * num_ranks,
             backend=chosen,
-            attached=AttachedOutput(log_dir=logs, environment=_environment(os.environ)),
+            attached_logs=logs,
+            env=_environment(os.environ),
         )
         _show_output(ranks)
         status = ranks.process.wait()
@@ -200,13 +201,7 @@ def _checked(num_ranks: int, backend: str) -> Literal["gloo", "nccl", "mpi"]:
         )
     if backend not in _BACKENDS:
         raise UnknownNameError("backend", backend, _BACKENDS)
-    machine = replace(this_machine(os.environ), mpirun=None, has_mpi4py=False)
-    if backend == "nccl" and not machine.has_gpus_for(num_ranks):
-        raise UnsupportedError(
-            f'backend="nccl" needs a GPU for each of the {counted(num_ranks, "rank")}, and this '
-            f"machine has {machine.num_gpus or 'no'} CUDA GPU{'s' * (machine.num_gpus > 1)}: start "
-            'fewer ranks, or use backend="gloo", and check CUDA_VISIBLE_DEVICES.'
-        )
+    machine = replace(this_machine(os.environ), mpirun=None)
     return choose_backend(backend, machine, num_ranks)[0]
 
 

@@ -9,6 +9,7 @@ a command has ended, and survive them: the lines after `torchmn run` decide what
 import os
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 
 from torchmn.base.errors import LaunchError, UsageError
@@ -126,15 +127,18 @@ def write_script(text: str, path: Path, *, mode: int = 0o700) -> Path | None:
     the new path of the old file, if any. Raises UsageError.
     """
     raise_if_folder(path)
-    kept = path.with_name(f"{path.name}~")
+    kept, draft = path.with_name(f"{path.name}~"), path.with_name(f".{path.name}.new")
     try:
+        draft.unlink(missing_ok=True)
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(text.encode())
         has_other = path.exists() and path.read_bytes() != text.encode()
         if has_other:
             path.replace(kept)
-        path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(text.encode())
+        draft.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
         raise UsageError(
             f"The job script {path} cannot be written ({error.strerror}): choose another file "
             "with --output."

@@ -141,15 +141,11 @@ class EpochLoader:
         """See `BatchSource`."""
         is_in_progress = self._batches is not None or self._is_resumed
         state = self._generator_state if is_in_progress else self._own_generator_state()
-        if self._sampler is not None:
-            sampler = dict(self._sampler_state())
-            return {
-                "epoch": self.epoch,
-                "sampler": sampler,
-                "generator": state,
-                "is_in_progress": is_in_progress,
-            }
-        return {"epoch": self.epoch, "num_done": self._num_done, "generator": state}
+        common = {"epoch": self.epoch, "generator": state}
+        if self._sampler is None:
+            return {**common, "num_done": self._num_done}
+        sampler = dict(self._sampler_state())
+        return {**common, "sampler": sampler, "is_in_progress": is_in_progress}
 
     def reshard_state_dict(
         self, states: Sequence[Mapping[str, Any]], comm: Ranks

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from pytorch_pfn_extras import reporting
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -129,9 +130,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
             name: total / weight if weight == len(self.devices) else Ratio(total, weight)
             for name, (total, weight) in sums.items()
         }
-        from pytorch_pfn_extras.reporting import report
-
-        report(means)
+        reporting.report(means)
         self.iteration += 1
 
     def setup_workers(self) -> None:

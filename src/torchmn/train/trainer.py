@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from pytorch_pfn_extras.training.extension import Extension
 from pytorch_pfn_extras.training.manager import ExtensionsManager
-from pytorch_pfn_extras.training.trigger import Trigger, TriggerLike, get_trigger  # type: ignore[attr-defined]
-from pytorch_pfn_extras.training.triggers.interval_trigger import IntervalTrigger
-from pytorch_pfn_extras.training.triggers.manual_schedule_trigger import ManualScheduleTrigger
+from pytorch_pfn_extras.training.trigger import TriggerLike, get_trigger  # type: ignore[attr-defined]
 from pytorch_pfn_extras.writing import SimpleWriter, Writer  # type: ignore[attr-defined]
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torchmn.base.errors import DataError, RankMismatchError, UsageError
+from torchmn.base.errors import DataError, UsageError
 from torchmn.comm import Communicator
+from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.exchange.resharding import reshard_object, warnings_of
 
@@ -80,7 +79,7 @@ class Trainer(ExtensionsManager):
             state_objects={"updater": updater},
         )
         # After super().__init__, which copies its stop trigger, and with it a communicator.
-        self._stop_trigger = follow_epochs(get_trigger(stop_trigger))
+        self._stop_trigger = get_trigger(stop_trigger)
         self._internal_stop_trigger = get_trigger(None)
 
     # ---- progress ----
@@ -111,6 +110,12 @@ class Trainer(ExtensionsManager):
         return self._updater.epoch_detail
 
     @property
+    def _iters_per_epoch(self) -> Any:
+        """The length of an epoch, for the triggers of pytorch-pfn-extras, which divide by it."""
+        before = self._updater.previous_epoch_detail or 0.0
+        return _EpochLength(self._updater.iteration, before, self._updater.epoch_detail)
+
+    @property
     def elapsed_time(self) -> float:
         """Seconds of training, including those before a resumed snapshot.
 
@@ -125,14 +130,6 @@ class Trainer(ExtensionsManager):
     def needs_model_state(self, iteration: int | None = None) -> bool:
         """Always: extensions that save a trainer need not say that they use its models."""
         return True
-
-    def start_extensions(self) -> None:
-        """Initialize the extensions, whose triggers follow the updater's epochs from now on."""
-        if not self._start_extensions_called:
-            for entry in self._extensions.values():
-                entry.trigger = follow_epochs(entry.trigger)
-                follow_epochs(entry.extension)
-        super().start_extensions()
 
     def run(self) -> None:
         """Train until the stop trigger fires. *Collective.*
@@ -155,9 +152,11 @@ class Trainer(ExtensionsManager):
             if self._start_time is not None:
                 self._elapsed_at_end_s = self.elapsed_time
         finally:
-            if self._start_extensions_called:
-                self.finalize()
-            self._updater.finalize()
+            try:
+                if self._start_extensions_called:
+                    self.finalize()
+            finally:  # an extension may raise: a checkpoint could not be written
+                self._updater.finalize()
 
     def resume(self, snapshot: str | Path) -> None:
         """Resume from a snapshot that rank 0 reads and broadcasts. *Collective.*
@@ -219,30 +218,20 @@ class Trainer(ExtensionsManager):
         """
 
         def resharded(group: str, targets: Mapping[str, object]) -> dict[str, Any]:
-            return {
-                name: reshard_object(
-                    target, [s[group][name] for s in states if name in s[group]], comm
-                )
-                for name, target in targets.items()
-                if any(name in s[group] for s in states)
-            }
+            found = {}
+            for name, target in targets.items():
+                if parts := [s[group][name] for s in states if name in s[group]]:
+                    found[name] = reshard_object(target, parts, comm)
+            return found
 
-        held = {name: entry.extension for name, entry in self._extensions.items()}
-        extensions: dict[str, Any] = {}
-        for name, extension in held.items():
-            entries = [s["extensions"][name] for s in states if name in s["extensions"]]
-            if entries:
-                parts = [entry["extension"] for entry in entries]
-                extensions[name] = {
-                    **entries[0],
-                    "extension": reshard_object(extension, parts, comm),
-                }
         stops = [state["stop_trigger"] for state in states]
         return {
             **states[0],
             "optimizers": resharded("optimizers", self._optimizers),
             "state_objects": resharded("state_objects", self._state_objects),
-            "extensions": extensions,
+            "extensions": resharded(
+                "extensions", {name: _Entry(e.extension) for name, e in self._extensions.items()}
+            ),
             "stop_trigger": reshard_object(self._stop_trigger, stops, comm),
         }
 
@@ -261,21 +250,16 @@ class Trainer(ExtensionsManager):
             return
         length = self._updater.iterations_per_epoch
         mine = {
-            "iteration": str(self.iteration),
-            "epoch": f"{self.epoch_detail:.6g}",
-            "iterations per epoch": "unknown" if length is None else f"{float(length):.6g}",
+            "iteration": self.iteration,
+            "epoch": float(f"{self.epoch_detail:.6g}"),
+            "iterations per epoch": None if length is None else float(f"{float(length):.6g}"),
         }
-        gathered = self._comm.allgather_obj(mine)
-        for what in mine:
-            values = [theirs[what] for theirs in gathered]
-            if len(set(values)) > 1:
-                raise RankMismatchError(
-                    f"{self._comm.rank_label}: the ranks' {what} differ: "
-                    + ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-                    + ". Their triggers would not fire together. Use GlobalSampler, or "
-                    "scatter_dataset with force_equal_length=True, and resume all ranks "
-                    "from the same state."
-                )
+        raise_if_values_differ(
+            f"{self._comm.rank_label}: the ranks begin to train",
+            self._comm.allgather_obj(mine),
+            "Their triggers would not fire together. Use GlobalSampler, or scatter_dataset with "
+            "force_equal_length=True, and resume all ranks from the same state.",
+        )
 
 
 class _NoWriter(Writer):
@@ -331,49 +315,57 @@ class Updater(Protocol):
         """Restore a saved state."""
 
 
-# Triggers that follow the epochs of an updater, whatever their lengths.
-#
-# The triggers of pytorch-pfn-extras count an epoch as a fixed number of iterations. With an
-# iterator that wraps, epochs take 79, 78, 78, 78 iterations; these triggers fire in the iteration
-# in which the updater passes a point, as Chainer's did.
+# Triggers of pytorch-pfn-extras count an epoch as a fixed number of iterations, and ask its manager
+# for it: they fire where ``iteration % (length * period) < 1`` or ``int(length * point) ==
+# iteration``. With an iterator that wraps, epochs take 79, 78, 78, 78 iterations, and no number is
+# the length of all. So their manager gives them one that answers for the last iteration: they fire
+# in the iteration in which the updater passes a point, as Chainer's did.
 
 _ROUNDING = 1e-9  # epochs; 3 x 0.1 is not 0.3, and no data set has that many batches
 
 
-class _EpochInterval(IntervalTrigger):
-    def __call__(self, manager: Any) -> bool:
-        before, now = (math.floor(x / self.period + _ROUNDING) for x in _last_iteration(manager))
-        return before != now
+@dataclass(frozen=True)
+class _EpochLength:
+    """The length of an epoch: where the last iteration began and ended, in epochs."""
 
-    def may_fire(self, iteration: int, epoch_length: int) -> bool:
-        return True
+    iteration: int
+    before: float
+    now: float
 
+    def __mul__(self, epochs: float) -> _Epochs:
+        return _Epochs(self, epochs)
 
-class _EpochSchedule(ManualScheduleTrigger):
-    points: Any
-
-    def __call__(self, manager: Any) -> bool:
-        before, now = _last_iteration(manager)
-        return any(before + _ROUNDING < point <= now + _ROUNDING for point in self.points)
-
-    def may_fire(self, iteration: int, epoch_length: int) -> bool:
-        return True
+    __rmul__ = __mul__
 
 
-def follow_epochs(target: Any) -> Any:
-    """A trigger or extension with its epoch triggers replaced, also those inside others."""
-    if type(target) is IntervalTrigger and target.unit == "epoch":
-        return _EpochInterval(target.period, "epoch")
-    if type(target) is ManualScheduleTrigger and target.unit == "epoch":
-        points: Any = target.points
-        return _EpochSchedule(points, "epoch")
-    for name, value in list(getattr(target, "__dict__", {}).items()):
-        if isinstance(value, (Trigger, Extension)):
-            setattr(target, name, follow_epochs(value))
-    return target
+@dataclass(frozen=True)
+class _Epochs:
+    """A number of epochs in iterations."""
+
+    length: _EpochLength
+    epochs: float
+
+    def __rmod__(self, iteration: int) -> int:
+        """0 where the last iteration has passed a multiple."""
+        ends = (self.length.before, self.length.now)
+        before, now = (math.floor(end / self.epochs + _ROUNDING) for end in ends)
+        return int(before == now)
+
+    def __int__(self) -> int:
+        """The iteration, where it has passed this point; -1 elsewhere."""
+        ends = self.length
+        is_passed = ends.before + _ROUNDING < self.epochs <= ends.now + _ROUNDING
+        return ends.iteration if is_passed else -1
 
 
-def _last_iteration(manager: Any) -> tuple[float, float]:
-    """Where the last iteration began and ended, in epochs."""
-    before = manager.updater.previous_epoch_detail
-    return (0.0 if before is None else before, manager.updater.epoch_detail)
+class _Entry:
+    """An extension as the manager saves it, beside the state of its trigger."""
+
+    def __init__(self, extension: object) -> None:
+        self._extension = extension
+
+    def reshard_state_dict(
+        self, states: Sequence[dict[str, Any]], comm: Communicator
+    ) -> dict[str, Any]:
+        parts = [state["extension"] for state in states]
+        return {**states[0], "extension": reshard_object(self._extension, parts, comm)}

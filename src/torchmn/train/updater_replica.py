@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pytorch_pfn_extras.reporting import Reporter
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -56,8 +57,6 @@ class Replica:
         self._loss_func = loss_func
         self._source = source
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        from pytorch_pfn_extras.reporting import Reporter
-
         self._reporter = Reporter()
         self._reporter.add_observer("main", model)
         self._reporter.add_observers("main", list(model.named_modules()))

@@ -99,7 +99,9 @@ def check_coded_sum(comm: Communicator) -> None:
 def check_started_sums(comm: Communicator) -> None:
     """Started sums that are not waited for do not mix; blocking calls are queued after them."""
     buffers = [seeded(comm.rank, size, salt=i) for i, size in enumerate((50_000, 3, 1000))]
-    works = [comm.route.start_sum_(b, bucket=i, step=7) for i, b in enumerate(buffers)]
+    works = [
+        comm.engine.submit(comm.route.sum_job(b, bucket=i, step=7)) for i, b in enumerate(buffers)
+    ]
     flag = comm.allreduce(torch.tensor([comm.rank + 1]))
     for work in works:
         work.wait()

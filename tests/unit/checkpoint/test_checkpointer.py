@@ -12,6 +12,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchmn.errors import (
+    CommunicationError,
+    DataError,
+    RankMismatchError,
+    UnsupportedError,
+    UsageError,
+)
 
 import torchmn
 from tests.limits import limit
@@ -26,13 +33,6 @@ from tests.unit.checkpoint.training import (
     train,
 )
 from torchmn.checkpoint import Best
-from torchmn.errors import (
-    CommunicationError,
-    DataError,
-    RankMismatchError,
-    UnsupportedError,
-    UsageError,
-)
 
 
 @pytest.mark.parametrize("is_async", [True, False])
@@ -85,7 +85,7 @@ def test_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> Non
 
 
 def test_ranks_with_different_arguments(tmp_path: Path) -> None:
-    with pytest.raises(RankMismatchError, match="with different arguments"):
+    with pytest.raises(RankMismatchError, match="different keep: rank 0: 1; rank 1: 2"):
         on_ranks(lambda c: checkpointer_of(c, tmp_path, keep=1 + c.rank), 2)
 
 

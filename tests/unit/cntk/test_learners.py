@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
+from torchmn.errors import UnsupportedError, UsageError
 
 import torchmn.cntk as C
 from torchmn.cntk.learner import LearnerSet
-from torchmn.errors import UnsupportedError, UsageError
 
 from .learner_cases import SIZES, cases
 
@@ -93,6 +93,15 @@ def test_learners_that_step_together_call_a_closure_once() -> None:
     assert LearnerSet(learners).step(closure) == sum(before)
     assert calls == [[before, True]]
     assert [model.weight.item(), model.bias.item()] == [before[0] - 0.5, before[1] - 0.25]
+
+
+def test_noise_differs_between_groups() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(9))]} for _ in range(2)]
+    learner = C.sgd(groups, 0.0, gaussian_noise_injection_std_dev=1.0)
+    learner.begin_minibatch(1)
+    learner.step()
+    first, second = (group["params"][0] for group in groups)
+    assert not torch.equal(first, second)
 
 
 def test_noise_has_its_deviation_and_is_repeatable() -> None:

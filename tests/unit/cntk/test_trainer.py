@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmn.errors import DataError, UnsupportedError, UsageError
 
 import torchmn
 import torchmn.cntk as C
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.comm import Communicator
-from torchmn.errors import DataError, UnsupportedError, UsageError
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 
@@ -251,6 +251,22 @@ def test_grad_scaler(blocks: bool) -> None:
 
     for plain, scaled in run_ranks(rank, 2):
         torch.testing.assert_close(scaled, plain, atol=1e-6, rtol=1e-5)
+
+
+def test_grad_scaler_of_a_rank_whose_first_part_is_empty() -> None:
+    def rank(comm: Communicator) -> list[Tensor]:
+        model = Network()
+        learner = C.sgd(model.parameters(), PER_SAMPLE)
+        distributed = C.data_parallel_distributed_learner(learner, comm=comm)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        trainer = C.Trainer(model, C.cross_entropy_with_softmax, distributed, grad_scaler=scaler)
+        train(trainer, minibatches([1, 8]), comm)  # of one sample, which the last rank has
+        assert not trainer.train_minibatch({})
+        return values_of(model)
+
+    (one,) = run_ranks(rank, 1)
+    for many in run_ranks(rank, 3):
+        torch.testing.assert_close(many, one, atol=1e-6, rtol=1e-5)
 
 
 def test_compiled_model() -> None:

@@ -9,13 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
-
-from tests.limits import limit
-from torchmn import create_communicator
-from torchmn.cluster import Topology
-from torchmn.comm import Timeout
-from torchmn.comm.create import gpus_in_use
-from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.errors import (
     RankMismatchError,
     TopologyError,
@@ -23,6 +16,13 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
+
+from tests.limits import limit
+from torchmn import create_communicator
+from torchmn.cluster import Topology
+from torchmn.comm import Timeout
+from torchmn.comm.create import gpus_in_use
+from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.testing import run_ranks, run_threads
 
 

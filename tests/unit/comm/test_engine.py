@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 
 from tests.contracts.suites.communicator_contracts import (
     CONTRACTS,
@@ -15,7 +16,6 @@ from tests.contracts.suites.communicator_contracts import (
 from tests.limits import limit
 from torchmn.comm.engine import Engine
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
-from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 from torchmn.testing import run_ranks
 
 CPU = torch.device("cpu")

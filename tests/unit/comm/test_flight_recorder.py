@@ -79,10 +79,10 @@ def test_ranks_keep_pace_from_the_first_exchange_of_gradients_on() -> None:
         before = comm.world.limit_s
         comm.allreduce(torch.ones(2))
         still = comm.world.limit_s
-        comm.route.sum_(torch.ones(2), bucket=0, step=3)
-        comm.route.sum_(torch.ones(2), bucket=1, step=3)
+        comm.engine.call(comm.route.sum_job(torch.ones(2), bucket=0, step=3))
+        comm.engine.call(comm.route.sum_job(torch.ones(2), bucket=1, step=3))
         in_first = comm.world.limit_s
-        comm.route.sum_(torch.ones(2), bucket=0, step=4)
+        comm.engine.call(comm.route.sum_job(torch.ones(2), bucket=0, step=4))
         return before, still, in_first, comm.world.limit_s
 
     def rank_main_with_limits(comm):

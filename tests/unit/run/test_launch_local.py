@@ -16,9 +16,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-
-import torchmn
-from tests.all.processes.runner import PYTHON_PATH
 from torchmn.errors import (
     CommunicationError,
     RankError,
@@ -26,6 +23,9 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
+
+import torchmn
+from tests.all.processes.runner import PYTHON_PATH
 from torchmn.run.launch_local import _dumps
 
 pytestmark = pytest.mark.processes
@@ -184,7 +184,7 @@ def _adds(first: int, second: int) -> int:
             (_adds, 2, 1, 2),
             {"backend": "nccl"},
             UnsupportedError,
-            'backend="nccl" needs a GPU for each of the 2 ranks, and this machine has no CUDA GPU',
+            "NCCL needs a GPU for each of the 2 ranks, and this machine has no CUDA GPU",
         ),
     ],
 )

@@ -9,10 +9,10 @@ import pytest
 import torch
 from pytorch_pfn_extras.training import extensions, triggers
 from torch.utils.data import DataLoader, Subset
+from torchmn.errors import DataError, RankMismatchError, UsageError
 
 from torchmn import GlobalSampler, SerialIterator, create_multi_node_optimizer
 from torchmn.comm import Communicator
-from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train import LogReport, StandardUpdater, Trainer
 
@@ -76,8 +76,19 @@ def test_every_kind_of_trigger_follows(tmp_path: Path) -> None:
     trainer.extend(lambda manager: manager.observation.update(value=manager.iteration))
     best = fired(trainer, triggers.MaxValueTrigger("value", (2, "epoch")))
     trainer.extend(extensions.LogReport(trigger=(1, "epoch")))
+
+    class Either(triggers.IntervalTrigger):
+        """A user's class, with triggers in a list."""
+
+        others = [triggers.IntervalTrigger(1, "epoch"), triggers.IntervalTrigger(9, "iteration")]
+
+        def __call__(self, manager: Any) -> bool:
+            return any(other(manager) for other in self.others)
+
+    either = fired(trainer, Either(1, "epoch"))
     trainer.run()
     assert manual == [3, 7, 8]
+    assert either == [3, 5, 8, 9, 10]
     assert by_iteration == [4, 8]
     assert best == [5, 10]
     log = json.loads((tmp_path / "log").read_text())
@@ -101,12 +112,14 @@ def test_errors_reach_the_caller_after_the_end_of_extensions(tmp_path: Path) -> 
 
         def finalize(self, manager: Any) -> None:
             self.ended = True
+            raise OSError("disk full")  # as a checkpoint that cannot be written
 
     updater, probe = Fails(10, 4), Probe()
     trainer = Trainer(updater, (4, "epoch"), tmp_path)
     trainer.extend(probe)
-    with pytest.raises(ArithmeticError, match="diverged"):
+    with pytest.raises(OSError, match="disk full") as raised:
         trainer.run()
+    assert isinstance(raised.value.__context__, ArithmeticError)
     assert updater.ended
     assert probe.ended
     with pytest.raises(UsageError, match="has run"):

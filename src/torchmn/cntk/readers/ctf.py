@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from torchmn.base.errors import DataError, UsageError
+from torchmn.base.errors import DataError, raise_if_no_count
 from torchmn.cluster.units import MiB
 from torchmn.cntk.readers.ctf_index import ChunkPlace, Index, make_index
 from torchmn.cntk.readers.ctf_parse import Sequences, columns_of, describe, parse
@@ -71,8 +71,7 @@ class CTFDeserializer:
         skip_sequence_ids: bool = False,
         fill_with_zeros: bool = False,
     ) -> None:
-        if chunk_bytes < 1:
-            raise UsageError(f"chunk_bytes={chunk_bytes} must be at least 1.")
+        raise_if_no_count("chunk_bytes", chunk_bytes, "a number of bytes")
         self._path = os.fspath(filename)
         self._columns = columns_of(streams)
         self._chunk_bytes = chunk_bytes

@@ -279,16 +279,14 @@ def parse(text, begins, indices, places, may_have_ids, inputs, fill, samples):
                 bar = p
                 p += 1
                 if p < end and _at(text, p) == _HASH:
-                    while p < end and _at(text, p) != _BAR and _at(text, p) != _NEWLINE:
-                        p += 1
+                    p = _next_special(text, p, end)
                     continue
                 if p >= end or _ends_token(_at(text, p)):
                     kind, at = NO_NAME, bar
                     break
                 s, p = _stream_at(text, p, end, names, bounds)
                 if s < 0:
-                    while p < end and _at(text, p) != _BAR and _at(text, p) != _NEWLINE:
-                        p += 1
+                    p = _next_special(text, p, end)
                     continue
                 dim = dims[s]
                 if is_sparse[s]:

@@ -99,7 +99,11 @@ def make_index(path: str, columns: Columns, chunk_bytes: int, skip_ids: bool) ->
                 num_lines = int(table.lines[num]) if num else 0
             if end == 0 and not is_last:
                 if nbytes >= MAX_SEQUENCE_BYTES:
-                    raise _too_long(path, line)
+                    raise DataError(
+                        f"{path}, line {line}: the sequence that begins here has more than "
+                        f"{MAX_SEQUENCE_BYTES} bytes of text. Is it text with a line per sample, "
+                        "and do ids differ between sequences?"
+                    )
                 nbytes = min(2 * nbytes, MAX_SEQUENCE_BYTES)
                 continue
             if num:
@@ -139,14 +143,6 @@ def _info_of(
         num_samples=int(samples.sum()),
         lengths=None if (samples == 1).all() else samples,
         keys=table.ids[:num].copy() if with_ids else None,  # type: ignore[arg-type]
-    )
-
-
-def _too_long(path: str, line: int) -> DataError:
-    return DataError(
-        f"{path}, line {line}: the sequence that begins here has more than "
-        f"{MAX_SEQUENCE_BYTES} bytes of text. Is it text with a line per sample, and do ids "
-        "differ between sequences?"
     )
 
 

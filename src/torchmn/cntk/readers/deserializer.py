@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, Protocol, TypeVa
 import numpy as np
 import torch
 
-from torchmn.base.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.errors import UnsupportedError, UsageError, raise_if_unknown
 
 Value = TypeVar("Value")
 
@@ -26,9 +26,10 @@ class Record(Mapping[str, Value], Generic[Value]):
         self._values = values
 
     def __getattr__(self, name: str) -> Value:
-        if name.startswith("_") or name not in self._values:
-            raise AttributeError(f"No {name!r} here. There are: {', '.join(self)}.")
-        return self._values[name]
+        values: dict[str, Value] = self.__dict__.get("_values", {})  # none yet in a copy
+        if name not in values:
+            raise AttributeError(f"No {name!r} here. There are: {', '.join(values)}.")
+        return values[name]
 
     def __getitem__(self, name: str) -> Value:
         return self._values[name]
@@ -39,15 +40,8 @@ class Record(Mapping[str, Value], Generic[Value]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _record_of, (type(self), self._values)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.items())})"
-
-
-def _record_of(kind: type[Record[Any]], values: dict[str, Any]) -> Record[Any]:
-    return kind(**values)
 
 
 @dataclass(frozen=True)
@@ -122,8 +116,7 @@ class StreamInformation:
     defines_mb_size: bool = False
 
     def __post_init__(self) -> None:
-        if self.storage_format not in ("dense", "sparse"):
-            raise UnknownNameError("storage_format", self.storage_format, ("dense", "sparse"))
+        raise_if_unknown("storage_format", self.storage_format, ("dense", "sparse"))
         object.__setattr__(self, "shape", as_shape(self.shape))
         object.__setattr__(self, "dtype", np.dtype(self.dtype))
         if self.is_sparse and len(self.shape) != 1:
@@ -161,8 +154,7 @@ def wanted_streams(
     wanted = {}
     for key, stream in input_map.items():
         name = stream.name if isinstance(stream, StreamInformation) else stream
-        if name not in streams:
-            raise UnknownNameError("stream", name, streams)
+        raise_if_unknown("stream", name, streams)
         wanted[key] = streams[name]
     return wanted
 
@@ -301,14 +293,9 @@ class InfosOnDemand(Sequence[ChunkInfo]):
         return self._num_chunks()
 
     def __getitem__(self, chunk_id: Any) -> Any:
-        if isinstance(chunk_id, slice):
-            return [self._info(number) for number in range(*chunk_id.indices(len(self)))]
         if not 0 <= chunk_id < len(self):
-            raise IndexError(chunk_id)
+            raise IndexError(chunk_id)  # which ends an iteration, too
         return self._info(chunk_id)
-
-    def __iter__(self) -> Iterator[ChunkInfo]:
-        return (self._info(number) for number in range(len(self)))
 
 
 def sequence_lengths(infos: Sequence[ChunkInfo]) -> Indices | None:

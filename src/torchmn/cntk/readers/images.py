@@ -8,9 +8,9 @@ import os
 import zipfile
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -46,16 +46,15 @@ IMAGES_PER_CHUNK = 512
 MAX_MAP_LINE_BYTES = 64 * KiB
 MAX_IMAGE_BYTES = 256 * MiB
 MAX_BASE64_LINE_BYTES = 256 * MiB
-_CHUNK_BYTES = 32 * MiB
 _UTF8_MARK = b"\xef\xbb\xbf"
 _MAX_LABELS = 2**31 - 1
 
 
 class _Images:
-    """What both deserializers of images have."""
+    """What both deserializers of images have: a text file with a line for each image."""
 
     is_parallel = True
-    _path: str
+    _lines: _Lines
     _decoder: _Decoder
 
     def stream_infos(self) -> list[StreamInformation]:
@@ -66,8 +65,27 @@ class _Images:
         """See `Deserializer`."""
         return {info.name: True for info in self.stream_infos()}
 
+    def num_chunks(self) -> int:
+        """The number of chunks, each of `IMAGES_PER_CHUNK` lines."""
+        return -(-len(self._lines) // IMAGES_PER_CHUNK)
+
+    def chunk_infos(self) -> Sequence[ChunkInfo]:
+        """The images of each chunk."""
+        starts = range(0, len(self._lines), IMAGES_PER_CHUNK)
+        sizes = [min(IMAGES_PER_CHUNK, len(self._lines) - start) for start in starts]
+        return [self._decoder.chunk_info(size) for size in sizes]
+
+    def get_chunk(self, chunk_id: int) -> ImageChunk:
+        """A chunk, which reads each image when it is asked for."""
+        first = chunk_id * IMAGES_PER_CHUNK
+        return ImageChunk(self._decoder, first, lambda index: self._item(first + index))
+
+    def _item(self, number: int) -> _Item:
+        """Read the image of a line."""
+        raise NotImplementedError
+
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._path!r})"
+        return f"{type(self).__name__}({self._lines.path!r})"
 
 
 class ImageDeserializer(_Images):
@@ -102,27 +120,27 @@ class ImageDeserializer(_Images):
     """
 
     def __init__(self, filename: str | os.PathLike[str], streams: Mapping[str, StreamDef]) -> None:
-        self._path = os.fspath(filename)
-        self._map = _MapFile(self._path, _label_stream(streams))
-        self._decoder = _Decoder(streams, self._first)
+        path, classes = os.fspath(filename), _label_stream(streams)
+        self._lines = _Lines(path, classes, _MAP_FORM, MAX_MAP_LINE_BYTES, image=-2, keeps=True)
+        self._folder = os.path.dirname(os.path.abspath(path))
+        self._archives = _Archives()
+        self._decoder = _Decoder(streams, lambda: self._item(0))
 
-    def num_chunks(self) -> int:
-        """The number of chunks, each of `IMAGES_PER_CHUNK` lines."""
-        return -(-len(self._map) // IMAGES_PER_CHUNK)
-
-    def chunk_infos(self) -> Sequence[ChunkInfo]:
-        """The images of each chunk."""
-        starts = range(0, len(self._map), IMAGES_PER_CHUNK)
-        sizes = [min(IMAGES_PER_CHUNK, len(self._map) - start) for start in starts]
-        return [self._decoder.chunk_info(size) for size in sizes]
-
-    def get_chunk(self, chunk_id: int) -> ImageChunk:
-        """A chunk, which reads each image when it is asked for."""
-        first = chunk_id * IMAGES_PER_CHUNK
-        return ImageChunk(self._decoder, first, lambda index: self._map.item(first + index))
-
-    def _first(self) -> _Item:
-        return self._map.item(0)
+    def _item(self, number: int) -> _Item:
+        raw, label, line, _ = self._lines.image(number)
+        name = os.fsdecode(raw)
+        if name.startswith("..."):
+            name = os.path.join(self._folder, name[3:].replace("\\", "/").lstrip("/"))
+        try:
+            archive, at, member = name.partition("@")
+            if at and not os.path.exists(name):
+                content = self._archives.read(archive, member.replace("\\", "/").lstrip("/"))
+            else:
+                with open_file(name, MAX_IMAGE_BYTES, buffering=0) as file:
+                    content = file.read()
+        except (DataError, OSError) as error:
+            raise DataError(f"{line}: {error}") from error
+        return _Item(content, label, f"{line}: {name}")
 
 
 class Base64ImageDeserializer(_Images):
@@ -153,50 +171,17 @@ class Base64ImageDeserializer(_Images):
     """
 
     def __init__(self, filename: str | os.PathLike[str], streams: Mapping[str, StreamDef]) -> None:
-        self._path = os.fspath(filename)
-        self._label = _label_stream(streams)
-        self._chunks = list(_chunks_of_lines(self._path))
-        if not self._chunks:
-            raise DataError(f"{self._path}: the file has no lines. {_BASE64_FORM}")
-        self._decoder = _Decoder(streams, lambda: self._read(0)(0))
+        path, classes = os.fspath(filename), _label_stream(streams)
+        self._lines = _Lines(path, classes, _BASE64_FORM, MAX_BASE64_LINE_BYTES, image=-1)
+        self._decoder = _Decoder(streams, lambda: self._item(0))
 
-    def num_chunks(self) -> int:
-        """The number of chunks, of about 32 MB each."""
-        return len(self._chunks)
-
-    def chunk_infos(self) -> Sequence[ChunkInfo]:
-        """The images of each chunk."""
-        return [self._decoder.chunk_info(chunk.num_lines) for chunk in self._chunks]
-
-    def get_chunk(self, chunk_id: int) -> ImageChunk:
-        """Read the text of a chunk."""
-        return ImageChunk(self._decoder, self._chunks[chunk_id].first_image, self._read(chunk_id))
-
-    def _read(self, chunk_id: int) -> Callable[[int], _Item]:
-        chunk = self._chunks[chunk_id]
-        with open_file(self._path) as file:
-            file.seek(chunk.offset)
-            text = file.read(chunk.nbytes)
-        lines = [(n, line) for n, line in enumerate(text.split(b"\n")) if line.strip()]
-        if len(lines) != chunk.num_lines or len(text) != chunk.nbytes:
-            raise DataError(
-                f"{self._path}: the file has changed since it was first read. Write new data to a "
-                "new file and start again."
-            )
-        return lambda index: self._item(chunk.first_line + lines[index][0], lines[index][1])
-
-    def _item(self, line: int, text: bytes) -> _Item:
-        columns = text.rstrip(b"\r").split(b"\t")
-        place = f"{self._path}, line {line}"
-        if len(columns) not in (2, 3):
-            raise DataError(f"{place}: {len(columns)} columns. {_BASE64_FORM}")
-        label = _label_of(columns[-2], self._label, place, _column(columns, len(columns) - 2))
-        column = _column(columns, len(columns) - 1)
+    def _item(self, number: int) -> _Item:
+        text, label, line, column = self._lines.image(number)
+        place = f"{line}, column {column}"
         try:
-            content = base64.b64decode(columns[-1].strip(), validate=True)
+            return _Item(base64.b64decode(text.strip(), validate=True), label, place)
         except binascii.Error as error:
-            raise DataError(f"{place}, column {column}: no base64: {error}.") from error
-        return _Item(content, label, f"{place}, column {column}")
+            raise DataError(f"{place}: no base64: {error}.") from error
 
 
 _MAP_FORM = "Each line should be: path, a tab, label; or id, path and label with tabs between."
@@ -359,75 +344,87 @@ def _label_of(text: bytes, num_classes: int | None, place: str, column: int) -> 
     return label
 
 
-def _column(columns: list[bytes], number: int) -> int:
-    """Where a column begins in its line, from 1."""
-    return sum(len(column) + 1 for column in columns[:number]) + 1
+# ---- files of lines
 
 
-# ---- map files
+class _Lines:
+    """The images and labels of a file of lines, in compact arrays.
 
+    Args:
+        path: of the file.
+        num_classes: that labels are of; None: they are not read.
+        form: of a line, for errors.
+        max_bytes: of a line.
+        image: the column of the image from the end, -1 or -2; that of the label is the other one.
+        keeps: keep what stands for images in memory, as paths; else it is read again.
+    """
 
-class _MapFile:
-    """The paths and labels of a map file, in compact arrays."""
-
-    def __init__(self, path: str, num_classes: int | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        num_classes: int | None,
+        form: str,
+        max_bytes: int,
+        *,
+        image: int,
+        keeps: bool = False,
+    ) -> None:
         self.path = path
-        self._folder = os.path.dirname(os.path.abspath(path))
-        self._archives = _Archives()
-        self._paths = bytearray()
-        self._ends = array("q", [0])
-        self._labels = array("q")
-        self._lines = array("q")
+        self._kept = bytearray() if keeps else None
+        # By line: where the image's column is, its size, its line and column, the label.
+        self._table = array("q")
+        begin = line = 0
         with open_file(path) as file:
-            line = 0
-            while text := file.readline(MAX_MAP_LINE_BYTES + 1):
+            while text := file.readline(max_bytes + 1):
                 line += 1
-                if len(text) > MAX_MAP_LINE_BYTES:
-                    raise DataError(
-                        f"{path}, line {line}: more than {MAX_MAP_LINE_BYTES} bytes. {_MAP_FORM}"
-                    )
-                if line == 1:
-                    text = text.removeprefix(_UTF8_MARK)
-                if text.strip():
-                    self._add(text.rstrip(b"\r\n"), line, num_classes)
-        if not self._labels:
-            raise DataError(f"{path}: the file lists no images. {_MAP_FORM}")
+                place = f"{path}, line {line}"
+                if len(text) > max_bytes:
+                    raise DataError(f"{place}: more than {max_bytes} bytes. {form}")
+                skipped = len(_UTF8_MARK) if line == 1 and text.startswith(_UTF8_MARK) else 0
+                begin += len(text)
+                columns = text[skipped:].rstrip(b"\r\n").split(b"\t")
+                if not text[skipped:].strip():
+                    continue
+                if len(columns) not in (2, 3):
+                    raise DataError(f"{place}: {len(columns)} columns. {form}")
+                last, before = columns[-1], len(columns[-2]) + 1
+                ends = len(b"\t".join(columns)) + 1
+                at = {-1: ends - len(last), -2: ends - len(last) - before}
+                if not columns[image].strip() or b"\0" in columns[image]:
+                    raise DataError(f"{place}, column {at[image]}: no path of an image. {form}")
+                label = _label_of(columns[-3 - image], num_classes, place, at[-3 - image])
+                where = begin - len(text) + skipped + at[image] - 1
+                if self._kept is not None:
+                    where = len(self._kept)
+                    self._kept += columns[image]
+                self._table.extend((where, len(columns[image]), line, at[image], label))
+            self._version = _version(file)
+        if not self._table:
+            raise DataError(f"{path}: the file lists no images. {form}")
 
     def __len__(self) -> int:
-        return len(self._labels)
+        return len(self._table) // 5
 
-    def item(self, number: int) -> _Item:
-        """Read an image file."""
-        raw = bytes(self._paths[self._ends[number] : self._ends[number + 1]])
-        name = os.fsdecode(raw)
-        place = f"{self.path}, line {self._lines[number]}"
-        if name.startswith("..."):
-            name = os.path.join(self._folder, name[3:].replace("\\", "/").lstrip("/"))
-        try:
-            archive, at, member = name.partition("@")
-            if at and not os.path.exists(name):
-                content = self._archives.read(archive, member.replace("\\", "/").lstrip("/"))
-            else:
-                with open_file(name, MAX_IMAGE_BYTES, buffering=0) as file:
-                    content = file.read()
-        except (DataError, OSError) as error:
-            raise DataError(f"{place}: {error}") from error
-        return _Item(content, self._labels[number], f"{place}: {name}")
-
-    def _add(self, text: bytes, line: int, num_classes: int | None) -> None:
-        columns = text.split(b"\t")
+    def image(self, number: int) -> tuple[bytes, int, str, int]:
+        """What stands for an image, its label, its place without the column, and its column."""
+        where, nbytes, line, column, label = self._table[5 * number : 5 * number + 5]
         place = f"{self.path}, line {line}"
-        if len(columns) not in (2, 3):
-            raise DataError(f"{place}: {len(columns)} columns. {_MAP_FORM}")
-        *_, path, label = columns
-        at = _column(columns, len(columns) - 2)
-        if not path.strip() or b"\0" in path:
-            raise DataError(f"{place}, column {at}: no path of an image. {_MAP_FORM}")
-        number = _label_of(label, num_classes, place, at + len(path) + 1)
-        self._paths += path
-        self._ends.append(len(self._paths))
-        self._labels.append(number)
-        self._lines.append(line)
+        if self._kept is not None:
+            return bytes(self._kept[where : where + nbytes]), label, place, column
+        with open_file(self.path) as file:
+            if _version(file) != self._version:
+                raise DataError(
+                    f"{self.path}: the file has changed since it was first read. Write new data "
+                    "to a new file and start again."
+                )
+            file.seek(where)
+            return file.read(nbytes), label, place, column
+
+
+def _version(file: BinaryIO) -> tuple[int, int, int]:
+    """What differs after the file was changed."""
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _Archives:
@@ -456,41 +453,3 @@ class _Archives:
 
     def __reduce__(self) -> tuple[object, ...]:
         return _Archives, ()
-
-
-# ---- files of lines
-
-
-@dataclass(frozen=True)
-class _Lines:
-    """Neighbouring lines of a file: where they are, how many are not blank."""
-
-    offset: int
-    nbytes: int
-    first_line: int
-    first_image: int
-    num_lines: int
-
-
-def _chunks_of_lines(path: str) -> Iterator[_Lines]:
-    with open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        offset = len(_UTF8_MARK) if file.read(3) == _UTF8_MARK else 0
-        line, image, nbytes = 1, 0, _CHUNK_BYTES
-        while offset < size:
-            file.seek(offset)
-            text = file.read(nbytes)
-            end = len(text) if offset + nbytes >= size else text.rfind(b"\n") + 1
-            if end == 0:
-                if nbytes >= MAX_BASE64_LINE_BYTES:
-                    raise DataError(
-                        f"{path}, line {line}: more than {MAX_BASE64_LINE_BYTES} bytes. "
-                        f"{_BASE64_FORM}"
-                    )
-                nbytes *= 2
-                continue
-            num = sum(1 for row in text[:end].split(b"\n") if row.strip())
-            if num:
-                yield _Lines(offset, end, line, image, num)
-            offset, line, image = offset + end, line + text.count(b"\n", 0, end), image + num
-            nbytes = _CHUNK_BYTES

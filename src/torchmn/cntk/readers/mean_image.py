@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from torchmn.base.errors import DataError, UnknownNameError, UsageError
+from torchmn.base.errors import DataError, UsageError, raise_if_unknown
 from torchmn.cluster.units import MiB
 from torchmn.cntk.readers.files import open_file
 
@@ -35,8 +35,7 @@ def read_mean_image(filename: str | os.PathLike[str], layout: MeanLayout = "hwc-
     >>> read_mean_image(file).shape
     (3, 2, 2)
     """
-    if layout not in get_args(MeanLayout):
-        raise UnknownNameError("layout", layout, get_args(MeanLayout))
+    raise_if_unknown("layout", layout, get_args(MeanLayout))
     path = os.fspath(filename)
     storage = _parsed(path)
     channels, rows, columns, height, width = (

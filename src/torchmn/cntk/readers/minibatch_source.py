@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchmn.base.errors import DataError, UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.errors import (
+    DataError,
+    UnsupportedError,
+    UsageError,
+    raise_if_no_count,
+    raise_if_unknown,
+)
 from torchmn.cntk.readers.arrays import ArrayChunk
 from torchmn.cntk.readers.assembly import select
 from torchmn.cntk.readers.deserializer import (
@@ -92,32 +98,19 @@ class MinibatchSource:
         truncation_length: int = 0,
         randomize: bool = True,
     ) -> None:
-        if max_samples != INFINITELY_REPEAT and max_sweeps != INFINITELY_REPEAT:
-            raise UsageError(
-                f"max_samples={max_samples} and max_sweeps={max_sweeps} both end the source. Give "
-                "only one of them."
-            )
-        if randomization_window_in_chunks and randomization_window_in_samples:
-            raise UsageError(
-                f"randomization_window_in_chunks={randomization_window_in_chunks} and "
-                f"randomization_window_in_samples={randomization_window_in_samples} are both the "
-                "window of the randomization. Give only one of them."
-            )
-        if frame_mode and truncation_length:
-            raise UsageError(
-                f"frame_mode=True makes a sequence of each sample and truncation_length="
-                f"{truncation_length} cuts sequences. Give only one of them."
-            )
-        for name, value, lowest in (
-            ("max_samples", max_samples, 1),
-            ("max_sweeps", max_sweeps, 1),
-            ("randomization_window_in_chunks", randomization_window_in_chunks or 0, 0),
-            ("randomization_window_in_samples", randomization_window_in_samples, 0),
-            ("randomization_seed", randomization_seed, 0),
-            ("truncation_length", truncation_length, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-                raise UsageError(f"{name}={value!r} must be an integer of at least {lowest}.")
+        ends = {"max_samples": max_samples, "max_sweeps": max_sweeps}
+        windows = {
+            "randomization_window_in_chunks": randomization_window_in_chunks or 0,
+            "randomization_window_in_samples": randomization_window_in_samples,
+        }
+        others = {"randomization_seed": randomization_seed, "truncation_length": truncation_length}
+        for name, value in {**ends, **windows, **others}.items():
+            raise_if_no_count(name, value, "an integer", least=int(name in ends))
+        pieces = {"frame_mode": frame_mode, "truncation_length": truncation_length}
+        for pair, absent in ((ends, INFINITELY_REPEAT), (windows, 0), (pieces, 0)):
+            if absent not in pair.values():
+                given = " and ".join(f"{name}={value}" for name, value in pair.items())
+                raise UsageError(f"{given} exclude each other. Give only one of them.")
         self._deserializer = _joined(deserializers)
         if frame_mode:
             self._deserializer = FrameDeserializer(self._deserializer)
@@ -161,8 +154,7 @@ class MinibatchSource:
         return list(self._streams.values())
 
     def __getitem__(self, name: str) -> StreamInformation:
-        if name not in self._streams:
-            raise UnknownNameError("stream", name, self._streams)
+        raise_if_unknown("stream", name, self._streams)
         return self._streams[name]
 
     @property

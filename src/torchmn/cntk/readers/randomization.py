@@ -189,7 +189,8 @@ class SequenceOrder:
         self._seed = seed
         self._window_in_chunks = window_in_chunks
         self._window_in_samples = window_in_samples
-        self._is_small = self._fits_into_window()
+        self.keeps_all = self._fits_into_window()
+        """Whether all chunks fit into the window."""
         self._blocks: dict[tuple[int, int], Block] = {}
         self._sweeps: dict[int, list[tuple[int, ...]]] = {}
 
@@ -215,11 +216,6 @@ class SequenceOrder:
                 f"Sweep {position.sweep}, block {position.block}, sequence {position.sequence} is "
                 "outside of the data. Was the state saved with other data?"
             )
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether all chunks fit into the window."""
-        return self._is_small
 
     def num_blocks(self, sweep: int) -> int:
         """Blocks of a sweep."""
@@ -325,7 +321,7 @@ class SequenceOrder:
         if self._seed is None:
             return [(chunk,) for chunk in range(num_chunks)]
         order = [int(c) for c in keyed_permutation(num_chunks, self._seed, sweep)]
-        if self._is_small:
+        if self.keeps_all:
             return [tuple(order)]
         if self._window_in_chunks:
             # At most half of the window, and evenly: the last block mixes as well as the others.

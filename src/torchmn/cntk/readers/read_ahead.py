@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from torchmn.base.errors import DataError, TorchmnError
 from torchmn.cntk.readers.deserializer import Chunk, Deserializer, StreamInformation
@@ -159,21 +159,6 @@ def named_error(error: BaseException, what: str) -> BaseException:
     return named
 
 
-class Deferred(Generic[Result]):
-    """A function that runs when its result is asked for, in place of a future."""
-
-    def __init__(self, function: Callable[[], Result]) -> None:
-        self._function = function
-
-    def result(self) -> Result:
-        """Run the function."""
-        return self._function()
-
-    def cancel(self) -> bool:
-        """There is nothing to cancel."""
-        return True
-
-
 @dataclass(frozen=True, eq=False)
 class MinibatchInProgress:
     """A minibatch that is being read, and where the source is after it."""
@@ -181,7 +166,7 @@ class MinibatchInProgress:
     request: Request
     after: Progress
     minibatch: PlannedMinibatch
-    streams: Future[dict[str, MinibatchData]] | Deferred[dict[str, MinibatchData]]
+    streams: Future[dict[str, MinibatchData]]
 
 
 class MinibatchesAhead:
@@ -264,15 +249,14 @@ class MinibatchesAhead:
                 return
             after = before.after(minibatch)
             reader = minibatch.reader(request.num_partitions, request.partition)
-            streams = self._start_reading(reader)
+            read = partial(reader, self._streams, self._chunks, self._seed)
+            if self._num_ahead:
+                streams = self._threads.run(read)
+            else:
+                streams = Future()
+                streams.set_result(read())
             self._begun.append(MinibatchInProgress(request, after, minibatch, streams))
             self._move_window(before)
-
-    def _start_reading(
-        self, reader: Callable[..., dict[str, MinibatchData]]
-    ) -> Future[dict[str, MinibatchData]] | Deferred[dict[str, MinibatchData]]:
-        read = partial(reader, self._streams, self._chunks, self._seed)
-        return self._threads.run(read) if self._num_ahead else Deferred(read)
 
     def _move_window(self, progress: Progress) -> None:
         """Drop the chunks of blocks that are done, and read those of the next block in time."""

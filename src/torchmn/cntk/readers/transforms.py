@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import numpy as np
 import torch
 
-from torchmn.base.errors import DataError, UnknownNameError, UsageError
+from torchmn.base.errors import DataError, UsageError, raise_if_unknown
 from torchmn.cntk.readers.mean_image import MeanLayout, read_mean_image
 
 Image = np.ndarray[Any, Any]
@@ -189,8 +189,8 @@ def crop(
     Raises:
         UsageError: a ratio is outside of (0, 1], or both side and area are given.
     """
-    _check_name("crop_type", crop_type, CropType)
-    _check_name("jitter_type", jitter_type, JitterType)
+    raise_if_unknown("crop_type", crop_type, get_args(CropType))
+    raise_if_unknown("jitter_type", jitter_type, get_args(JitterType))
     sizes = _two("crop_size", crop_size)
     if min(sizes) < 0 or any(size != int(size) for size in sizes):
         raise UsageError(f"crop_size={crop_size!r} is not a number of pixels, 0 or more.")
@@ -257,8 +257,8 @@ class Scale:
     pad_value: int = -1
 
     def __post_init__(self) -> None:
-        _check_name("interpolations", self.interpolations, Interpolation)
-        _check_name("scale_mode", self.scale_mode, ScaleMode)
+        raise_if_unknown("interpolations", self.interpolations, get_args(Interpolation))
+        raise_if_unknown("scale_mode", self.scale_mode, get_args(ScaleMode))
         width, height = self.width, self.height
         if width < 1 or height < 1 or width * height > 2**28:
             raise UsageError(
@@ -281,24 +281,20 @@ class Scale:
             width, height = self.width, max(_rounded(rows * self.width / columns), 1)
         else:
             width, height = max(_rounded(columns * self.height / rows), 1), self.height
-        if self.scale_mode == "crop":
-            if width < self.width or height < self.height:
-                raise DataError(
-                    f"scale_mode='crop' makes an image of {columns} x {rows} pixels {width} x "
-                    f"{height}, which is smaller than {self.width} x {self.height}. Use 'fill' or "
-                    "'pad', or an equal width and height."
-                )
-            resized = _resized(image, width, height, self.interpolations)
-            left, top = (width - self.width) // 2, (height - self.height) // 2
-            return resized[top : top + self.height, left : left + self.width]
-        if width > self.width or height > self.height:
+        is_crop = self.scale_mode == "crop"
+        right, below = self.width - width, self.height - height
+        if max(right, below) > 0 if is_crop else min(right, below) < 0:
+            size, other = ("smaller", "pad") if is_crop else ("larger", "crop")
             raise DataError(
-                f"scale_mode='pad' makes an image of {columns} x {rows} pixels {width} x {height}, "
-                f"which is larger than {self.width} x {self.height}. Use 'fill' or 'crop', or an "
-                "equal width and height."
+                f"scale_mode={self.scale_mode!r} makes an image of {columns} x {rows} pixels "
+                f"{width} x {height}, which is {size} than {self.width} x {self.height}. Use "
+                f"'fill' or '{other}', or an equal width and height."
             )
         resized = _resized(image, width, height, self.interpolations)
-        top, left = (self.height - height) // 2, (self.width - width) // 2
+        if is_crop:
+            left, top = -right // 2, -below // 2
+            return resized[top : top + self.height, left : left + self.width]
+        top, left = below // 2, right // 2
         edges = (top, self.height - height - top), (left, self.width - width - left), (0, 0)
         if self.pad_value < 0:
             return np.pad(resized, edges, mode="edge")
@@ -456,8 +452,3 @@ def _saturated(image: Image, factor: np.float32) -> Image:
 
 
 color = Color
-
-
-def _check_name(argument: str, value: object, known: Any) -> None:
-    if value not in get_args(known):
-        raise UnknownNameError(argument, value, get_args(known))

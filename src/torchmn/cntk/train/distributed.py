@@ -267,31 +267,26 @@ def optimizers_of(
                 "torch.optim.Optimizer, or a distributed learner around one."
             )
     _raise_if_shared([_local(learner) for learner in learners])
-    kinds = (DistributedLearner, MultiNodeOptimizer)
-    distributed = [each for each in learners if isinstance(each, kinds)]
-    if not distributed:
-        _warn_of_separate_training()
-        return None, [each for each in learners if isinstance(each, Optimizer)]
-    first = distributed[0]
-    if isinstance(first, MultiNodeOptimizer) and len(learners) == 1:
+    first, *others = learners
+    if isinstance(first, MultiNodeOptimizer) and not others:
         return first.communicator, [first]
-    same = [
-        each
-        for each in distributed
-        if isinstance(each, DistributedLearner)
-        and isinstance(first, DistributedLearner)
-        and (each.name, each.options, each.comm) == (first.name, first.options, first.comm)
-    ]
-    if len(same) < len(learners) or not isinstance(first, DistributedLearner):
+    distributed = [each for each in learners if isinstance(each, DistributedLearner)]
+    plain = [each for each in learners if isinstance(each, Optimizer)]
+    if not (distributed or any(isinstance(each, MultiNodeOptimizer) for each in plain)):
+        _warn_of_separate_training()
+        return None, plain
+    ways = [(each.name, each.options, each.comm) for each in distributed]
+    if plain or any(way != ways[0] for way in ways):
         raise UsageError(
             "The learners of a trainer are not distributed in the same way: "
             f"{'; '.join(map(_how_distributed, learners))}. Give all of them to the same "
             "distributed learner of torchmn.cntk, with the same options."
         )
-    comm = first.comm or default_communicator()
-    local = first.learner if len(same) == 1 else LearnerSet([each.learner for each in same])
+    same = distributed[0]
+    comm = same.comm or default_communicator()
+    local = LearnerSet([each.learner for each in distributed]) if others else same.learner
     made = create_multi_node_optimizer(
-        local, comm, models, codec=first.codec, schedule=first.schedule(), weight="samples"
+        local, comm, models, codec=same.codec, schedule=same.schedule(), weight="samples"
     )
     return comm, [made]
 
@@ -300,9 +295,8 @@ def _how_distributed(learner: DistributedLearner | Optimizer) -> str:
     if isinstance(learner, DistributedLearner):
         given = {**learner.options, "comm": learner.comm}
         return f"{learner.name}({', '.join(f'{k}={v!r}' for k, v in given.items())})"
-    return (
-        "a multi-node optimizer" if isinstance(learner, MultiNodeOptimizer) else "not distributed"
-    )
+    is_shared = isinstance(learner, MultiNodeOptimizer)
+    return "a multi-node optimizer" if is_shared else "not distributed"
 
 
 def _raise_if_shared(optimizers: Sequence[Optimizer]) -> None:

@@ -107,6 +107,9 @@ class Trainer:
         parts = [part for part in (model, self._criterion[0]) if isinstance(part, nn.Module)]
         self._models = [part for part in parts if any(True for _ in part.parameters())]
         self.communicator, self.optimizers = optimizers_of(self.parameter_learners, self._models)
+        first = self.optimizers[0]
+        # The one of all distributed learners; None where each rank trains by itself.
+        self._shared = first if isinstance(first, MultiNodeOptimizer) else None
         self._model_names = _parameter_names(model)
         self._checkpointer: tuple[Path, MultiNodeCheckpointer] | None = None
 
@@ -151,23 +154,31 @@ class Trainer:
         loss, own = self._evaluate(arguments, device)
         own.is_sweep_end = _is_sweep_end(arguments) if is_sweep_end is None else is_sweep_end
         under_way = start_sum(own, self.communicator)
-        are_local = [_is_local(optimizer) for optimizer in self.optimizers]
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, MultiNodeOptimizer):
-                optimizer.reducer.contribution.set(own.num_samples, own.num_samples)
+        shared = self._shared
+        # Whether the next step is with this rank's own gradients.
+        is_local = shared is None or shared.reducer.is_suspended
+        if shared is not None:
+            shared.reducer.contribution.set(own.num_samples, own.num_samples)
         if loss is not None:
             (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+        elif self._scaler is not None:  # its first step fails where it has scaled nothing
+            self._scaler.scale(torch.zeros((), device=_device_of(self._models)))
         total = under_way()
         num_synchronized = self._num_synchronized()
         if not total.num_samples:
-            for optimizer in self.optimizers:
-                if isinstance(optimizer, MultiNodeOptimizer):
-                    optimizer.flush()
+            if shared is not None:
+                shared.flush()
             self._report_synchronization(num_synchronized)
             return False
+        if shared is not None:
+            if is_local:
+                share = total.num_samples / shared.communicator.size
+                shared.reducer.contribution.mean_samples = share
+            if loss is None:
+                shared.reducer.exchange_now()
         is_scaled = False
-        for optimizer, is_local in zip(self.optimizers, are_local, strict=True):
-            is_scaled |= self._step(optimizer, own, total, is_local, loss is not None)
+        for optimizer in self.optimizers:
+            is_scaled |= self._step(optimizer, (own if is_local else total).num_samples)
             for learner in _learners(optimizer):
                 learner.end_minibatch(total.num_samples, is_sweep_end=total.is_sweep_end)
         if self._scaler is not None and is_scaled:
@@ -181,23 +192,10 @@ class Trainer:
         self._report_synchronization(num_synchronized)
         return True
 
-    def _step(
-        self,
-        optimizer: Optimizer,
-        own: MinibatchSums,
-        total: MinibatchSums,
-        is_local: bool,
-        is_exchanged: bool,
-    ) -> bool:
+    def _step(self, optimizer: Optimizer, num_samples: int) -> bool:
         """Returns whether the GradScaler took part."""
         for learner in _learners(optimizer):
-            learner.begin_minibatch((own if is_local else total).num_samples)
-        if isinstance(optimizer, MultiNodeOptimizer):
-            if is_local:
-                share = total.num_samples / optimizer.communicator.size
-                optimizer.reducer.contribution.mean_samples = share
-            if not is_exchanged:
-                optimizer.reducer.exchange_now()
+            learner.begin_minibatch(num_samples)
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         if self._scaler is None or all(p.grad is None for p in parameters):
             optimizer.step()  # without gradients: this rank has no data, and trains alone now
@@ -207,12 +205,9 @@ class Trainer:
 
     def _num_synchronized(self) -> float:
         """Samples over all ranks in the blocks that have ended."""
-        schedules = [
-            getattr(optimizer.schedule, "schedule", optimizer.schedule)  # after a warm-up
-            for optimizer in self.optimizers
-            if isinstance(optimizer, MultiNodeOptimizer)
-        ]
-        return sum(each.num_samples for each in schedules if isinstance(each, LocalUpdateSchedule))
+        schedule: object = None if self._shared is None else self._shared.schedule
+        schedule = getattr(schedule, "schedule", schedule)  # after a warm-up
+        return schedule.num_samples if isinstance(schedule, LocalUpdateSchedule) else 0.0
 
     def _report_synchronization(self, num_before: float) -> None:
         if added := round(self._num_synchronized() - num_before):
@@ -432,11 +427,6 @@ class _Plain:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.values.clear()
         self.values.update(state)
-
-
-def _is_local(optimizer: Optimizer) -> bool:
-    """Whether the next step is with this rank's own gradients."""
-    return not isinstance(optimizer, MultiNodeOptimizer) or optimizer.reducer.is_suspended
 
 
 def _learners(optimizer: Optimizer) -> list[Learner]:

@@ -32,13 +32,7 @@ from torchmn.cntk.session_config import (
     is_positive_int,
     raise_if_infinite,
 )
-from torchmn.cntk.session_loop import (
-    Action,
-    SessionCheckpoints,
-    SessionUpdater,
-    WaitForWrites,
-    limited,
-)
+from torchmn.cntk.session_loop import Action, SessionCheckpoints, SessionUpdater, limited
 from torchmn.cntk.train.distributed import default_communicator
 from torchmn.cntk.train.trainer import Trainer
 from torchmn.comm import Communicator
@@ -142,7 +136,8 @@ class TrainingSession:
         if self.checkpoint_config is not None and self.checkpoint_config.filename is not None:
             checkpoints = SessionCheckpoints(self.checkpoint_config, updater, self._comm_of_job())
             loop.extend(Action("checkpoint", 3, checkpoints.frequency, updater, checkpoints.save))
-            loop.extend(WaitForWrites(checkpoints.checkpointer))
+            # It saves nothing here: it waits for what is being written when the loop ends.
+            loop.extend(checkpoints.checkpointer, trigger=lambda _: False)
         updater.progress = Action("progress", 2, self.progress_frequency, updater, self._summarize)
         loop.extend(updater.progress)
         if self.cv_config is not None:

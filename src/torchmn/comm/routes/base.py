@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -21,7 +21,6 @@ from torchmn.comm.codecs import Codec
 from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.engine import Work
 from torchmn.comm.group import Group, Groups
-from torchmn.comm.streams import Event
 
 Granularity = Literal["parameter", "everything", "bucket"]
 
@@ -111,6 +110,25 @@ class Route:
         return self.plain_sum if codec is None else create_allreduce(codec)
 
     def sum_(
+        self, block: ReduceBlock | Tensor, algorithm: AllReduceAlgorithm | None = None
+    ) -> None:
+        """Sum a buffer over all ranks, in place, with the same bits on all.
+
+        Raises UnsupportedError: the codec needs whole parameters and the route or block has parts.
+        """
+        self._engine.call(self.sum_job(block, algorithm))
+
+    def start_sum_(
+        self, block: ReduceBlock | Tensor, algorithm: AllReduceAlgorithm | None = None
+    ) -> Work[None]:
+        """Start `sum_` and return at once; do not touch the buffer before `Work.wait` returns.
+
+        All ranks start their sums and collectives in the same order. `Work.wait` raises what `sum_`
+        would raise.
+        """
+        return self._engine.submit(self.sum_job(block, algorithm))
+
+    def sum_job(
         self,
         block: ReduceBlock | Tensor,
         algorithm: AllReduceAlgorithm | None = None,
@@ -118,9 +136,8 @@ class Route:
         bucket: int | None = None,
         step: int | None = None,
         on_complete: Callable[[], None] | None = None,
-        after: Sequence[Event | None] = (),
-    ) -> None:
-        """Sum a buffer over all ranks, in place, with the same bits on all.
+    ) -> Callable[[], None]:
+        """A sum for the engine, which `Engine.call` or `Engine.submit` takes next.
 
         Args:
             block: a tensor (n,), contiguous, of the same n and floating dtype on all ranks, which
@@ -128,42 +145,10 @@ class Route:
             algorithm: from `allreduce_algorithm`; by default with the communicator's own codec.
             bucket: a number for the flight recorder, with ``step``.
             step: the step of the optimizer, for the flight recorder.
-            on_complete: called after the sum, before the next exchange of this rank begins. On a
-                GPU the sum is queued then, on the current stream, and not done.
-            after: events of streams beside the current one that write into the buffer, from
-                ``comm.engine.streams.record()``.
-
-        Raises UnsupportedError: the codec needs whole parameters and the route or block has parts.
+            on_complete: called after the sum, before the next exchange of this rank begins, on the
+                thread that makes it. On a GPU the sum is queued then, on the current stream, and
+                not done.
         """
-        self._engine.call(self._sum_job(block, algorithm, bucket, step, on_complete), after)
-
-    def start_sum_(
-        self,
-        block: ReduceBlock | Tensor,
-        algorithm: AllReduceAlgorithm | None = None,
-        *,
-        bucket: int | None = None,
-        step: int | None = None,
-        on_complete: Callable[[], None] | None = None,
-        after: Sequence[Event | None] = (),
-    ) -> Work[None]:
-        """Start `sum_` and return at once; do not touch the buffer before `Work.wait` returns.
-
-        All ranks start their sums and collectives in the same order. ``on_complete`` is called on
-        the engine's thread. `Work.wait` raises what `sum_` would raise.
-        """
-        return self._engine.submit(
-            self._sum_job(block, algorithm, bucket, step, on_complete), after
-        )
-
-    def _sum_job(
-        self,
-        block: ReduceBlock | Tensor,
-        algorithm: AllReduceAlgorithm | None,
-        bucket: int | None,
-        step: int | None,
-        on_complete: Callable[[], None] | None,
-    ) -> Callable[[], None]:
         chosen = self._default_algorithm if algorithm is None else algorithm
         whole = block if isinstance(block, ReduceBlock) else ReduceBlock(block)
         self._prefetch_send(whole, chosen)

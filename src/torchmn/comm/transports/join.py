@@ -31,7 +31,7 @@ from torchmn.base.torch_private import HashStore, PrefixStore, Store, TCPStore, 
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
 from torchmn.cluster.launcher_env import LauncherInfo, raise_if_contradicted
 from torchmn.cluster.network import addresses_of_host, is_loopback, route_to
-from torchmn.comm.transports.base import TimeLimit, Transport
+from torchmn.comm.transports.base import TimeLimit, Transport, gather_json
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.mpi import MpiTransport
 from torchmn.comm.transports.own_rank import (
@@ -283,18 +283,13 @@ def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str
 def _store_over_mpi(
     launched: LauncherInfo, mpi_world: Transport, timeout_s: float
 ) -> tuple[str, TCPStore]:
-    """Rank 0 listens on a free port and broadcasts it over MPI."""
-    import torch
-
-    row = torch.zeros(256, dtype=torch.uint8, device="cpu")
-    store = None
+    """Rank 0 listens on a free port and tells it over MPI."""
+    store, place = None, None
     if mpi_world.rank == 0:
         store = _store(launched, socket.gethostname(), 0, timeout_s)
-        text = f"{socket.gethostname()}:{store.port}".encode()
-        row[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    mpi_world.broadcast_(row, 0, TimeLimit(timeout_s))
-    address, port = row.numpy().tobytes().rstrip(b"\0").decode().rsplit(":", 1)
-    return address, store or _store(launched, address, int(port), timeout_s)
+        place = socket.gethostname(), store.port
+    address, port = gather_json(mpi_world, place, TimeLimit(timeout_s))[0]
+    return address, store or _store(launched, address, port, timeout_s)
 
 
 def _has_mpi4py() -> bool:

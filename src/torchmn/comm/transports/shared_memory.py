@@ -45,6 +45,7 @@ from torchmn.comm.transports.base import (
     Transport,
     WrappingTransport,
     fold,
+    gather_json,
     poll_until,
 )
 from torchmn.comm.transports.shared_segment import Address, ErrorContext, SharedMemorySegment
@@ -54,7 +55,6 @@ _SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller
 _SMALL_BYTES = 32 * KiB
 _CACHED_BYTES = 256 * KiB  # what is folded at a time, so that copies of it come from the cache
 _PAGE_BYTES = 4 * KiB
-_PROBLEM_BYTES = 512
 _PURPOSE = ErrorContext(
     "the exchange between this node's ranks",
     "Make the folder larger (docker: --shm-size).",
@@ -110,45 +110,30 @@ class SharedMemoryTransport(WrappingTransport):
 
         A failure of any rank is raised on all. Once all have mapped it no rank needs its file.
         """
-        row = torch.zeros(6, dtype=torch.int64, device="cpu")
         memory: SharedMemorySegment | None = None
         mapped: mmap.mmap | None = None
-        problem = ""
+        address, problem = None, ""
         try:
             if self.rank == 0:
                 memory = SharedMemorySegment.create(nbytes, _PURPOSE)
                 memory.reserve(0, nbytes)
-                mapped = memory.map_shared()
-                row = torch.tensor([1, *dataclasses.astuple(memory.address())], device="cpu")
+                address = dataclasses.astuple(memory.address())
         except (TorchmnError, OSError) as error:
             problem = str(error)
-        self.inner.broadcast_(row, 0, limit)
+        address, problem = gather_json(self.inner, (address, problem), limit)[0]
         try:
-            if self.rank != 0 and int(row[0]):
-                memory = SharedMemorySegment.attach(Address(*(int(value) for value in row[1:])))
+            if address is not None:
+                memory = memory or SharedMemorySegment.attach(Address(*address))
                 mapped = memory.map_shared()
         except (TorchmnError, OSError) as error:
             problem = str(error)
-        self._raise_if_any_failed(problem, limit)
+        for rank, why in enumerate(gather_json(self.inner, problem, limit)):
+            if why:
+                raise UnsupportedError(
+                    f"the {self.size} ranks of this host cannot share memory, because of local "
+                    f"rank {rank}: {why.rstrip('.')}."
+                )
         return cast(mmap.mmap, mapped)
-
-    def _raise_if_any_failed(self, problem: str, limit: TimeLimit) -> None:
-        """Raise UnsupportedError on all ranks, with the problem of the first that has one."""
-        failed = torch.zeros(self.size, dtype=torch.int64, device="cpu")
-        failed[self.rank] = bool(problem)
-        self.inner.all_reduce_(failed, "sum", limit)
-        if not failed.any():
-            return
-        first = int(failed.argmax())
-        text = torch.zeros(_PROBLEM_BYTES, dtype=torch.uint8, device="cpu")
-        own = torch.tensor([*problem.encode()[:_PROBLEM_BYTES]], dtype=torch.uint8, device="cpu")
-        text[: len(own)] = own
-        self.inner.broadcast_(text, first, limit)
-        why = text.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-        raise UnsupportedError(
-            f"the {self.size} ranks of this host cannot share memory, because of local rank "
-            f"{first}: {why.rstrip('.')}."
-        )
 
     # ---- collectives in shared memory ----
 

@@ -22,12 +22,10 @@ before it, over a second connection with an order of its own.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import secrets
 import select
 import socket
-import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -48,6 +46,7 @@ from torchmn.comm.transports.base import (
     Transport,
     WrappingTransport,
     fold,
+    gather_json,
 )
 from torchmn.comm.transports.tcp_stream import Stream, memory_of
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
@@ -61,8 +60,6 @@ _PIECE_BYTES = MiB  # summed and sent on at a time; smaller pieces cost more tha
 _CONNECT_S = 5.0
 _LONGEST_POLL_S = 0.5  # another thread may end the wait
 _TOKEN_BYTES = 16
-_ADDRESS_BYTES = 16
-_ROW_BYTES = 256
 _ROLE = "tcp"
 
 
@@ -117,12 +114,9 @@ class TcpTransport(WrappingTransport):
         if inner.size > MAX_PEERS + 1:
             return cls(inner, {}, {}, f"{inner.size} ranks are more than {MAX_PEERS + 1}")
         both = [_connect_all(inner, limit) for _ in range(2)]
-        num_missing = torch.zeros(inner.size, dtype=torch.int64, device="cpu")
-        for peer in range(inner.size):
-            if peer != inner.rank:
-                num_missing[peer] += sum(peer not in connections for connections in both)
-        inner.all_reduce_(num_missing, "sum", limit)
-        unreached = num_missing.nonzero().flatten().tolist()
+        others = [peer for peer in range(inner.size) if peer != inner.rank]
+        missing = [peer for peer in others if any(peer not in each for each in both)]
+        unreached = sorted({peer for own in gather_json(inner, missing, limit) for peer in own})
         if unreached:
             for connection in (*both[0].values(), *both[1].values()):
                 connection.close()
@@ -320,38 +314,31 @@ def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]
     secret of each listener is a token that only the ranks receive, together with the secret of the
     job if there is one: so both sides authenticate each other.
     """
-    addresses = own_addresses(inner.own_address)[
-        : (_ROW_BYTES - _TOKEN_BYTES - 3) // _ADDRESS_BYTES
-    ]
-    token = secrets.token_bytes(_TOKEN_BYTES)
+    addresses = own_addresses(inner.own_address)
+    token = secrets.token_hex(_TOKEN_BYTES)
     listener = listen_on(addresses[0] if len(addresses) == 1 else "")
     with contextlib.closing(
         AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
     ) as authenticated:
-        row = token + struct.pack("<HB", listener.getsockname()[1], len(addresses))
-        row += b"".join(map(_packed, addresses))
-        table = torch.zeros(inner.size, _ROW_BYTES, dtype=torch.uint8, device="cpu")
-        table[inner.rank, : len(row)] = torch.frombuffer(bytearray(row), dtype=torch.uint8)
-        inner.all_gather_stripes_(table.view(-1), limit)
+        own = (token, listener.getsockname()[1], addresses)
+        table = gather_json(inner, own, limit)
         deadline = time.monotonic() + min(_CONNECT_S, limit.left_s)
         connections = {}
         for peer in range(inner.rank):
-            found = _connect_peer(table[peer].numpy().tobytes(), inner.rank, deadline)
+            token, port, hosts = table[peer]
+            found = _connect_peer(token, port, hosts, inner.rank, deadline)
             if found is not None:
                 connections[peer] = found
         connections |= _accept_peers(authenticated, range(inner.rank + 1, inner.size), deadline)
         return connections
 
 
-def _connect_peer(row: bytes, rank: int, deadline: float) -> socket.socket | None:
+def _connect_peer(
+    token: str, port: int, addresses: Sequence[str], rank: int, deadline: float
+) -> socket.socket | None:
     """Connect to a rank that listens, at the first of its addresses that is reachable."""
-    token, rest = row[:_TOKEN_BYTES], row[_TOKEN_BYTES:]
-    port, num_addresses = struct.unpack_from("<HB", rest)
-    for index in range(num_addresses):
-        begin = 3 + _ADDRESS_BYTES * index
-        address = _unpacked(rest[begin : begin + _ADDRESS_BYTES])
-        is_last = index == num_addresses - 1
-        left_s = (deadline - time.monotonic()) / (1 if is_last else 2)
+    for address in addresses:
+        left_s = (deadline - time.monotonic()) / (1 if address == addresses[-1] else 2)
         if left_s <= 0:
             return None
         with contextlib.suppress(LaunchError):
@@ -363,17 +350,6 @@ def _connect_peer(row: bytes, rank: int, deadline: float) -> socket.socket | Non
                 limit_s=left_s,
             )
     return None
-
-
-def _packed(address: str) -> bytes:
-    """An IPv6 address, or an IPv4 address in the form of one."""
-    text = address if ":" in address else f"::ffff:{address}"
-    return socket.inet_pton(socket.AF_INET6, text)
-
-
-def _unpacked(row: bytes) -> str:
-    found = ipaddress.IPv6Address(row)
-    return str(found.ipv4_mapped or found)
 
 
 def _accept_peers(
@@ -394,5 +370,5 @@ def _accept_peers(
     return found
 
 
-def _secret(token: bytes) -> str:
-    return f"{os.environ.get(SECRET_VARIABLE, '')} {token.hex()}"
+def _secret(token: str) -> str:
+    return f"{os.environ.get(SECRET_VARIABLE, '')} {token}"

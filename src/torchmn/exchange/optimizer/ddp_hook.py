@@ -218,13 +218,17 @@ class DdpHook:
         block = self._block(bucket, buffer)
         block.buffer.mul_(1 / comm.size)
         self._futures.append((future, buffer))
-        index, step = bucket.index(), self._num_passes
+        job = comm.route.sum_job(
+            block,
+            self._algorithm,
+            bucket=bucket.index(),
+            step=self._num_passes,
+            on_complete=self._finish if bucket.is_last() else None,
+        )
         if not bucket.is_last():
-            self._works.append(
-                comm.route.start_sum_(block, self._algorithm, bucket=index, step=step)
-            )
+            self._works.append(comm.engine.submit(job))
             return future
-        comm.route.sum_(block, self._algorithm, bucket=index, step=step, on_complete=self._finish)
+        comm.engine.call(job)
         for work in self._works:
             work.wait()
         self._note_nonfinite()

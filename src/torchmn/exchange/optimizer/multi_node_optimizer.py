@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from operator import itemgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,8 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.comm.training_start import training_start, training_steps
 from torchmn.data.divided_batches import divided_batches
-from torchmn.data.pass_facts import pass_facts
 from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
-from torchmn.exchange.agreements.received_batches import BatchWatch, ReceivedBatches
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.finiteness import NonfiniteGradients, act_on_nonfinite, record_own_nonfinite
 from torchmn.exchange.first_forward import watch_first_forward
@@ -100,7 +99,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._hooks, self._first_forward = ModelHooks(), ModelHooks()
         self._steps = training_steps(comm)
         self._steps.expect()
-        self._batches = batches = BatchWatch(divided_batches(comm))
         self._in_groups = GroupParameters(
             comm,
             inner,
@@ -115,7 +113,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             },
         )
         self._take_over()
-        traits = schedule.traits
+        traits, loaders = schedule.traits, divided_batches(comm)
         self.reducer = GradientReducer(
             comm,
             codec,
@@ -126,17 +124,18 @@ class MultiNodeOptimizer(WrappedOptimizer):
             zero_fill=options.zero_fill,
             reduction=options.reduction,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
-            contribution=Contribution(is_by_samples=options.weight == "samples"),
+            contribution=Contribution(
+                is_by_samples=options.weight == "samples", loaders=loaders, size=comm.size
+            ),
             find_sparse=lambda: sparse_parameters(models),
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            agreements=lambda: _agreements(inner, batches),
+            agreements=lambda: _agreements(inner),
             owner=self,
         )
-        pass_facts(comm).add(self.reducer.replicas)
+        loaders.facts.append(ref(self.reducer.replicas))
         self._weights = SampleWeights(
-            comm,
             models,
             self._hooks,
             self.reducer,
@@ -262,7 +261,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             passes.raise_if_unfinished()
         self._has_closure = closure is not None
         if closure is not None:
-            if self._batches.is_joining:
+            if reducer.contribution.is_joining:
                 raise UnsupportedError(
                     "step(closure) inside join(): a rank that has left its loop cannot take part "
                     "in the mean of the loss. Compute loss and gradients before step()."
@@ -396,12 +395,13 @@ class MultiNodeOptimizer(WrappedOptimizer):
         No other collective may be called inside. Raises UnsupportedError: a closure is given to
         `step` inside.
         """
-        self._batches.is_joining = True
+        contribution = self.reducer.contribution
+        contribution.is_joining = True
         try:
             with joined(self, self._models):
                 yield
         finally:
-            self._batches.is_joining = False
+            contribution.is_joining = False
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied, and end a partial block. *Collective.*
@@ -533,9 +533,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self.schedule.before_access("read")
 
 
-def _agreements(inner: Optimizer, batches: BatchWatch) -> list[Agreement]:
+def _agreements(inner: Optimizer) -> list[Agreement]:
     """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
-    return [LearningRates(inner), ReceivedBatches(batches)]
+    return [LearningRates(inner)]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

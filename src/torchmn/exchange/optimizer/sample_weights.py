@@ -9,11 +9,8 @@ from torch import nn
 
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import UsageError
-from torchmn.comm import Communicator
-from torchmn.data.divided_batches import divided_batches
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.reducer import GradientReducer
-from torchmn.exchange.sample_proportions import BatchShares
 from torchmn.nn.batch_norm import weigh_losses_by
 from torchmn.nn.chain_list import MultiNodeChainList
 
@@ -22,7 +19,6 @@ class SampleWeights:
     """Counts the samples of a model's batches for its optimizer, if they are needed. Local.
 
     Args:
-        comm: the ranks.
         models: those that are trained; the samples of the first one are counted.
         hooks: until they are removed.
         reducer: of the gradients.
@@ -32,7 +28,6 @@ class SampleWeights:
 
     def __init__(
         self,
-        comm: Communicator,
         models: Sequence[nn.Module],
         hooks: ModelHooks,
         reducer: GradientReducer,
@@ -41,7 +36,7 @@ class SampleWeights:
         before_count: Callable[..., None],
     ) -> None:
         self.are_counted = False
-        self._comm, self._models, self._hooks = comm, models, hooks
+        self._models, self._hooks = models, hooks
         self._contribution, self._exchange = reducer.contribution, reducer.exchange
         self._has_own_steps, self._before_count = has_own_steps, before_count
         self._is_closed = False
@@ -76,9 +71,10 @@ class SampleWeights:
 
         Batch normalization over ranks follows it. See `torchmn.scatter_loader`.
         """
-        batches = divided_batches(self._comm)
-        self._contribution.batches = BatchShares(batches, self._comm.size)
-        batches.when_used(self, SampleWeights._loader_is_there)
+        own = self._contribution
+        own.follows_batches = True
+        if own.loaders is not None:
+            own.loaders.when_used(self, SampleWeights._loader_is_there)
 
     def close(self) -> None:
         """The optimizer is closed."""

@@ -39,7 +39,7 @@ class UncountedSteps:
         own = reducer.contribution
         is_own_step = reducer.is_suspended  # else exchanges have taken what was counted
         if is_own_step:
-            own.begin_exchange(has_backward=True)
+            own.begin_exchange(reducer.step, has_backward=True)
         if own.is_known or (own.was_ever_known and not is_own_step):
             self._num_steps = 0
             return

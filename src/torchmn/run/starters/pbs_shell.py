@@ -74,21 +74,30 @@ def _call(host: str, command: str) -> int:
         command=command, address=channels.address_of(listener), secret=secrets.token_hex(32)
     )
     file = _write_order(order)
-    path = os.environ.get("PYTHONPATH")
-    prefix = ("env", f"PYTHONPATH={path}") if path else ()
-    starter = subprocess.Popen(
-        [PBS_COMMAND, host, *prefix, *python_module(PBS_SHELL), "--serve", str(file)],
-        stdin=subprocess.DEVNULL,
-        preexec_fn=kill_on_parent_death(),
-    )
     try:
-        with closing(AuthenticatedListener(listener, secret=order.secret, role=_ROLE)) as accepting:
-            found = _accept_streams(accepting, starter, host, order.address)
-        return _relay(found, host)
+        starter = _start(host, file)
+        try:
+            with closing(AuthenticatedListener(listener, secret=order.secret, role=_ROLE)) as own:
+                found = _accept_streams(own, starter, host, order.address)
+            return _relay(found, host)
+        finally:
+            starter.kill()
+            starter.wait()
     finally:
         file.unlink(missing_ok=True)
-        starter.kill()
-        starter.wait()
+
+
+def _start(host: str, file: Path) -> subprocess.Popen[bytes]:
+    path = os.environ.get("PYTHONPATH")
+    prefix = ("env", f"PYTHONPATH={path}") if path else ()
+    try:
+        return subprocess.Popen(
+            [PBS_COMMAND, host, *prefix, *python_module(PBS_SHELL), "--serve", str(file)],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=kill_on_parent_death(),
+        )
+    except OSError as error:
+        raise LaunchError(f"{PBS_COMMAND} cannot be run: {error.strerror}.") from None
 
 
 def _write_order(order: RunForShell) -> Path:
@@ -98,6 +107,7 @@ def _write_order(order: RunForShell) -> Path:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             out.write(encode(order))
     except OSError as error:
+        file.unlink(missing_ok=True)
         raise LaunchError(
             f"No file can be written in {file.parent} ({error.strerror}), by which other hosts get "
             "their orders: start the job from a folder that all hosts share and you can write to."

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from torchmn.base.errors import RankMismatchError, UnknownNameError
+from torchmn.base.errors import RankMismatchError, raise_if_unknown
 from torchmn.comm import Communicator
 from torchmn.exchange.replicas import persistent_buffers
 
@@ -40,8 +40,7 @@ def sync_buffers_(
         >>> model = torch.nn.BatchNorm1d(2)
         >>> torchmn.train.evaluation.sync_buffers_([model], comm)
     """
-    if rule not in BUFFER_RULES:
-        raise UnknownNameError("rule for buffers", rule, BUFFER_RULES)
+    raise_if_unknown("rule for buffers", rule, BUFFER_RULES)
     if rule == "local" or comm.size == 1:
         return
     found = (own.get() for model in models for own in persistent_buffers(model))
@@ -54,12 +53,10 @@ def sync_buffers_(
 
 
 def _average_(buffers: list[Tensor], comm: Communicator) -> None:
-    parts = [_real(buffer).to(torch.float64).flatten() for buffer in buffers]
-    flat = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64, device="cpu")
-    if all(buffer.device == comm.device for buffer in buffers):
-        flat = flat.to(comm.device)
-    else:
-        flat = flat.cpu()
+    is_there = all(buffer.device == comm.device for buffer in buffers)
+    where = comm.device if is_there else torch.device("cpu")
+    parts = [_real(buffer).to(where, torch.float64).flatten() for buffer in buffers]
+    flat = torch.cat([torch.zeros(0, dtype=torch.float64, device=where), *parts])
     means = comm.allreduce(flat, "mean").split([part.numel() for part in parts])
     for buffer, mean in zip(buffers, means, strict=True):
         real = _real(buffer)

@@ -18,8 +18,9 @@ from pytorch_pfn_extras.training.extensions.evaluator import DistributedEvaluato
 from torch import nn
 
 from torchmn.base import events
-from torchmn.base.errors import RankMismatchError, UnknownNameError, UsageError
+from torchmn.base.errors import UsageError, raise_if_unknown
 from torchmn.comm import Communicator
+from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.comm.heartbeat import HeartbeatGather
 from torchmn.data.batch_size import num_samples
 from torchmn.train.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
@@ -81,13 +82,11 @@ def create_multi_node_evaluator(
     """
     _raise_if_unusable(evaluator, buffers, compat)
     evaluator._iterators = named_loaders(evaluator._iterators)
-    arguments = {"buffers": buffers, "compat": compat}
-    for rank, theirs in enumerate(comm.allgather_obj(arguments)):
-        if theirs != arguments:
-            raise RankMismatchError(
-                f"{comm.rank_label}: create_multi_node_evaluator has {arguments} here and {theirs} "
-                f"on rank {rank}. All ranks must pass the same arguments."
-            )
+    raise_if_values_differ(
+        f"{comm.rank_label}: create_multi_node_evaluator() was called",
+        comm.allgather_obj({"buffers": buffers, "compat": compat}),
+        "All ranks must pass the same arguments.",
+    )
     evaluation = _MultiNodeEvaluation(evaluator, comm, buffers, compat)
     evaluator.evaluate = evaluation  # type: ignore[assignment,method-assign]
     if comm.rank != 0:
@@ -105,10 +104,8 @@ def _raise_if_unusable(evaluator: object, buffers: str, compat: str | None) -> N
         raise UsageError(
             "This is a multi-node evaluator already. Call create_multi_node_evaluator once."
         )
-    if buffers not in BUFFER_RULES:
-        raise UnknownNameError("rule for buffers", buffers, BUFFER_RULES)
-    if compat not in (None, "chainermn"):
-        raise UnknownNameError("compat", compat, ("chainermn",))
+    raise_if_unknown("rule for buffers", buffers, BUFFER_RULES)
+    raise_if_unknown("compat", compat or "chainermn", ("chainermn",))
 
 
 class _MultiNodeEvaluation:
@@ -131,13 +128,9 @@ class _MultiNodeEvaluation:
     def __call__(self) -> dict[str, float]:
         targets = self._evaluator.get_all_targets().values()
         sync_buffers_(targets, self._comm, self._buffers)
-        gather = HeartbeatGather(self._comm, f"evaluation '{self._evaluator.name or 'validation'}'")
-        try:
-            with evaluation_mode(targets):
-                shard = self._measure(gather)
-        except Exception as error:
-            gather.fail(error)
-            raise
+        what = f"evaluation '{self._evaluator.name or 'validation'}'"
+        with _sharing_errors(self._comm, what) as gather, evaluation_mode(targets):
+            shard = self._measure(gather)
         return _means(gather.finish(shard))
 
     def _measure(self, gather: HeartbeatGather) -> Sums:
@@ -155,6 +148,17 @@ class _MultiNodeEvaluation:
         if self._compat == "chainermn":
             return {name: (float(value), 1.0) for name, value in result.items()}
         return recorder.sums_of(result)
+
+
+@contextmanager
+def _sharing_errors(comm: Communicator, what: str) -> Iterator[HeartbeatGather]:
+    """Work of all ranks, which ends on all of them if it fails on one."""
+    gather = HeartbeatGather(comm, what)
+    try:
+        yield gather
+    except Exception as error:
+        gather.fail(error)
+        raise
 
 
 def _means(parts: list[Sums]) -> dict[str, float]:
@@ -326,23 +330,13 @@ class GenericMultiNodeEvaluator(extension.Extension):
     def __call__(self, manager: Any = None) -> Any:
         """Evaluate. *Collective.* Raises CommunicationError: another rank raised."""
         what = f"evaluation '{self.name or self.default_name}'"
-        gather = HeartbeatGather(self.comm, what)
-        try:
-            with torch.no_grad(), evaluation_mode(self.targets.values()):
-                results = self._local_results(gather)
-        except Exception as error:
-            gather.fail(error)
-            raise
+        modes = evaluation_mode(self.targets.values())
+        with _sharing_errors(self.comm, what) as gather, torch.no_grad(), modes:
+            results = self._local_results(gather)
         gather.finish(None)
         gathered = self.comm.gather_obj(results, self.root)
-        gather = HeartbeatGather(self.comm, what)
-        result = None
-        try:
-            if gathered is not None:
-                result = self.aggregate(_round_robin(gathered))
-        except Exception as error:
-            gather.fail(error)
-            raise
+        with _sharing_errors(self.comm, what) as gather:
+            result = None if gathered is None else self.aggregate(_round_robin(gathered))
         gather.finish(None)
         return result
 

@@ -11,9 +11,9 @@ and after resuming. A batch that has begun before a milestone keeps its size.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
-from torchmn.base.errors import UnknownNameError, UsageError
+from torchmn.base.errors import UsageError, raise_if_no_count, raise_if_unknown
 from torchmn.comm import Communicator
 from torchmn.data.global_sampler import GlobalSampler, SamplerState
 
@@ -47,8 +47,8 @@ class BatchGrowth:
         check_milestones(milestones, unit)
         if not 1 < factor < float("inf"):
             raise UsageError(f"factor={factor} must be a finite number greater than 1.")
-        if max_batch is not None and (type(max_batch) is not int or max_batch < 1):
-            raise UsageError(f"max_batch={max_batch!r} must be a whole number, at least 1.")
+        if max_batch is not None:
+            raise_if_no_count("max_batch", max_batch, "a whole number")
         self.milestones = tuple(milestones)
         self.factor = factor
         self.unit: Unit = unit
@@ -149,8 +149,7 @@ class GrowingSampler(GlobalSampler):
 
 def check_milestones(milestones: Sequence[float], unit: str) -> None:
     """Raise UsageError: the milestones do not increase, or the unit is not known."""
-    if unit not in ("epochs", "samples"):
-        raise UnknownNameError("unit", unit, ("epochs", "samples"))
+    raise_if_unknown("unit", unit, get_args(Unit))
     is_increasing = all(a < b for a, b in zip([0, *milestones], milestones, strict=False))
     if not (is_increasing and milestones):
         raise UsageError(f"milestones={list(milestones)} must be increasing numbers above 0.")

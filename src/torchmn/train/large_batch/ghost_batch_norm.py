@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchmn.base.errors import UsageError
+from torchmn.base.errors import raise_if_no_count
 from torchmn.base.torch_private import BatchNorm
 from torchmn.nn.batch_norm import Model, convert_layers, revert_layers
 
@@ -25,7 +25,7 @@ class _Ghost(BatchNorm):
 
     def __init__(self, num_features: int, ghost_batch: int, **options: Any) -> None:
         super().__init__(num_features, **options)
-        _raise_if_small(ghost_batch)
+        raise_if_no_count("ghost_batch", ghost_batch, "a number of samples", least=2)
         self.ghost_batch = ghost_batch
 
     def forward(self, input: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ def convert_to_ghost_batch_norm(model: Model, ghost_batch: int) -> Model:
         >>> torchmn.train.large_batch.convert_to_ghost_batch_norm(model, 8)[1].ghost_batch
         8
     """
-    _raise_if_small(ghost_batch)
+    raise_if_no_count("ghost_batch", ghost_batch, "a number of samples", least=2)
     for layer in convert_layers(model, _Ghost, _OF_TORCH):
         layer.ghost_batch = ghost_batch
     return model
@@ -130,8 +130,3 @@ def _num_parts(num_samples: int, ghost_batch: int) -> int:
     """Into how many ghost batches a batch is divided; 0 where it is too small for one."""
     rounded = (2 * num_samples + ghost_batch) // (2 * ghost_batch)
     return min(rounded, num_samples // 2)
-
-
-def _raise_if_small(ghost_batch: int) -> None:
-    if type(ghost_batch) is not int or ghost_batch < 2:
-        raise UsageError(f"ghost_batch={ghost_batch!r} must be a number of samples, at least 2.")

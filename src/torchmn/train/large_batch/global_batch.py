@@ -21,9 +21,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from torchmn.base.errors import RankMismatchError, UsageError
+from torchmn.base.errors import UsageError, raise_if_no_count
 from torchmn.cluster.units import counted
 from torchmn.comm import Communicator
+from torchmn.comm.collective_checks import raise_if_values_differ
 from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings
 from torchmn.data.global_sampler import GlobalSampler
@@ -108,21 +109,19 @@ class GlobalBatch:
         comm: Communicator,
         growth: BatchGrowth | None = None,
     ) -> None:
-        arguments = (global_batch, local_batch, accumulation, growth)
-        for rank, theirs in enumerate(comm.allgather_obj(repr(arguments))):
-            if theirs != repr(arguments):
-                raise RankMismatchError(
-                    f"{comm.rank_label}: GlobalBatch(global_batch, local_batch, accumulation, "
-                    f"growth) has {arguments} here and {theirs} on rank {rank}. All ranks must "
-                    "pass the same values."
-                )
-        for name, value in (
-            ("global_batch", global_batch),
-            ("local_batch", local_batch),
-            ("accumulation", accumulation),
-        ):
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"{name}={value!r} must be a whole number, at least 1.")
+        counts = {
+            "global_batch": global_batch,
+            "local_batch": local_batch,
+            "accumulation": accumulation,
+        }
+        raise_if_values_differ(
+            f"{comm.rank_label}: GlobalBatch() was called",
+            comm.allgather_obj({**counts, "growth": repr(growth)}),
+            "All ranks must pass the same values.",
+        )
+        for name, value in counts.items():
+            if value is not None or name == "global_batch":
+                raise_if_no_count(name, value, "a whole number")
         self.initial = global_batch
         """The global batch at the beginning; what learning rates are scaled by."""
         self.growth = growth

@@ -70,7 +70,6 @@ class LAMB(TrustRatioOptimizer):
             "exclude_vectors": exclude_vectors,
             "foreach": foreach,
         }
-        self._raise_if_out_of_range(defaults)
         super().__init__(params, defaults)
 
     @staticmethod

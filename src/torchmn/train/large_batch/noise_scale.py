@@ -20,7 +20,7 @@ import math
 import warnings
 from collections.abc import Mapping
 
-from torchmn.base.errors import UnsupportedError, UsageError
+from torchmn.base.errors import UnsupportedError, UsageError, raise_if_no_count
 from torchmn.cluster.units import counted
 from torchmn.comm.codecs.half_precision import ReducedPrecision
 from torchmn.exchange.gradient_norms import GradientNorms
@@ -80,8 +80,7 @@ class GradientNoiseScale:
     def __init__(
         self, optimizer: MultiNodeOptimizer, *, every: int = 10, decay: float = 0.95
     ) -> None:
-        if type(every) is not int or every < 1:
-            raise UsageError(f"every={every!r} must be a whole number of steps, at least 1.")
+        raise_if_no_count("every", every, "a whole number of steps")
         if not 0 <= decay < 1:
             raise UsageError(f"decay={decay} must be at least 0 and less than 1.")
         _raise_if_unknowable(optimizer)

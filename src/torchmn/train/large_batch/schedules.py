@@ -21,14 +21,14 @@ import math
 import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 from weakref import ref
 
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from torchmn.base.errors import UnknownNameError, UsageError
+from torchmn.base.errors import UsageError, raise_if_unknown
 from torchmn.data.batch_settings import BatchSettings
 from torchmn.train.large_batch.batch_growth import Unit, check_milestones
 from torchmn.train.large_batch.global_batch import GlobalBatch
@@ -467,8 +467,7 @@ def _raise_if_not_positive(name: str, value: float) -> None:
 
 def _in_samples(batch: GlobalBatch, duration: float, unit: Unit) -> float:
     """Raises UsageError: negative, or not known in samples."""
-    if unit not in ("epochs", "samples"):
-        raise UnknownNameError("unit", unit, ("epochs", "samples"))
+    raise_if_unknown("unit", unit, get_args(Unit))
     if not 0 <= duration < float("inf"):
         raise UsageError(f"{duration} {unit} must be a finite number, 0 or more.")
     return batch.samples_in(duration, unit)

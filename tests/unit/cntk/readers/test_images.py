@@ -11,13 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from torchmn.errors import DataError, UnsupportedError, UsageError
 
 from torchmn.cntk.readers import decoding, deserializer, images
 from torchmn.cntk.readers.deserializer import StreamDef
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.cntk.readers.transforms import color, crop, scale
-from torchmn.errors import DataError, UnsupportedError, UsageError
 
 PIL = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 
@@ -329,15 +329,18 @@ class TestBase64:
         text = "".join(f"{ids[n]}{n % 4}\t{content[n]} \r\n\n" for n in range(5))
         path = tmp_path / "images.txt"
         path.write_text(text.rstrip())
-        for chunk_bytes in (32 << 20, 300, 10):
-            monkeypatch.setattr(images, "_CHUNK_BYTES", chunk_bytes)
+        for size in (512, 2, 1):
+            monkeypatch.setattr(images, "IMAGES_PER_CHUNK", size)
             deserializer = Base64ImageDeserializer(path, streams(color(0.1)))
             features, labels = read(deserializer)
             assert labels.argmax(1).tolist() == [0, 1, 2, 3, 0]
-            if chunk_bytes > 300:
+            if size == 512:
                 whole = features
             assert torch.equal(features, whole)
-            assert (deserializer.num_chunks() > 1) == (chunk_bytes < 301)
+            assert deserializer.num_chunks() == -(-5 // size)
+        path.write_text(text)
+        with pytest.raises(DataError, match="the file has changed since it was first read"):
+            read(deserializer)
 
     @pytest.mark.parametrize(
         ("line", "message"),
@@ -362,9 +365,8 @@ class TestBase64:
     ) -> None:
         path = tmp_path / "images.txt"
         path.write_text("\n")
-        with pytest.raises(DataError, match="no lines"):
+        with pytest.raises(DataError, match="lists no images"):
             Base64ImageDeserializer(path, streams())
-        monkeypatch.setattr(images, "_CHUNK_BYTES", 10)
         monkeypatch.setattr(images, "MAX_BASE64_LINE_BYTES", 40)
         path.write_text("\n" + "1\t" + "A" * 100)
         with pytest.raises(DataError, match="line 2: more than 40 bytes"):

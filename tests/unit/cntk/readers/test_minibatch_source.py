@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 from tests.contracts.suites.source_contracts import NUMBER, Numbers
 from tests.limits import limit
@@ -20,7 +21,6 @@ from torchmn.cntk.readers import (
     StreamDefs,
     StreamInformation,
 )
-from torchmn.errors import DataError, UnknownNameError, UsageError
 
 
 def ids(minibatch: dict[Any, Any]) -> list[float]:
@@ -30,13 +30,13 @@ def ids(minibatch: dict[Any, Any]) -> list[float]:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_samples": 5, "max_sweeps": 1}, "max_samples=5 and max_sweeps=1 both end"),
+        ({"max_samples": 5, "max_sweeps": 1}, "max_samples=5 and max_sweeps=1 exclude"),
         (
             {"randomization_window_in_chunks": 4, "randomization_window_in_samples": 9},
-            "in_chunks=4 and randomization_window_in_samples=9 are both the window",
+            "in_chunks=4 and randomization_window_in_samples=9 exclude",
         ),
         ({"frame_mode": True, "truncation_length": 3}, "frame_mode=True.*truncation_length=3"),
-        ({"max_samples": 0}, "max_samples=0 must be an integer of at least 1"),
+        ({"max_samples": 0}, "max_samples=0 must be an integer, at least 1"),
         ({"max_sweeps": 1.5}, "max_sweeps=1.5 must be an integer"),
         ({"randomization_seed": -1}, "randomization_seed=-1"),
     ],

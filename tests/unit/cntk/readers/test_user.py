@@ -4,6 +4,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchmn.errors import DataError, UnsupportedError
 
 from torchmn.cntk.readers import (
     MinibatchData,
@@ -13,7 +14,6 @@ from torchmn.cntk.readers import (
     UserMinibatchSource,
     as_minibatch_source,
 )
-from torchmn.errors import DataError, UnsupportedError
 
 
 class Chunks(UserDeserializer):

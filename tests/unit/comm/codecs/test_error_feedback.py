@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torchmn.errors import UnsupportedError, UsageError
 
 from torchmn.comm.codecs import (
     ErrorFeedback,
@@ -14,7 +15,6 @@ from torchmn.comm.codecs import (
     create_codec,
 )
 from torchmn.comm.codecs.base import anonymous_layout
-from torchmn.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 

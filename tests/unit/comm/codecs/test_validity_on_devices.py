@@ -41,7 +41,7 @@ def rank_main(comm, name: str, as_validity):
         codec.begin(1.0)
         block = ReduceBlock(torch.randn(LAYOUT.end, generator=generator), LAYOUT)
         end = partial(codec.finish, is_valid=as_validity(is_valid))
-        comm.route.sum_(block, algorithm, on_complete=end)
+        comm.engine.call(comm.route.sum_job(block, algorithm, on_complete=end))
         states.append(copy.deepcopy(codec.state_dict()))
     return states
 

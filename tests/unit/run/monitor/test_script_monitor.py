@@ -8,12 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-
-from torchmn.cluster.environment_variables import MONITOR_VARIABLE
-from torchmn.control.connection import Channel
-from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
-from torchmn.control.script import is_consequence
-from torchmn.control.script_connection import ScriptLink
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,
@@ -21,6 +15,12 @@ from torchmn.errors import (
     TimeLimitError,
     UsageError,
 )
+
+from torchmn.cluster.environment_variables import MONITOR_VARIABLE
+from torchmn.control.connection import Channel
+from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
+from torchmn.control.script import is_consequence
+from torchmn.control.script_connection import ScriptLink
 from torchmn.run.monitor import script_monitor
 from torchmn.testing import run_ranks
 

@@ -1,0 +1,1 @@
+"""What every wing may import: errors, events, names, and the private side of torch and Python."""
