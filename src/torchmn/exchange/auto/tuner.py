@@ -202,7 +202,8 @@ class Autotuner(Schedule):
     def _slowest_s(self) -> float:
         """The median of the timed steps on the slowest rank."""
         mine = torch.tensor([self._timer.median_s(NUM_TIMED)], dtype=torch.float64, device="cpu")
-        return float(self._exchange.comm.allreduce(mine, "max"))
+        comm = self._reducer.comm
+        return float(comm.allreduce(mine, "max"))
 
     def _predict(self) -> None:
         """Time links and codecs, and select the plans to try."""
@@ -266,7 +267,8 @@ class Autotuner(Schedule):
     def _decide(self, plan: Plan, why: str) -> None:
         self.plan, self._trying = plan, None
         self.reason = f"{plan}\n{why}"
-        if self._exchange.comm.rank == 0:
+        comm = self._reducer.comm
+        if comm.rank == 0:
             report_to_stderr(f"auto selected {self.reason}")
         self._use(plan)
 

@@ -70,7 +70,8 @@ class BlockReads:
             self._note("saved")
 
     def _note(self, what: str) -> None:
-        if self._schedule.traits.is_within_block and not (self._has_warned or self._owed):
+        traits = self._schedule.traits
+        if traits.is_within_block and not (self._has_warned or self._owed):
             self._owed.append(
                 f"{self._comm.rank_label}: the model was {what} in the middle of a block of "
                 f"{self._schedule.name}: since the last exchange each rank has trained alone, and "

@@ -173,7 +173,7 @@ def create_multi_node_optimizer(
     for chain in chains:
         chain.register_no_sync(made.no_sync)
     if may_differ or (is_counted and chosen.traits.counts_samples):
-        made._weights.follow_loaders()
+        made.sample_weights.follow_loaders()
     compare_random_numbers(comm, models)
     pushes = isinstance(chosen, ParameterServer)  # between all ranks
     if codec is not None and not (pushes or isinstance(chosen, Autotuner)):

@@ -26,13 +26,11 @@ from torchmn.exchange.agreements.learning_rates import LearningRates
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.finiteness import NonfiniteGradients, act_on_nonfinite, record_own_nonfinite
 from torchmn.exchange.first_forward import watch_first_forward
-from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.optimizer import resume
 from torchmn.exchange.optimizer.block_reads import BlockReads
 from torchmn.exchange.optimizer.group_parameters import GroupParameters
 from torchmn.exchange.optimizer.model_checks import (
-    find_chains,
     untrained_parameters,
     warn_of_untrained_parameters,
 )
@@ -95,23 +93,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self._options = options
         self._codec_name = None if codec is None else codec.name
         self._is_closed = self._has_closure = False
-        self._remove_step_hook: Callable[[], None] = _nothing
+        self._remove_step_hook: Callable[[], None] = lambda: None
         self._hooks, self._first_forward = ModelHooks(), ModelHooks()
         self._steps = training_steps(comm)
         self._steps.expect()
-        self._in_groups = GroupParameters(
-            comm,
-            inner,
-            models,
-            {
-                "schedule": schedule.name if self.tuner is None else AUTO,
-                "codec": self._codec_name,
-                "zero_fill": options.zero_fill,
-                "weight": options.weight or "rank",
-                "reduction": options.reduction,
-                "max_grad_norm": options.max_grad_norm,
-            },
-        )
+        asked = {"schedule": AUTO if self.tuner else schedule.name, "codec": self._codec_name}
+        self._in_groups = GroupParameters(comm, inner, models, asked | options.to_compare())
         self._take_over()
         traits, loaders = schedule.traits, divided_batches(comm)
         self.reducer = GradientReducer(
@@ -135,7 +122,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             owner=self,
         )
         loaders.facts.append(ref(self.reducer.replicas))
-        self._weights = SampleWeights(
+        self.sample_weights = SampleWeights(
             models,
             self._hooks,
             self.reducer,
@@ -152,14 +139,14 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._remove_step_hook = before_step(inner, self._before_step)
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
-            self._hooks.before_copy(models[0], self._before_read)
+            self._hooks.before_copy(models[0], lambda: self.schedule.before_access("read"))
             for model in models:
                 self._hooks.before_load(model, lambda: self.schedule.before_access("load"))
             if traits.has_own_steps:
                 self._block_reads.watch(models)
                 self._after_steps.append(self._block_reads.end_step)
             if options.weight == "samples" or traits.counts_samples:
-                self._weights.count()
+                self.sample_weights.count()
             self._first_forward = watch_first_forward(models)
             self.recorded.meet()
         except BaseException:
@@ -193,7 +180,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         return False
 
     def _meet_scaler(self) -> None:
-        if self.schedule.traits.staleness_steps:
+        traits = self.schedule.traits
+        if traits.staleness_steps:
             raise UnsupportedError(
                 f"GradScaler and {self.schedule.name} cannot be combined: the gradient in p.grad "
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
@@ -284,7 +272,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         *Collective* with the backward passes of the other ranks. Every ``p.grad`` is then their
         mean, to which this rank adds nothing (but with the weight of `set_weight`, zeros), so that
         what the script does to gradients, ``GradScaler.unscale_`` and clipping, it does on all
-        ranks. Without it `step` takes part, which a GradScaler cannot wait for.
+        ranks. Without it `step` takes part, which a GradScaler cannot wait for. (One that has not
+        scaled a loss yet needs ``scaler.scale(torch.zeros(()))`` before its first step.)
         """
         reducer = self.reducer
         own = reducer.contribution
@@ -297,10 +286,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         Empty where replicas differ by design: what a replica check may compare.
         """
-        self._before_read()
-        if self.schedule.traits.replica_consistency != "per_step":
-            return []
-        return [*parameters_of(self.inner)]
+        self.schedule.before_access("read")
+        return [*parameters_of(self.inner)] if self._are_replicas else []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the inner optimizer's. *Collective.*
@@ -308,8 +295,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         All ranks take rank 0's parameters, buffers and optimizer state. Raises UsageError: a
         parameter is not in the model; the group is then not added.
         """
-        self._before_read()
-        if self.schedule.traits.replica_consistency != "per_step":
+        self.schedule.before_access("read")
+        if not self._are_replicas:
             self.schedule.flush()  # or what other ranks have learned would be overwritten
         self.inner.add_param_group(param_group)
         try:
@@ -351,7 +338,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         old rank's.
         Raises UsageError: the old ranks were saved at different places.
         """
-        return resume.reshard(states, comm, self.schedule, self.reducer.exchange.reduction)
+        return resume.reshard(states, comm, self.schedule, self._options.reduction)
 
     def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks. Local."""
@@ -367,7 +354,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
         Without one `step` does; gradients that a script changes before, as by clipping, are this
         rank's own then: a warning, or, if others had such a pass, RankMismatchError from `step`.
         """
-        return self.reducer.local_passes.no_sync()
+        local = self.reducer.local_passes
+        return local.no_sync()
 
     def set_weight(self, weight: float) -> None:
         """The weight of this rank in the next mean: its number of samples or tokens. Local.
@@ -378,7 +366,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         Raises UsageError: negative or not finite, or neither 0 nor 1 where gradients are summed.
         """
-        self._weights.set(weight)
+        self.sample_weights.set(weight)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -416,11 +404,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
         *Collective*, with `join` on the workers. Returns whether this rank is one that serves; on
         the others, which train, it returns at once.
         """
-        serves = self.schedule.traits.serves
-        if serves:
+        traits = self.schedule.traits
+        if traits.serves:
             with self.join():
                 pass
-        return serves
+        return traits.serves
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the current gradients by their global norm; returns the norm before. Local.
@@ -432,7 +420,8 @@ class MultiNodeOptimizer(WrappedOptimizer):
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
-        return self.reducer.exchange.problems
+        exchange = self.reducer.exchange
+        return exchange.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
@@ -442,7 +431,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self.schedule.close()
         self.reducer.close_for_good()
         self.recorded.close(self)
-        self._weights.close()
+        self.sample_weights.close()
         self._unhook()
 
     # ---- other parameters in the groups ----
@@ -454,13 +443,13 @@ class MultiNodeOptimizer(WrappedOptimizer):
         """
         if self._is_closed or not self._in_groups.have_changed():
             return
-        if self.schedule.traits.replica_consistency != "per_step":
+        if not self._are_replicas:
             raise UnsupportedError(
                 f"{self.communicator.rank_label}: other parameters were put into the optimizer's "
                 f"groups, which {self.schedule.name} cannot follow: call flush() and close() "
                 "before that, and create_multi_node_optimizer(optimizer.inner, ...) after it."
             )
-        self._before_read()
+        self.schedule.before_access("read")
         self._lay_out_again()
 
     def _lay_out_again(self) -> None:
@@ -476,7 +465,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             if not isinstance(older, MultiNodeOptimizer) or older is self:
                 continue
             if ours.isdisjoint(parameters_of(older.inner)):  # it exchanges what nothing trained
-                older._before_read()
+                older.schedule.before_access("read")
                 older.reducer.release(ours)
             else:  # it may hold a step of its own in parameters
                 older._taken_over_by = self._label
@@ -486,6 +475,12 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def _before_forward(self, model: nn.Module, *_: object) -> None:
         if not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
             self._follow_groups()
+
+    @property
+    def _are_replicas(self) -> bool:
+        """Whether all ranks hold the same parameters after each step."""
+        traits = self.schedule.traits
+        return traits.replica_consistency == "per_step"
 
     @property
     def _label(self) -> str:
@@ -529,9 +524,6 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._after_steps.remove(self._warn_of_untrained)
             warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
 
-    def _before_read(self) -> None:
-        self.schedule.before_access("read")
-
 
 def _agreements(inner: Optimizer) -> list[Agreement]:
     """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
@@ -544,27 +536,3 @@ def _raise_if_attached(schedule: Schedule) -> None:
             f"This {type(schedule).__name__} object belongs to another optimizer already, whose "
             "state it holds. Make a new schedule object for each optimizer."
         )
-
-
-def _nothing() -> None:
-    """In place of a function that removes a hook that is not there yet."""
-
-
-def measure_norms(optimizer: MultiNodeOptimizer, listener: NormListener) -> None:
-    """Give a listener the norms of gradients, and count samples for it. Local.
-
-    Raises UsageError: there is one already; UnsupportedError: the model is a chain over ranks.
-    """
-    comm, exchange = optimizer.communicator, optimizer.reducer.exchange
-    if find_chains(optimizer._models, comm, None):
-        raise UnsupportedError(
-            f"{comm.rank_label}: the norm of a gradient is that of all parameters, and the modules "
-            "of this chain are on several ranks. Measure with a model that is whole on each rank."
-        )
-    if exchange.norm_listener is not None:
-        raise UsageError(
-            "The norms of this optimizer's gradients are measured already. Use the "
-            f"{type(exchange.norm_listener).__name__} that was made first."
-        )
-    exchange.norm_listener = listener
-    optimizer._weights.count()

@@ -84,8 +84,9 @@ def reshard(
     plans = [own["tuner"] for own in ours if "tuner" in own]
     is_tuned = isinstance(schedule, Autotuner) and len(plans) == len(ours)
     if isinstance(schedule, Autotuner):
-        make = schedule.space.schedules.get(ours[0]["schedule"] if is_tuned else "")
-        schedule = schedule.current if make is None else make()
+        space, schedule = schedule.space, schedule.current
+        if is_tuned and (make := space.schedules.get(ours[0]["schedule"])) is not None:
+            schedule = make()
     is_same = ours[0]["schedule"] == schedule.name
     state["torchmn"] = {
         "schedule": ours[0]["schedule"],

@@ -307,7 +307,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
     @property
     def counts_samples(self) -> bool:
         """Whether means or blocks depend on the number of samples."""
-        return self._weights.are_counted
+        return self.sample_weights.are_counted
 
     @property
     def _needs_closure(self) -> bool:
