@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torchmn.errors import CommunicationError
 
 from tests.limits import limit
 from tests.unit.comm.fake_device import FakeDevice, FakeNccl, FakeStreams, Meeting
@@ -25,6 +24,7 @@ from torchmn.comm.streams import Deferred
 from torchmn.comm.transports.base import WrappingTransport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.watcher import Watcher
+from torchmn.errors import CommunicationError
 from torchmn.testing import run_threads
 
 SIZE, NUM_STEPS = 2, 4
@@ -76,6 +76,9 @@ class GlooAndFakeNccl(WrappingTransport):
 
     def close(self) -> None:
         self.inner.close()
+
+    def queues(self, buffer) -> bool:
+        return self.nccl is not None and self.nccl._streams.device.owns(buffer)
 
     def all_reduce_(self, buffer, op, limit) -> None:
         if self.nccl is not None and self.nccl._streams.device.owns(buffer):
@@ -153,6 +156,7 @@ def trained(streams_class: type[FakeStreams] | None, order: str, **options) -> l
                 with device.running():
                     train()
                     optimizer.flush()
+                assert comm.engine._thread is None  # sums are queued by the thread of backward
                 device.synchronize()
             return [parameter.detach().clone() for parameter in model.parameters()]
         finally:

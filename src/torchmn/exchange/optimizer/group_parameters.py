@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,6 +18,8 @@ from torchmn.exchange.replicas import (
     parameters_of,
     raise_if_ranks_differ,
 )
+
+_PARAMETERS = itemgetter("params")
 
 
 class GroupParameters:
@@ -61,4 +65,5 @@ class GroupParameters:
 
     def have_changed(self) -> bool:
         """Whether others are in the groups than were unified. Local."""
-        return [*map(id, parameters_of(self._inner))] != self.ids
+        in_groups = chain.from_iterable(map(_PARAMETERS, self._inner.param_groups))
+        return [*map(id, in_groups)] != self.ids  # in C: this is asked at each step

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torchmn.errors import RankMismatchError
 
 from tests.limits import limit
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.optimizer import multi_node_optimizer
 from torchmn.testing import run_ranks
