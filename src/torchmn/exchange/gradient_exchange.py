@@ -22,7 +22,6 @@ from torchmn.exchange.bucket_set import BucketSet, Reduction
 from torchmn.exchange.buckets import NamedParameter, Slot, plan_buckets
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
 from torchmn.exchange.finiteness import (
-    MAX_IN_A_ROW,
     TAKEN,
     ArrivingFlags,
     NonfiniteGradients,
@@ -262,7 +261,9 @@ class GradientExchange:
 
     def begin(self, context: PassContext, step: int) -> None:
         """Begin an exchange with what this rank contributes. *Collective*; it waits for nothing."""
-        self.take_own_gradients()  # of a pass that raised
+        self.nonfinite.current = None  # no step has applied these means
+        if self._own_gradients:
+            self._own_gradients = {}  # of a pass that raised
         listener = self.norm_listener
         is_measured = listener is not None and listener.wants(step)
         self.packing = Packing(self.filling, context, self.scale, is_measured=is_measured)
@@ -272,11 +273,11 @@ class GradientExchange:
 
         It returns at once or, with sparse gradients, when all is summed.
         """
-        return self._handed_over(self.filled.start())
+        return self._handed_over(self.filled.sums.start_remaining())
 
     def reduce(self) -> Sums:
         """Sum what is left, on the calling thread if it can be, and return the sums."""
-        return self._handed_over(self.filled.reduce())
+        return self._handed_over(self.filled.sums.reduce_remaining())
 
     def send(self) -> Sums:
         """`reduce` if nothing else is under way, for `assign` follows; else `start`."""
@@ -285,7 +286,7 @@ class GradientExchange:
     def give_up(self) -> Sums:
         """End the exchange with zeros, and wait for it; the same buckets are filled next."""
         sums = self.filled.give_up()
-        self._exchange_sparse(sums, 0.0)
+        self._exchange_sparse(sums)
         sums.drain()
         self.packing = None
         return sums
@@ -297,13 +298,13 @@ class GradientExchange:
         assert packing is not None  # noqa: S101 - `begin` was called
         return packing
 
-    def _exchange_sparse(self, sums: Sums, weight: float) -> None:
+    def _exchange_sparse(self, sums: Sums) -> None:
         """Exchange the sparse gradients of this pass, after all sums on every rank."""
         if self._parameters.sparse:
             sums.sparse_means = mean_sparse_gradients(
                 self.comm,
                 [parameter for _, parameter in self.sparse],
-                weight,
+                sums.context.weight,
                 zero_fill=self.zero_fill,
                 reduction=self.reduction,
             )
@@ -319,7 +320,7 @@ class GradientExchange:
         self.filling = sums.buckets
 
     def _handed_over(self, sums: Sums) -> Sums:
-        self._exchange_sparse(sums, sums.context.weight)
+        self._exchange_sparse(sums)
         self.packing = None
         self._turn()
         return sums
@@ -461,26 +462,14 @@ class GradientExchange:
 
     # ---- what is not finite ----
 
-    @property
-    def problems(self) -> list[NonfiniteGradients]:
-        """What was not finite so far."""
-        return self.nonfinite.problems
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether so many steps in a row were not finite that training cannot go on."""
-        return self.nonfinite.num_in_a_row() == MAX_IN_A_ROW
-
-    def drop_problem(self) -> None:
-        """No step has applied the current means."""
-        self.nonfinite.current = None
-
     def record_nonfinite(self, sums: Sums) -> NonfiniteGradients | None:
         """Take note of what is not finite in them. *Collective*, if there is something.
 
         See `record_problem`.
         """
-        found = sums.nonfinite() or self._nonfinite_sparse(sums)
+        found = sums.nonfinite()
+        if found is None and sums.sparse_means:
+            found = self._nonfinite_sparse(sums)
         return self.record_problem(found, sums.context.step)
 
     def record_problem(
@@ -497,8 +486,6 @@ class GradientExchange:
 
     def _nonfinite_sparse(self, sums: Sums) -> NonfiniteGradients | None:
         """What is not finite among the sparse means, which are the same on all ranks. Local."""
-        if not self._parameters.sparse:
-            return None
         names = [
             name
             for name, parameter in self.sparse

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -35,8 +35,9 @@ from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
 from torchmn.exchange.agreements.together import Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
 from torchmn.exchange.bucket_set import Reduction
-from torchmn.exchange.buckets import Bucket, NamedParameter, Slot
+from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.codec_state import codec_state, load_codec_state
+from torchmn.exchange.early_packing import EarlyPacking
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.gradient_exchange import GradientExchange
@@ -120,6 +121,9 @@ class GradientReducer:
         self.step = 0
         self.is_suspended = num_sets == 0
         """Whether nothing is exchanged: gradients stay this rank's own."""
+        self.is_needed = False
+        """Whether there is anything to do: one rank alone has its means already, but it must know
+        what is not finite in other parts of a parallel layer."""
         self.is_active = True
         self.is_late = False
         """Whether the last exchange was made in `step`."""
@@ -155,7 +159,7 @@ class GradientReducer:
             "step": self.step,
             "scale": self.exchange.scale,
             "has_untrained": bool(self.parameters.untrained),
-            "problems": [asdict(problem) for problem in self.exchange.problems],
+            "problems": [asdict(problem) for problem in self.exchange.nonfinite.problems],
         }
 
     def find_untrained(self) -> None:
@@ -174,18 +178,14 @@ class GradientReducer:
         """
         load_codec_state(self.codec, self.comm, codec)
         self._loaded.note()
-        self.exchange.num_in_step = 0
+        exchange = self.exchange
+        exchange.num_in_step = 0
         self.replicas.forget()
-        self.load_progress(progress)
-
-    def load_progress(self, progress: dict[str, Any]) -> None:
-        """The part of `load_state_dict` that is the same on all ranks."""
-        self.exchange.forget_scale()
+        exchange.forget_scale()
         if not progress:
             return
         self.step = progress["step"]
-        exchange = self.exchange
-        exchange.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
+        exchange.nonfinite.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
         if exchange.is_narrow:
             exchange.scale = progress["scale"]
 
@@ -225,8 +225,12 @@ class GradientReducer:
         self.exchange.lay_out(
             self.comm, self.codec, trainable, sparse, self._watched, self._agreements
         )
-        if self.is_needed:
-            self._hooks = GradientHooks(self._watched, self._on_gradient)
+        self.is_needed = not self.is_suspended and (
+            self.comm.size > 1 or self.exchange.num_sets > 1 or self.parameters.has_parallel_layers
+        )
+        watched = self._watched if self.is_needed else ()
+        self._hooks = GradientHooks(watched, self._on_gradient)
+        self._early = EarlyPacking(self.exchange, self._hooks, as_view=self.gradient_as_bucket_view)
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""
@@ -267,16 +271,6 @@ class GradientReducer:
         self.replicas.watch([])
         self.owner, self.act_on_nonfinite, self._on_backward_end = None, _nothing, _nothing
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is anything to do: one rank alone has its means already.
-
-        But it must know what is not finite in other parts of a parallel layer.
-        """
-        return not self.is_suspended and (
-            self.comm.size > 1 or self.exchange.num_sets > 1 or self.parameters.has_parallel_layers
-        )
-
     # ---- during backward ----
 
     @contextmanager
@@ -303,78 +297,7 @@ class GradientReducer:
             slot = self.exchange.filling.slot_at[index]
             if slot is None or self.exchange.packing is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
-            bucket = slot.weak_bucket()
-            assert bucket is not None  # noqa: S101 - its set keeps it
-            if slot.is_small:
-                bucket.arrivals.note(slot.parameter)
-                self._pack_small(bucket)
-            elif slot.is_packed:
-                self._refuse_second(slot)
-            elif not self._hooks.have_later((index,)):
-                self._pack_early(bucket, [slot])
-
-    def _pack_small(self, bucket: Bucket) -> None:
-        """Pack the small gradients of a bucket if all are final, and no hook changes them later.
-
-        Where that is not known here the end of backward packs them.
-        """
-        arrivals = bucket.arrivals
-        if len(arrivals) < len(bucket.small) or not arrivals:
-            return
-        if bucket.small[0].is_packed:
-            self._refuse_repeated(bucket)
-            return
-        if not arrivals.are_complete:
-            return
-        if not self._hooks.have_later(arrivals.numbers.values()):
-            self._pack_early(bucket, bucket.small)
-
-    def _pack_early(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
-        """Pack final gradients while backward runs, which sends the buckets that are full."""
-        for observer in events.observers:
-            observer.phase("pack", begins=True)
-        try:
-            means = self._pack(bucket, slots)
-        finally:
-            for observer in events.observers:
-                observer.phase("pack", begins=False)
-        # What was copied is freed: the next layer's gradient then takes its memory.
-        as_view = self.gradient_as_bucket_view
-        for slot in slots:
-            parameter, tensor = slot.parameter, slot.tensor
-            if as_view:
-                parameter.grad = tensor
-            elif parameter.grad is not tensor and slot not in means:
-                parameter.grad = None
-        behind = self.exchange.filled.sums.next_bucket
-        if behind is not bucket:  # gradients may have come in another order than before
-            self._pack_small(behind)
-
-    def _pack(self, bucket: Bucket, slots: Sequence[Slot]) -> Collection[Slot]:
-        """Write gradients into their bucket.
-
-        Returns those that were added to earlier means, beside those that are in their slots.
-        """
-        exchange = self.exchange
-        packing = exchange.filled
-        means = () if exchange.is_plain else exchange.note_own(slots)
-        packing.is_accumulating |= bool(means)
-        packing.pack(bucket, slots)
-        return means
-
-    def _refuse_repeated(self, bucket: Bucket) -> None:
-        """Raise UnsupportedError if a small gradient has changed since it was packed."""
-        arrivals = bucket.arrivals
-        if len(arrivals) > len(bucket.small) and bucket.small[0].is_packed:
-            slot = self.exchange.filling.slot_at[arrivals.repeated()]
-            if slot is not None:
-                self._refuse_second(slot)
-
-    def _refuse_second(self, slot: Slot) -> NoReturn:
-        raise UnsupportedError(
-            f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' twice in one "
-            "pass, as torch.utils.checkpoint with use_reentrant=True does. Use use_reentrant=False."
-        )
+            self._early.arrived(slot)
 
     def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
@@ -392,7 +315,6 @@ class GradientReducer:
         if exchange.unsettled is not None:
             self.settle()
         self.is_late = False
-        exchange.drop_problem()
         parameters = self.parameters
         packs_early = (
             exchange.scale is not None
@@ -407,8 +329,7 @@ class GradientReducer:
         )
         self._begin_exchange()
         if packs_early and not parameters.are_sharded:
-            for bucket in exchange.filling.buckets:
-                self._hooks.note_in(bucket.arrivals)
+            self._early.begin()
         return begun
 
     def _begin_exchange(self) -> None:
@@ -464,9 +385,7 @@ class GradientReducer:
 
     def _end_backward(self) -> None:
         passes = self.passes
-        self._hooks.call_again()
-        for bucket in self.exchange.filling.buckets:
-            self._refuse_repeated(bucket)
+        self._early.end()
         ended = passes.end()
         for observer in events.observers:
             observer.phase("exchange", begins=True)
@@ -580,9 +499,7 @@ class GradientReducer:
         filling, packing = exchange.filling, exchange.filled
         if exchange.scale is None:
             exchange.scale = packing.await_scale(None)
-        for bucket in filling.buckets:
-            if bucket.num_packed < len(bucket.slots):
-                self._pack(bucket, [slot for slot in bucket.slots if not slot.is_packed])
+        self._early.pack_rest()
         has_gradients = not self.is_late or (
             any(slot.has_gradient for slot in filling.slots)
             or any(parameter.grad is not None for _, parameter in self.parameters.sparse)
