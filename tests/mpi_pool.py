@@ -13,9 +13,8 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from torchmn.errors import LaunchError, TorchmnError
-
 from torchmn.cluster import Topology
+from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.backend import SESSION_VARIABLE, find_mpirun
 
 _START_S = 60.0

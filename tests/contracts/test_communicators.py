@@ -1,12 +1,12 @@
 """Every route, over gloo threads and MPI processes, for all world sizes and placements."""
 
 import pytest
-from torchmn.errors import UnsupportedError
 
 from tests.contracts.suites.communicator_contracts import check_all
 from tests.mpi_pool import MpiPool
 from torchmn.cluster import Topology
 from torchmn.comm.create import ROUTES
+from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 
 CPU_ROUTES = [name for name in ROUTES if name != "pure_nccl"]

@@ -19,9 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchmn.errors import LaunchError
-
 from torchmn.control.processes import send
+from torchmn.errors import LaunchError
 
 PREFIX = "torchmn-netlab-"
 RECORD = "lab.json"

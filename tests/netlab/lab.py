@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from torchmn.errors import LaunchError, UsageError
-
 from tests.netlab.cleanup import END_S
 from tests.netlab.construction import (
     INTERFACE,
@@ -25,6 +23,7 @@ from tests.netlab.construction import (
 )
 from tests.netlab.namespaces import call, entering, missing_requirement, pinned, tool
 from torchmn.cluster.network import rate_bytes_per_s
+from torchmn.errors import LaunchError, UsageError
 
 _START = '[ -e "$0" ] && cd -- "$1" && shift && exec "$@"'
 Stream = int | IO[Any] | None

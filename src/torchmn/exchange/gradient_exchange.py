@@ -14,7 +14,6 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.footer import Footer
-from torchmn.exchange.agreements.joint_pass import JointPass
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.agreements.presence import Presence
 from torchmn.exchange.agreements.weights import Weights
@@ -442,7 +441,7 @@ class GradientExchange:
         """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
         late = sums.footer.get(LateRanks)
         self.are_late_on_some = late.are_some_late
-        self.are_joint = self.are_late_on_some and sums.footer.get(JointPass).is_joint
+        self.are_joint = self.are_late_on_some and late.are_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
         weight = sums.context.weight
         counts_zeros = late.is_late and not late.has_gradients and self.reduction == "mean"

@@ -22,17 +22,13 @@ from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
-from torchmn.exchange.agreements.given_up import GivenUp
-from torchmn.exchange.agreements.joint_pass import JointPass
 from torchmn.exchange.agreements.late_ranks import LateRanks
-from torchmn.exchange.agreements.loaded_state import LoadedState
 from torchmn.exchange.agreements.measured_norms import MeasuredNorms
 from torchmn.exchange.agreements.num_exchanges import NumExchanges
 from torchmn.exchange.agreements.num_steps import NumSteps
-from torchmn.exchange.agreements.other_layout import OtherLayout
 from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
-from torchmn.exchange.agreements.together import Together
+from torchmn.exchange.agreements.together import GivenUp, LoadedState, OtherLayout, Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.buckets import NamedParameter
@@ -379,7 +375,6 @@ class GradientReducer:
             ),
             self._num_exchanges,
             LateRanks(),
-            JointPass(),
             MeasuredNorms(),
         ]
 
@@ -504,10 +499,9 @@ class GradientReducer:
             any(slot.has_gradient for slot in filling.slots)
             or any(parameter.grad is not None for _, parameter in self.parameters.sparse)
         )
-        late = filling.footer.get(LateRanks)
-        late.note(is_late=self.is_late, has_gradients=has_gradients)
-        if passes.is_joint:
-            filling.footer.get(JointPass).is_idle = False
+        filling.footer.get(LateRanks).note(
+            is_late=self.is_late, has_gradients=has_gradients, is_joint=passes.is_joint
+        )
         packing.finish()
         local.states.clear()
         self._num_exchanges.num += 1

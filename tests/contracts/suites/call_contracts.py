@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torchmn.errors import RankMismatchError, UsageError
 
 from tests.contracts.suites.communicator_contracts import ContractError, require, seeded
 from torchmn.comm import ANY_SOURCE, ANY_TAG, Communicator, Status
+from torchmn.errors import RankMismatchError, UsageError
 
 
 def _different_calls() -> dict[str, Callable[[Communicator, bool], object]]:

@@ -9,6 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+
+from tests.limits import limit
+from torchmn.comm import Communicator
 from torchmn.errors import (
     CommunicationError,
     RankMismatchError,
@@ -17,9 +20,6 @@ from torchmn.errors import (
     UnknownNameError,
     UsageError,
 )
-
-from tests.limits import limit
-from torchmn.comm import Communicator
 from torchmn.testing import run_ranks
 
 

@@ -9,13 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
-from torchmn.errors import (
-    RankMismatchError,
-    TopologyError,
-    UnknownNameError,
-    UnsupportedError,
-    UsageError,
-)
 
 from tests.limits import limit
 from torchmn import create_communicator
@@ -23,6 +16,13 @@ from torchmn.cluster import Topology
 from torchmn.comm import Timeout
 from torchmn.comm.create import gpus_in_use
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.errors import (
+    RankMismatchError,
+    TopologyError,
+    UnknownNameError,
+    UnsupportedError,
+    UsageError,
+)
 from torchmn.testing import run_ranks, run_threads
 
 

@@ -8,7 +8,6 @@ import weakref
 
 import pytest
 import torch
-from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 
 from tests.contracts.suites.communicator_contracts import (
     CONTRACTS,
@@ -17,6 +16,7 @@ from tests.limits import limit
 from torchmn.comm.engine import Engine
 from torchmn.comm.streams import HostStreams
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 from torchmn.testing import run_ranks
 
 CPU = torch.device("cpu")

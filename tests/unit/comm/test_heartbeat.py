@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
-from torchmn.errors import DataError, TorchmnError, UsageError
 
 from torchmn.comm.heartbeat import raise_if_any_failed, run_on_one_rank
+from torchmn.errors import DataError, TorchmnError, UsageError
 from torchmn.testing import run_ranks
 
 

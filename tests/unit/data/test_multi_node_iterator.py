@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from torchmn.errors import DataError, RankMismatchError, UnsupportedError, UsageError
 
 from torchmn import (
     SerialIterator,
@@ -16,6 +15,7 @@ from torchmn import (
     create_synchronized_iterator,
 )
 from torchmn.data import GlobalSampler
+from torchmn.errors import DataError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 

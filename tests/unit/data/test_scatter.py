@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
-from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
 
 from tests.limits import limit
 from tests.mpi_pool import MpiPool
@@ -21,6 +20,7 @@ from torchmn.cluster import Topology
 from torchmn.comm.transports.shared_segment import SharedMemorySegment
 from torchmn.data import scatter_dataset, scatter_index, shard_bounds
 from torchmn.data.packed_samples import PackedSamples
+from torchmn.errors import DataError, RankMismatchError, TorchmnError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 SIZES = range(1, 9)

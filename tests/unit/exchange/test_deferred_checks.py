@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmn.errors import NonFiniteGradientError, RankMismatchError, UsageError
 
 from tests.unit.models import batch, loss_of, mlp, near
 from torchmn import create_multi_node_optimizer
 from torchmn.comm.streams import Deferred, HostStreams
+from torchmn.errors import NonFiniteGradientError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
 NUM_RANKS = 3

@@ -7,10 +7,10 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import NonFiniteGradientError
 
 from tests.unit.models import batch, equal, fill, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import NonFiniteGradientError
 from torchmn.testing import run_ranks
 
 CODECS = [None, "float16", "int8", "1bit", "power_sgd"]

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torchmn.errors import CommunicationError
 
 from tests.limits import limit
 from tests.unit.comm.fake_device import FakeDevice, FakeNccl, FakeStreams, Meeting
@@ -25,6 +24,7 @@ from torchmn.comm.streams import Deferred
 from torchmn.comm.transports.base import WrappingTransport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.watcher import Watcher
+from torchmn.errors import CommunicationError
 from torchmn.testing import run_threads
 
 SIZE, NUM_STEPS = 2, 4

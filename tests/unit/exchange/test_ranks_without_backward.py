@@ -9,11 +9,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import RankMismatchError, UsageError
 
 from tests.unit.models import batch, equal, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.schedules import DiLoCo, EveryStep, PeriodicAverage, Phases
 from torchmn.testing import run_ranks
 

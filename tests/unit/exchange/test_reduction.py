@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 
 from tests.unit.models import batch, equal, fill, mlp, near, values
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
+from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.schedules import BlockMomentum
 from torchmn.testing import run_ranks
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 
 from tests.unit.models import equal, fill, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.sharded_parameters import ModelMesh
 from torchmn.testing import run_ranks

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import NonFiniteGradientError, UnsupportedError
 
 from tests.unit.models import near
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import NonFiniteGradientError, UnsupportedError
 from torchmn.exchange import sparse_gradients
 from torchmn.exchange.sparse_gradients import mean_sparse_gradients
 from torchmn.testing import run_ranks

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import UsageError
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.unit.models import (
@@ -22,6 +21,7 @@ from tests.unit.models import (
     values,
 )
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import UsageError
 from torchmn.exchange.agreements.weights import weight_scale
 from torchmn.testing import run_ranks
 

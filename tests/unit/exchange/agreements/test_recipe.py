@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from torchmn.errors import RankMismatchError
 
 from tests.limits import limit
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.optimizer import multi_node_optimizer
 from torchmn.testing import run_ranks
@@ -63,8 +63,8 @@ def test_a_toy_agreement(monkeypatch: pytest.MonkeyPatch, size: int, schedule: s
     monkeypatch.setattr(  # the line that is added to the list
         multi_node_optimizer,
         "_agreements",
-        lambda inner, batches: [
-            *known(inner, batches),
+        lambda inner: [
+            *known(inner),
             Dropouts(dropouts[inner.param_groups[0]["params"][0]]),
         ],
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmn.errors import UsageError
 
 from tests.contracts.suites.resume_contracts import described
 from tests.unit.exchange.auto.test_tuner import MAX_STEPS, train, wrap
@@ -12,6 +11,7 @@ from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import ErrorFeedback, Quantized
+from torchmn.errors import UsageError
 from torchmn.exchange.auto import tuner
 from torchmn.exchange.options import Auto
 from torchmn.exchange.resharding import mean_state, mean_tensor, reshard_codec

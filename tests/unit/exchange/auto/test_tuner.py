@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
-from torchmn.errors import UnsupportedError, UsageError
 
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import Float16
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.auto import tuner
 from torchmn.exchange.auto.predict import Plan
 from torchmn.exchange.options import Auto

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 
 from tests.unit.models import mlp
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.optimizer.create import SCHEDULES
 from torchmn.exchange.schedules import DoubleBuffering
 from torchmn.testing import run_ranks

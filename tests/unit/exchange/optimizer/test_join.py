@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmn.errors import CommunicationError, UnsupportedError
 
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import CommunicationError, UnsupportedError
 from torchmn.testing import run_ranks
 
 INNER = {

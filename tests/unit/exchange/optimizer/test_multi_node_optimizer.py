@@ -10,11 +10,11 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 
 from tests.limits import limit
 from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 SCHEDULES = ["every_step", "double_buffering"]

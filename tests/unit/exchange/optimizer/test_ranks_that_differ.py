@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 
 from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.schedules import EveryStep
 from torchmn.testing import run_ranks
 

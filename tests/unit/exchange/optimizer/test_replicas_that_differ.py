@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import RankMismatchError
 
 from tests.unit.models import batch, equal, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer, scatter_loader
+from torchmn.errors import RankMismatchError
 from torchmn.exchange.replica_divergence import EVERY, ReplicaWatch
 from torchmn.testing import run_ranks
 
