@@ -16,8 +16,8 @@ from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import TorchmnError, UnsupportedError
 from torchmn.exchange.backward_pass import Passes
-from torchmn.exchange.parameter_hook import Arrivals, GradientHooks
 from torchmn.exchange.early_packing import EarlyPacking
+from torchmn.exchange.parameter_hook import Arrivals, GradientHooks
 from torchmn.testing import run_ranks
 
 SIZE, NUM_STEPS, WIDTH = 2, 6, 4
