@@ -23,11 +23,10 @@ class EarlyPacking:
     Args:
         exchange: that which is filled.
         hooks: those of its parameters.
-        as_view: whether the slots themselves become the gradients.
     """
 
-    def __init__(self, exchange: GradientExchange, hooks: GradientHooks, *, as_view: bool) -> None:
-        self._exchange, self._hooks, self._as_view = exchange, hooks, as_view
+    def __init__(self, exchange: GradientExchange, hooks: GradientHooks) -> None:
+        self._exchange, self._hooks = exchange, hooks
 
     def begin(self) -> None:
         """A pass has begun whose gradients can be packed early."""
@@ -77,7 +76,7 @@ class EarlyPacking:
             for observer in events.observers:
                 observer.phase("pack", begins=False)
         # What was copied is freed: the next layer's gradient then takes its memory.
-        as_view = self._as_view
+        as_view = self._exchange.as_view
         for slot in slots:
             parameter, tensor = slot.parameter, slot.tensor
             if as_view:

@@ -30,7 +30,6 @@ from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
 from torchmn.exchange.agreements.together import GivenUp, LoadedState, OtherLayout, Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
-from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.codec_state import codec_state, load_codec_state
 from torchmn.exchange.early_packing import EarlyPacking
@@ -38,6 +37,7 @@ from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.local_passes import LocalPasses
+from torchmn.exchange.options import GradientOptions
 from torchmn.exchange.parameter_hook import GradientHooks
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
@@ -54,10 +54,7 @@ class GradientReducer:
         num_sets: sets of buckets that are used in turns: with two, the means of one step are in
             use while the sums of the next are under way; with none, the reducer is suspended until
             `reconfigure`.
-        zero_fill: whether a parameter without a gradient on any rank gets one of zeros.
-        reduction: whether the result is the ranks' mean or their sum.
-        gradient_as_bucket_view: whether every ``p.grad`` is the slot in its bucket, which the next
-            pass overwrites, instead of memory of its own.
+        options: how gradients are combined.
         contribution: the weight and the samples of this rank.
         find_sparse: called for the parameters whose gradients are sparse.
         find_untrained: called at the first exchange for parameters of the model without a reducer;
@@ -86,11 +83,9 @@ class GradientReducer:
         *,
         num_sets: int,
         on_backward_end: Callable[[], None],
+        options: GradientOptions,
+        contribution: Contribution,
         in_groups: Callable[[], Sequence[nn.Parameter]] = tuple,
-        zero_fill: bool = False,
-        reduction: Reduction = "mean",
-        gradient_as_bucket_view: bool = False,
-        contribution: Contribution | None = None,
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
         find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
         find_buffers: Callable[[], Sequence[Watched]] = tuple,
@@ -101,16 +96,9 @@ class GradientReducer:
         self.comm = comm
         self.codec = codec
         self.parameters = ExchangedParameters(parameters, in_groups, find_sparse, find_untrained)
-        self.exchange = GradientExchange(
-            self.parameters,
-            max(1, num_sets),
-            zero_fill=zero_fill,
-            reduction=reduction,
-            as_view=gradient_as_bucket_view,
-        )
+        self.exchange = GradientExchange(self.parameters, max(1, num_sets), options)
         """What schedules do with the gradients that were packed."""
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.contribution = contribution or Contribution()
+        self.contribution = contribution
         """This rank's weight in the next exchange or step, and its samples."""
         self.owner = owner
         self.act_on_nonfinite = on_nonfinite
@@ -226,7 +214,7 @@ class GradientReducer:
         )
         watched = self._watched if self.is_needed else ()
         self._hooks = GradientHooks(watched, self._on_gradient)
-        self._early = EarlyPacking(self.exchange, self._hooks, as_view=self.gradient_as_bucket_view)
+        self._early = EarlyPacking(self.exchange, self._hooks)
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""
@@ -513,7 +501,7 @@ class GradientReducer:
         local = self.local_passes
         local.were_changed = False
         self.finish_filling()
-        means = self.exchange.reduce()
+        means = self.exchange.send()
         means.wait()
         self.exchange.discard(means)
         self.replicas.forget()

@@ -146,9 +146,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             in_groups=lambda: parameters_of(inner),
             num_sets=schedule.traits.num_sets,
             on_backward_end=self._on_backward_end(schedule),
-            zero_fill=options.zero_fill,
-            reduction=options.reduction,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            options=options,
             contribution=Contribution(
                 is_by_samples=weight == "samples", loaders=loaders, size=comm.size
             ),
