@@ -53,7 +53,8 @@ from torchmn.comm.transports.join import choose_transport, join_world
 from torchmn.comm.transports.mpi import MpiTransport
 from torchmn.comm.transports.own_rank import own_place
 from torchmn.comm.transports.tcp import MAX_PEERS, TcpTransport
-from torchmn.comm.waiting import Address, PeerStatus, Timeout
+from torchmn.comm.waiting import PeerStatus, Timeout
+from torchmn.control.rank_listener import RankAddress
 from torchmn.record import recording
 
 ROUTES: dict[str, type[Route]] = {
@@ -209,7 +210,7 @@ def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bo
         comm.on_finalize(peers.close)
         found = dict(enumerate(comm.allgather_obj(list(peers.address))))
         del found[comm.rank]
-        others = {rank: Address(*each) for rank, each in found.items()}
+        others = {rank: RankAddress(*each) for rank, each in found.items()}
         peers.start(comm.rank, others, dict(enumerate(comm.topology.hosts)))
         comm.flight_recorder.peers = peers
     _warn_about_fallback(comm)

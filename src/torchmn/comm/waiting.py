@@ -22,8 +22,6 @@ rank of another host may be silent. A rank answers from a thread that does nothi
 
 from __future__ import annotations
 
-import os
-import secrets
 import select
 import socket
 import threading
@@ -34,18 +32,16 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torchmn.base import events
 from torchmn.base.errors import LaunchError, UsageError
-from torchmn.cluster.environment_variables import SECRET_VARIABLE
 from torchmn.comm.flight_recorder import CollectiveRecord, FlightRecorder
 from torchmn.comm.transports.base import TimeLimit, Transport, abort_pending_receives
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.control.connection import listen_on
 from torchmn.control.hang_report import DONE, EARLY_END, RankStatus, report
 from torchmn.control.messages import Overdue, StatusReply, decode, encode
 from torchmn.control.processes import is_running, is_stopped
+from torchmn.control.rank_listener import RankAddress, listen_for_ranks
 from torchmn.control.script import script_stack
 
 _ROLE = "status of a rank"
@@ -110,15 +106,6 @@ class Wait:
         self.__post_init__()
 
 
-class Address(NamedTuple):
-    """Where a rank answers, its process, and the token that lets the other ranks ask."""
-
-    hosts: list[str]
-    port: int
-    token: str
-    pid: int
-
-
 class PeerStatus:
     """Answers what this rank does, and asks the others when it waits for long. Local.
 
@@ -127,20 +114,16 @@ class PeerStatus:
 
     def __init__(self, addresses: Sequence[str], busy_s: float) -> None:
         self.busy_s = busy_s
-        token = secrets.token_hex(16)
-        listener = listen_on(addresses[0] if len(addresses) == 1 else "")
-        port = listener.getsockname()[1]
-        self.address = Address(list(addresses), port, token, os.getpid())
-        self._listener = AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
+        self._listener, self.address = listen_for_ranks(addresses, _ROLE)
         self._owner = threading.current_thread()
-        self._peers: Mapping[int, Address] = {}
+        self._peers: Mapping[int, RankAddress] = {}
         self._hosts: Mapping[int, str] = {}
         self._rank = 0
         self._has_closed, self._wake = socket.socketpair()
         self._thread: threading.Thread | None = None
         self._asking: threading.Thread | None = None
 
-    def start(self, rank: int, peers: Mapping[int, Address], hosts: Mapping[int, str]) -> None:
+    def start(self, rank: int, peers: Mapping[int, RankAddress], hosts: Mapping[int, str]) -> None:
         """Answer from now on, and ask ``peers``; ``hosts`` has the names of all."""
         self._rank, self._peers, self._hosts = rank, peers, hosts
         arguments = (weakref.ref(self), self._listener, self._has_closed)
@@ -221,7 +204,7 @@ class PeerStatus:
         was_refused = False
         for host in peer.hosts:
             try:
-                return RankStatus.of(_answer_of(f"{host}:{peer.port}", peer.token))
+                return RankStatus.of(_answer_of(f"{host}:{peer.port}", peer.secret))
             except LaunchError as error:
                 was_refused |= isinstance(error.__context__, ConnectionRefusedError)
             except (OSError, ValueError):
@@ -257,9 +240,9 @@ def _serve(
     has_closed.close()
 
 
-def _answer_of(address: str, token: str) -> StatusReply:
+def _answer_of(address: str, secret: str) -> StatusReply:
     """Raises LaunchError, OSError, ValueError: it does not answer, or not so."""
-    secret, text = _secret(token), b""
+    text = b""
     with connect(
         address, secret=secret, role=_ROLE, line=b"?\n", limit_s=_ANSWER_S, retries=False
     ) as connection:
@@ -278,7 +261,3 @@ def _warning(summary: str, wait: Wait) -> str:
         "the job ends. If its work may take longer: "
         "create_communicator(timeout_s=torchmn.Timeout(busy_s=...))."
     )
-
-
-def _secret(token: str) -> str:
-    return f"{os.environ.get(SECRET_VARIABLE, '')} {token}"

@@ -12,19 +12,13 @@ Rank 0 listens on a port of its own, beside the exchange, and answers from the r
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import select
 import socket
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from torchmn.base.errors import LaunchError
-from torchmn.cluster.environment_variables import SECRET_VARIABLE
-from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.control.connection import listen_on
+from torchmn.control.rank_listener import RankAddress, connect_to_rank, listen_for_ranks
 from torchmn.record.records import ClockOffset
 
 _ROLE = "clock"
@@ -33,23 +27,11 @@ _LIMIT_S = 2.0
 _TIME = struct.Struct("<d")
 
 
-@dataclass(frozen=True)
-class ClockAddress:
-    """Where rank 0 answers, and the token that lets the ranks ask."""
-
-    addresses: tuple[str, ...]
-    port: int
-    token: str
-
-
 class ClockServer:
     """Answers the other ranks on rank 0, at these addresses. Used by one thread."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        token = secrets.token_hex(16)
-        listener = listen_on(addresses[0] if len(addresses) == 1 else "")
-        self.address = ClockAddress(tuple(addresses), listener.getsockname()[1], token)
-        self._listener = AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
+        self._listener, self.address = listen_for_ranks(addresses, _ROLE)
         self._clients: dict[int, socket.socket] = {}
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
@@ -97,9 +79,9 @@ class ClockServer:
         self._clients.clear()
 
 
-def measure_offset(server: ClockAddress) -> ClockOffset | None:
+def measure_offset(server: RankAddress) -> ClockOffset | None:
     """The offset of this process's clock from rank 0's, or None: rank 0 does not answer now."""
-    connection = _connect(server)
+    connection = connect_to_rank(server, _ROLE, b"rank\n", _LIMIT_S, retries=False)
     if connection is None:
         return None
     best: ClockOffset | None = None
@@ -119,25 +101,3 @@ def measure_offset(server: ClockAddress) -> ClockOffset | None:
                 offset_s = _TIME.unpack(answer)[0] - middle_s
                 best = ClockOffset(at_s=middle_s, offset_s=offset_s, error_s=error_s)
     return best
-
-
-def _connect(server: ClockAddress) -> socket.socket | None:
-    deadline = time.monotonic() + _LIMIT_S
-    for address in server.addresses:
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
-            return None
-        with contextlib.suppress(LaunchError):
-            return connect(
-                f"{address}:{server.port}",
-                secret=_secret(server.token),
-                role=_ROLE,
-                line=b"rank\n",
-                limit_s=left_s / 2,
-                retries=False,
-            )
-    return None
-
-
-def _secret(token: str) -> str:
-    return f"{os.environ.get(SECRET_VARIABLE, '')} {token}"

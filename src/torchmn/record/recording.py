@@ -36,7 +36,8 @@ from torchmn.base.private_files import make_private_folder
 from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
-from torchmn.record.clock_offsets import ClockAddress, ClockServer, measure_offset
+from torchmn.control.rank_listener import RankAddress
+from torchmn.record.clock_offsets import ClockServer, measure_offset
 from torchmn.record.profile_request import FOLDER as PROFILE_FOLDER
 from torchmn.record.profile_request import ProfileRequest, is_record_off
 from torchmn.record.records import (
@@ -95,7 +96,7 @@ class Recording:
     """
 
     def __init__(
-        self, comm: World, folder: Path, clocks: ClockAddress | None, server: ClockServer | None
+        self, comm: World, folder: Path, clocks: RankAddress | None, server: ClockServer | None
     ) -> None:
         self.folder = folder
         self.comm = comm

@@ -3,16 +3,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
+from torchmn.control.rank_listener import RankAddress
 from torchmn.record import clock_offsets
-from torchmn.record.clock_offsets import ClockAddress, ClockServer, measure_offset
+from torchmn.record.clock_offsets import ClockServer, measure_offset
 
 
 @pytest.fixture
-def address() -> Iterator[ClockAddress]:
+def address() -> Iterator[RankAddress]:
     server, is_over = ClockServer(["127.0.0.1"]), threading.Event()
 
     def serve() -> None:
@@ -27,14 +27,14 @@ def address() -> Iterator[ClockAddress]:
     server.close()
 
 
-def test_a_clock_is_its_own_within_the_error(address: ClockAddress) -> None:
+def test_a_clock_is_its_own_within_the_error(address: RankAddress) -> None:
     found = measure_offset(address)
     assert found is not None
     assert abs(found.offset_s) <= found.error_s
     assert 0 < found.error_s < 1
 
 
-def test_an_offset_is_found(address: ClockAddress, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_offset_is_found(address: RankAddress, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock of the rank shows 5 s less than that of rank 0."""
 
     class Slow:
@@ -50,8 +50,8 @@ def test_an_offset_is_found(address: ClockAddress, monkeypatch: pytest.MonkeyPat
     assert abs(found.offset_s - 5) <= found.error_s
 
 
-def test_who_does_not_know_the_token_gets_no_time(address: ClockAddress) -> None:
-    assert measure_offset(replace(address, token="0" * 32)) is None
+def test_who_does_not_know_the_token_gets_no_time(address: RankAddress) -> None:
+    assert measure_offset(address._replace(token="0" * 32)) is None
 
 
 def test_a_server_that_has_ended_is_no_error() -> None:

@@ -22,8 +22,6 @@ before it, over a second connection with an order of its own.
 from __future__ import annotations
 
 import contextlib
-import os
-import secrets
 import select
 import socket
 import time
@@ -34,8 +32,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchmn.base.errors import CommunicationError, LaunchError, TimeLimitError
-from torchmn.cluster.environment_variables import SECRET_VARIABLE
+from torchmn.base.errors import CommunicationError, TimeLimitError
 from torchmn.cluster.network import own_addresses
 from torchmn.cluster.units import KiB, MiB
 from torchmn.comm.transports.base import (
@@ -49,8 +46,8 @@ from torchmn.comm.transports.base import (
     gather_json,
 )
 from torchmn.comm.transports.tcp_stream import Stream, memory_of
-from torchmn.control.authenticated_listener import AuthenticatedListener, connect
-from torchmn.control.connection import listen_on
+from torchmn.control.authenticated_listener import AuthenticatedListener
+from torchmn.control.rank_listener import RankAddress, connect_to_rank, listen_for_ranks
 
 MAX_PEERS = 15
 """With more peers the many connections of an all-to-all cost more than they save."""
@@ -59,7 +56,6 @@ _LARGE_BYTES = 64 * KiB
 _PIECE_BYTES = MiB  # summed and sent on at a time; smaller pieces cost more than they hide
 _CONNECT_S = 5.0
 _LONGEST_POLL_S = 0.5  # another thread may end the wait
-_TOKEN_BYTES = 16
 _ROLE = "tcp"
 
 
@@ -310,46 +306,20 @@ def _is_large(message: Message) -> bool:
 def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]:
     """One connection to each peer, by rank; those that failed are not in it. *Collective.*
 
-    Every rank listens and sends its address to the others; the higher rank of a pair connects. The
-    secret of each listener is a token that only the ranks receive, together with the secret of the
-    job if there is one: so both sides authenticate each other.
+    Every rank listens and tells the others where; the higher rank of a pair connects.
     """
-    addresses = own_addresses(inner.own_address)
-    token = secrets.token_hex(_TOKEN_BYTES)
-    listener = listen_on(addresses[0] if len(addresses) == 1 else "")
-    with contextlib.closing(
-        AuthenticatedListener(listener, secret=_secret(token), role=_ROLE)
-    ) as authenticated:
-        own = (token, listener.getsockname()[1], addresses)
-        table = gather_json(inner, own, limit)
+    listener, own = listen_for_ranks(own_addresses(inner.own_address), _ROLE)
+    with contextlib.closing(listener):
+        addresses = [RankAddress(*each) for each in gather_json(inner, own, limit)]
         deadline = time.monotonic() + min(_CONNECT_S, limit.left_s)
         connections = {}
         for peer in range(inner.rank):
-            token, port, hosts = table[peer]
-            found = _connect_peer(token, port, hosts, inner.rank, deadline)
+            left_s = deadline - time.monotonic()
+            found = connect_to_rank(addresses[peer], _ROLE, b"%d\n" % inner.rank, left_s)
             if found is not None:
                 connections[peer] = found
-        connections |= _accept_peers(authenticated, range(inner.rank + 1, inner.size), deadline)
+        connections |= _accept_peers(listener, range(inner.rank + 1, inner.size), deadline)
         return connections
-
-
-def _connect_peer(
-    token: str, port: int, addresses: Sequence[str], rank: int, deadline: float
-) -> socket.socket | None:
-    """Connect to a rank that listens, at the first of its addresses that is reachable."""
-    for address in addresses:
-        left_s = (deadline - time.monotonic()) / (1 if address == addresses[-1] else 2)
-        if left_s <= 0:
-            return None
-        with contextlib.suppress(LaunchError):
-            return connect(
-                f"{address}:{port}",
-                secret=_secret(token),
-                role=_ROLE,
-                line=b"%d\n" % rank,
-                limit_s=left_s,
-            )
-    return None
 
 
 def _accept_peers(
@@ -368,7 +338,3 @@ def _accept_peers(
             else:
                 connection.close()
     return found
-
-
-def _secret(token: str) -> str:
-    return f"{os.environ.get(SECRET_VARIABLE, '')} {token}"

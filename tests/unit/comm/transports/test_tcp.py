@@ -22,6 +22,7 @@ from torchmn.comm.transports import tcp, tcp_stream
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
+from torchmn.control.rank_listener import RankAddress
 from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.testing import run_threads
 
@@ -206,9 +207,9 @@ class DisturbedTransport(TorchDistributedTransport):
         if buffer.dtype != torch.uint8 or self.rank == 0:
             return
         own = json.loads(buffer.view(self.size, -1)[0].numpy().tobytes().rstrip(b"\0"))
-        if not isinstance(own, list) or len(own) != 3:
+        if not isinstance(own, list) or len(own) != 4:
             return
-        token, port, addresses = own
+        addresses, port, token, _ = own
         for number in range(100):
             client = socket.create_connection((addresses[0], port), timeout=limit(10))
             self.clients.append(client)
@@ -241,7 +242,8 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
     """They know the token, which travels by the inner transport, and not the secret of the job."""
     monkeypatch.setattr(tcp, "_CONNECT_S", 0.3)
     known = threading.local()
-    monkeypatch.setattr(tcp, "_secret", lambda token: f"{known.secret} {token}")
+    secret = property(lambda address: f"{known.secret} {address.token}")
+    monkeypatch.setattr(RankAddress, "secret", secret)
     store = HashStore()
 
     def rank_main(rank):
