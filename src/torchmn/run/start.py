@@ -24,7 +24,6 @@ from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.processes import allow_connections
 from torchmn.record.merged_trace import finish_profile
-from torchmn.run.agent import input_path
 from torchmn.run.backend import find_mpirun, open_mpi_session
 from torchmn.run.console import RankOutput, open_standard_streams
 from torchmn.run.elastic.job import ElasticJob, host_process
@@ -33,6 +32,7 @@ from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
 from torchmn.run.monitor.job_result import run_name
 from torchmn.run.rank_environment import worker_environment
+from torchmn.run.script_input import input_path
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.supervisor import Supervisor
 
