@@ -63,7 +63,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     output = RankOutput(*open_standard_streams())
     route = route_between(job)
     facts = _check_hosts(job, worker_environment(job, env))
-    listener = channels.listen(route.address if route else "127.0.0.1")
+    listener = channels.listen_on(route.address if route else "127.0.0.1")
     with ExitStack() as stack:
         authenticated = stack.enter_context(
             closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))

@@ -23,7 +23,7 @@ class Job:
     """The launcher's side, and hosts that connect to it."""
 
     def __init__(self) -> None:
-        listener = channels.listen()
+        listener = channels.listen_on()
         self._address = channels.address_of(listener)
         state = RendezvousState(["a", "b"], Limits(min_hosts=1, max_hosts=2), now=0.0)
         authenticated = AuthenticatedListener(listener, secret="s", role=ROLE)
