@@ -11,7 +11,7 @@ help:
 	@echo 'make test-all    run the tests that make test leaves out: most of those with processes'
 	@echo 'make test-schedulers  install Slurm, Grid Engine and OpenPBS (root) and run the tests under them'
 	@echo 'make test-launchers  install MPICH, Debian'"'"'s Open MPI and sshd and run one script under all launchers'
-	@echo 'make check-gpu   check everything that needs a GPU, in 20 minutes; make bench-gpu measures it'
+	@echo 'make check-gpu   check everything that needs a GPU, in 8 minutes; make bench-gpu measures it'
 	@echo 'make bench       run all benchmarks; make bench-NAME runs benchmarks/bench_NAME.py'
 	@echo 'make chaos       strike a training RUNS=50 times by random faults of SEED=... and resume it'
 	@echo 'make golden BASE=COMMIT  show that training gives the same bits as at that commit, in 2 minutes'

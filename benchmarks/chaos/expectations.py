@@ -16,7 +16,7 @@ from torchmn.control.messages import ProcessState
 _OURS = "torchmn: "
 _STARTS = ", logs in "
 HANG_MARGIN_S = 5.0
-_NOT_NAMED = ("launcher killed", "store killed", "stdout closed", "shm full")
+_NOT_NAMED = ("launcher killed", "stdout closed", "shm full")
 """After these faults no process is left to report it, or any rank may fail first."""
 _STATUS = {
     "kill": shell_code(-signal.SIGKILL),
@@ -25,7 +25,7 @@ _STATUS = {
     "disk full": shell_code(-signal.SIGKILL),
     "SIGTERM": shell_code(-signal.SIGTERM),
 }
-_ANY_STATUS = ("agent killed", "store killed", "stdout closed", "shm full", "no file handles")
+_ANY_STATUS = ("agent killed", "stdout closed", "shm full", "no file handles")
 
 
 def names_cause(text: str, fault: Fault, setting: Setting) -> bool:

@@ -21,7 +21,6 @@ Kind = Literal[
     "flipped byte",
     "launcher killed",
     "agent killed",
-    "store killed",
     "loader killed",
     "out of memory",
     "shm full",
@@ -34,7 +33,7 @@ Kind = Literal[
 KINDS: tuple[Kind, ...] = (
     *("kill", "kill", "kill", "SIGSTOP", "SIGSTOP", "SIGTERM", "exception", "exit"),
     *("disk full", "network cut", "network pause", "flipped byte", "launcher killed"),
-    *("agent killed", "store killed", "loader killed", "out of memory", "shm full"),
+    *("agent killed", "loader killed", "out of memory", "shm full"),
     *("no file handles", "clock jump", "lock", "stdout closed", "second job"),
 )
 """All kinds, repeated by their frequency."""
@@ -121,7 +120,6 @@ def fits(kind: Kind, setting: Setting) -> bool:
     launchers = {
         "launcher killed": ("torchmn run", "elastic"),
         "agent killed": ("torchmn run",),
-        "store killed": ("elastic",),
     }
     return setting.launcher in launchers.get(kind, LAUNCHERS)
 

@@ -51,8 +51,6 @@ def inject(fault: Fault, job: Job, setting: Setting, testbed: Testbed, folder: P
             os.kill(job.process.pid, signal.SIGKILL)
         elif fault.kind == "agent killed":
             os.kill(parent_of(pid), signal.SIGKILL)
-        elif fault.kind == "store killed":
-            os.kill(_only(job.pids_of("elastic.rendezvous")), signal.SIGKILL)
         elif fault.kind == "loader killed":
             _wait_for(lambda: bool(children_of(pid)), job)
             os.kill(children_of(pid)[-1], signal.SIGKILL)
@@ -72,12 +70,6 @@ def inject(fault: Fault, job: Job, setting: Setting, testbed: Testbed, folder: P
     except (ProcessLookupError, FileNotFoundError):
         raise TooLateError("the process had ended") from None
     return now
-
-
-def _only(pids: list[int]) -> int:
-    if not pids:
-        raise ProcessLookupError
-    return pids[0]
 
 
 def _start_second(setting: Setting, testbed: Testbed, folder: Path) -> None:

@@ -117,10 +117,6 @@ class Job:
                 return pid
         return None
 
-    def pids_of(self, word: str) -> list[int]:
-        """The processes of the job whose command line has this word."""
-        return [pid for pid in self.processes() if any(word in arg for arg in _arguments(pid))]
-
     def wait_for_pid(self, rank: int, limit_s: float) -> int:
         """Wait for `pid_of`. Raises TimeoutError."""
         deadline = time.monotonic() + limit_s

@@ -338,7 +338,7 @@ def time_first(worker: Worker) -> nn.Module:
 
 
 _MISCOUNTED = everywhere(
-    Refused("saw no multiple of the samples of its batch", cure="`optimizer.set_weight(len(y))`")
+    Refused("not in proportion to the ranks' parts", cure="`optimizer.set_weight(len(y))`")
 )
 
 
@@ -358,9 +358,7 @@ def more_samples(worker: Worker) -> nn.Module:
     return model
 
 
-_OUT_OF_PROPORTION = everywhere(
-    Refused("not in proportion on all ranks", cure="`optimizer.set_weight(len(y))`")
-)
+_OUT_OF_PROPORTION = everywhere(Refused("not in proportion", cure="`optimizer.set_weight(len(y))`"))
 
 
 class _WithPrompts(nn.Module):
@@ -400,7 +398,7 @@ def _zipped_unevenly(worker: Worker) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     "Two loaders zipped, two losses, parts that are not in the same proportion",
     **everywhere(
         Refused(
-            "not in proportion on all ranks",
+            "not in proportion",
             cure="batch sizes that are multiples of the number of ranks, `drop_last=True`",
         )
     ),
@@ -457,7 +455,7 @@ def zipped_with_two_means(worker: Worker) -> nn.Module:
     "Accumulation under `no_sync()` with a short last batch",
     **everywhere(
         Refused(
-            "no multiple of the samples of its batch",
+            "not in proportion to the ranks' parts",
             cure="`drop_last=True`, or no `no_sync()`: each batch then has its own weight",
         )
     ),

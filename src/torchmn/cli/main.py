@@ -10,14 +10,11 @@ from typing import NoReturn
 import typer
 
 from torchmn.base.errors import LaunchError, TorchmnError
+from torchmn.base.terminal import say
 from torchmn.cli import doctor, init, plan, report, run, submit
 from torchmn.cli.versions import versions_text
 from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
 
-_GONE_FROM_PLAN = (
-    *("--batches", "--block-steps", "--overlap-steps", "--cores-per-rank", "--picture"),
-    "--time-codecs",
-)
 app = typer.Typer(
     name="torchmn",
     help="Distributed training of PyTorch models.",
@@ -61,34 +58,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         format_message = getattr(error, "format_message", None)
         if format_message is None:
             raise
-        _fail(_instead_of(error) or _with_value(error) or str(format_message()), 2)
+        _fail(_with_value(error) or str(format_message()), 2)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _instead_of(error: Exception) -> str:
-    """What to use in place of an option that is gone; empty for another error."""
-    option, context = getattr(error, "option_name", ""), getattr(error, "ctx", None)
-    command = getattr(context, "info_name", "")
-    if option == "--script" and command == "doctor":
-        return (
-            "torchmn doctor measures no loading of data: torchmn report shows the seconds in which "
-            "each rank waited for data."
-        )
-    if option == "--rendezvous" and command == "run":
-        return "--rendezvous is gone: all hosts reach the launcher's, where the rendezvous runs."
-    if option == "--tensorboard" and command == "report":
-        return "--tensorboard is gone: the page has the same curves, and --json the numbers."
-    if option in _GONE_FROM_PLAN and command == "plan":
-        return (
-            f"{', '.join(_GONE_FROM_PLAN)} are gone: record a run with such settings, or write "
-            "them into a table; codecs that the run did not use are timed by themselves, and "
-            "--json prints the numbers for a picture."
-        )
-    if option in ("--image", "--namespace", "--memory", "--volume"):
-        from torchmn.submit.site import NO_KUBERNETES
-
-        return NO_KUBERNETES
-    return ""
 
 
 def _with_value(error: Exception) -> str:
@@ -108,5 +79,5 @@ def _with_value(error: Exception) -> str:
 
 
 def _fail(text: str, code: int) -> NoReturn:
-    print(f"torchmn: {text}", file=sys.stderr, flush=True)
+    say(text)
     sys.exit(code)

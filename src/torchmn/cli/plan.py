@@ -108,58 +108,49 @@ def _row(training: Training, step: PredictedStep) -> dict[str, Any]:
     }
 
 
+_SETTINGS = ("hosts", "ranks", "link", "schedule", "codec", "batch")
+_STEP = ("step, ms", "samples/s", "speed-up", "efficiency")
+_PARTS = ("compute", "coding", "exchange", "slowest rank")
+
+
+def _cells(training: Training, step: PredictedStep) -> dict[str, str]:
+    row = _row(training, step)
+    return {
+        "hosts": str(training.hosts),
+        "ranks": str(training.num_ranks),
+        "link": "-" if training.hosts == 1 else str(training.rate),
+        "schedule": training.schedule,
+        "codec": training.codec,
+        "batch": str(training.samples),
+        "step, ms": f"{step.seconds * 1e3:.1f}",
+        "samples/s": f"{row['samples_per_s']:.4g}",
+        "speed-up": f"{row['speed_up']:.2f}",
+        "efficiency": f"{row['efficiency']:.1%}",
+        "compute": f"{step.compute_s * 1e3:.1f}",
+        "coding": f"{step.coding_s * 1e3:.1f}",
+        "exchange": f"{step.exposed_s * 1e3:.1f}",
+        "slowest rank": f"{step.straggler_s * 1e3:.1f}",
+    }
+
+
 def _print_tables(title: str, predictions: list[tuple[Training, PredictedStep]]) -> None:
     """The steps and their parts. What is the same in all stands above, to fit 80 columns."""
     from rich.console import Console
     from rich.table import Table
 
-    settings, results, parts = [], [], []
-    for training, step in predictions:
-        row = _row(training, step)
-        settings.append(
-            {
-                "hosts": str(training.hosts),
-                "ranks": str(training.num_ranks),
-                "link": "-" if training.hosts == 1 else str(training.rate),
-                "schedule": training.schedule,
-                "codec": training.codec,
-                "batch": str(training.samples),
-            }
-        )
-        results.append(
-            {
-                "step, ms": f"{step.seconds * 1e3:.1f}",
-                "samples/s": f"{row['samples_per_s']:.4g}",
-                "speed-up": f"{row['speed_up']:.2f}",
-                "efficiency": f"{row['efficiency']:.1%}",
-            }
-        )
-        parts.append(
-            {
-                "compute": f"{step.compute_s * 1e3:.1f}",
-                "coding": f"{step.coding_s * 1e3:.1f}",
-                "exchange": f"{step.exposed_s * 1e3:.1f}",
-                "slowest rank": f"{step.straggler_s * 1e3:.1f}",
-            }
-        )
-    same = {
-        name: value
-        for name, value in settings[0].items()
-        if name != "ranks" and all(other[name] == value for other in settings)
-    }
+    rows = [_cells(training, step) for training, step in predictions]
+    differing = [n for n in _SETTINGS if n == "ranks" or len({row[n] for row in rows}) > 1]
+    same = [f"{name} {rows[0][name]}" for name in _SETTINGS if name not in differing]
     console = Console(highlight=False, markup=False)
     console.print(title, style="bold")
-    console.print("all with " + ", ".join(f"{name} {value}" for name, value in same.items()))
-    for heading, values in (("the step", results), ("its parts, in milliseconds", parts)):
+    console.print("all with " + ", ".join(same))
+    for heading, names in (("the step", _STEP), ("its parts, in milliseconds", _PARTS)):
         table = Table(title=heading, title_justify="left", box=None, pad_edge=False)
-        rows = [
-            {name: value for name, value in setting.items() if name not in same} | row
-            for setting, row in zip(settings, values, strict=True)
-        ]
-        for name in rows[0]:
+        columns = [*differing, *names]
+        for name in columns:
             table.add_column(name, justify="left" if name in ("schedule", "codec") else "right")
         for row in rows:
-            table.add_row(*row.values())
+            table.add_row(*(row[name] for name in columns))
         console.print(table)
 
 

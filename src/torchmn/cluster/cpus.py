@@ -63,10 +63,7 @@ def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
         >>> len(available_processors().logical) >= 1
         True
     """
-    if hasattr(os, "sched_getaffinity"):
-        numbers = sorted(os.sched_getaffinity(pid))
-    else:
-        numbers = list(range(os.cpu_count() or 1))
+    numbers = os.sched_getaffinity(pid)
     cores = sorted((_physical_core(number, root), number) for number in numbers)
     return Processors(
         logical=tuple(number for _, number in cores),

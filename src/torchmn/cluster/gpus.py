@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
@@ -43,6 +44,37 @@ def may_share_gpus(env: Mapping[str, str]) -> bool:
         False
     """
     return env.get(SHARE_GPU_VARIABLE) == "1"
+
+
+def shared_gpu_variables(env: Mapping[str, str], rank: str) -> dict[str, str]:
+    """What prepares NCCL for ranks that share a GPU, if the user has asked for it; else nothing.
+
+    NCCL 2.30 has a switch. For earlier ones each rank pretends to be on a host of its own, so that
+    their messages take sockets. What the user has set stays.
+
+    Example:
+        >>> shared_gpu_variables({}, "0")
+        {}
+    """
+    if not may_share_gpus(env):
+        return {}
+    chosen = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    if not _has_shared_gpus(env):
+        chosen |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+    return {name: text for name, text in chosen.items() if name not in env}
+
+
+def _has_shared_gpus(env: Mapping[str, str]) -> bool:
+    """Whether NCCL is 2.30 or later: the one that is preloaded, else that of torch."""
+    if "nccl" in env.get("LD_PRELOAD", ""):
+        return True  # who replaces NCCL does it for that
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            major, minor = version(package).split(".")[:2]
+        except PackageNotFoundError:
+            continue
+        return (int(major), int(minor)) >= (2, 30)
+    return False
 
 
 _GPUS = "proc/driver/nvidia/gpus"

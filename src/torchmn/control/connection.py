@@ -131,14 +131,16 @@ def set_timeouts(connection: socket.socket) -> None:
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", _KEEPALIVE_S),
-        ("TCP_KEEPINTVL", _KEEPALIVE_S),
-        ("TCP_KEEPCNT", round(HOST_TIMEOUT_S / _KEEPALIVE_S) - 1),
-        ("TCP_USER_TIMEOUT", round(1000 * HOST_TIMEOUT_S)),  # for data that is not acknowledged
+    for option, value in (
+        (socket.TCP_KEEPIDLE, _KEEPALIVE_S),
+        (socket.TCP_KEEPINTVL, _KEEPALIVE_S),
+        (socket.TCP_KEEPCNT, round(HOST_TIMEOUT_S / _KEEPALIVE_S) - 1),
+        (
+            socket.TCP_USER_TIMEOUT,
+            round(1000 * HOST_TIMEOUT_S),
+        ),  # for data that is not acknowledged
     ):
-        if hasattr(socket, name):  # as on Linux
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def listen(host: str = "127.0.0.1") -> socket.socket:

@@ -1,7 +1,7 @@
 """Messages between the processes of a job.
 
 They are sent between the supervisor and the agents of its ranks, from scripts and agents to the
-process that monitors all, and between launcher, rendezvous and hosts of an elastic job.
+process that monitors all, and between launcher and hosts of an elastic job.
 """
 
 import functools
@@ -20,10 +20,6 @@ EndedBy = Literal["itself", "supervisor", "outside"]
 
 class Message(Record, frozen=True):
     """What `decode` makes of a line: every class below it is a message."""
-
-
-class ElasticMessage(Message, frozen=True):
-    """A message between the hosts and the launcher of an elastic job."""
 
 
 class AgentHello(Message, frozen=True, kw_only=True):
@@ -267,16 +263,10 @@ class Alive(Message, frozen=True, kw_only=True):
     stopped: list[StoppedProcess]
 
 
-# ---- elastic jobs: hosts and launcher authenticate with `HostHello` and `LauncherHello` ----
+# ---- elastic jobs: hosts authenticate to the launcher with `HostHello` -------------------
 
 
-class LauncherHello(ElasticMessage, frozen=True, kw_only=True):
-    """Launcher, to authenticate: it shows what happens, and the job ends when it does."""
-
-    pid: int
-
-
-class HostHello(ElasticMessage, frozen=True, kw_only=True):
+class HostHello(Message, frozen=True, kw_only=True):
     """Host, to authenticate: it offers ``slots`` ranks."""
 
     host: str
@@ -284,16 +274,16 @@ class HostHello(ElasticMessage, frozen=True, kw_only=True):
     versions: dict[str, str]
 
 
-class HostReady(ElasticMessage, frozen=True):
+class HostReady(Message, frozen=True):
     """Host: no worker runs on it, it waits for the next round."""
 
 
-class HostFinished(ElasticMessage, frozen=True):
+class HostFinished(Message, frozen=True):
     """Host: all its workers have exited with status 0."""
 
 
-class Restart(ElasticMessage, frozen=True):
-    """Rendezvous: end the workers and come back for the next round."""
+class Restart(Message, frozen=True):
+    """Launcher: end the workers and come back for the next round."""
 
 
 class RoundMember(Record, frozen=True, kw_only=True):
@@ -303,8 +293,8 @@ class RoundMember(Record, frozen=True, kw_only=True):
     slots: int
 
 
-class Round(ElasticMessage, frozen=True, kw_only=True):
-    """Rendezvous, to the hosts that take part, in the order of their ranks, and to the launcher.
+class Round(Message, frozen=True, kw_only=True):
+    """Launcher, to the hosts that take part, in the order of their ranks.
 
     ``reason`` is what ended the round before.
     """
@@ -315,49 +305,11 @@ class Round(ElasticMessage, frozen=True, kw_only=True):
     reason: str
 
 
-class Shutdown(ElasticMessage, frozen=True, kw_only=True):
-    """Rendezvous: the job is over, or continues without this host. End the workers."""
+class Shutdown(Message, frozen=True, kw_only=True):
+    """Launcher: the job is over, or continues without this host. End the workers."""
 
     signum: int
     text: str
-
-
-class UserMessage(ElasticMessage, frozen=True, kw_only=True):
-    """Rendezvous, to the launcher: a message for the user."""
-
-    text: str
-
-
-class RoundEnding(ElasticMessage, frozen=True, kw_only=True):
-    """Rendezvous, to the launcher: this round ends, its workers are stopped."""
-
-    reason: str
-
-
-class HostLost(ElasticMessage, frozen=True, kw_only=True):
-    """Rendezvous, to the launcher: the connection to this host is lost."""
-
-    host: str
-    text: str
-
-
-class JobEnded(ElasticMessage, frozen=True, kw_only=True):
-    """Rendezvous, to the launcher: the job is over; ``text`` is the reason if it failed."""
-
-    text: str
-
-
-class HostUnreachable(ElasticMessage, frozen=True, kw_only=True):
-    """Launcher: this host could not be reached; do not wait for it."""
-
-    host: str
-    text: str
-
-
-class Stop(ElasticMessage, frozen=True, kw_only=True):
-    """Launcher: end the job by this signal."""
-
-    signum: int
 
 
 def _kinds(base: type[Message]) -> list[type[Message]]:

@@ -1,4 +1,4 @@
-"""Linux process control, so that no process outlives its job; process groups elsewhere.
+"""Linux process control, so that no process outlives its job.
 
 The death of a parent reaches only its children, and only as a signal that they asked for. A process
 that adopts orphans (a *subreaper*) stays the ancestor of everything that was started below it,
@@ -23,7 +23,6 @@ from torchmn.control.messages import ProcessState
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-IS_LINUX = sys.platform.startswith("linux")
 _STATES = {
     "R": ProcessState.RUNNING,
     "S": ProcessState.SLEEPING,
@@ -37,18 +36,12 @@ _STATES = {
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies. Linux only."""
-    if IS_LINUX:
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Become the parent of every descendant whose own parent dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def kill_on_parent_death(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
-    """For ``preexec_fn``: the child gets ``signum`` when the thread that started it ends.
-
-    ``None`` where the system has no such thing.
-    """
-    if not IS_LINUX:
-        return None
+def kill_on_parent_death(signum: int = signal.SIGKILL) -> Callable[[], None]:
+    """For ``preexec_fn``: the child gets ``signum`` when the thread that started it ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # loaded before the fork
     parent = os.getpid()
 
@@ -61,10 +54,8 @@ def kill_on_parent_death(signum: int = signal.SIGKILL) -> Callable[[], None] | N
 
 
 def descendants(pid: int) -> list[int]:
-    """The living processes below ``pid``, children before grandchildren. Linux only, else []."""
+    """The living processes below ``pid``, children before grandchildren."""
     children: dict[int, list[int]] = {}
-    if not IS_LINUX:
-        return []
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (fields := _stat(int(entry))) and fields[0] not in ("Z", "X"):
             children.setdefault(int(fields[1]), []).append(int(entry))
@@ -77,17 +68,16 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, whichever of its threads has started them. Linux only, else []."""
+    """The children of a process, whichever of its threads has started them."""
     found: list[int] = []
     with suppress(OSError):  # it ends
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += [int(child) for child in file.read().split()]
+            found += map(int, _read(pid, f"task/{thread}/children").split())
     return found
 
 
 def ancestors(pid: int) -> list[int]:
-    """The parent of a process, the parent's parent, and so on. Linux only, else []."""
+    """The parent of a process, the parent's parent, and so on."""
     found: list[int] = []
     while (fields := _stat(pid)) and int(fields[1]) > 1:
         pid = int(fields[1])
@@ -97,81 +87,55 @@ def ancestors(pid: int) -> list[int]:
 
 def process_name(pid: int) -> str:
     """The name of a process's program; empty if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/comm", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    return _read(pid, "comm").strip()
 
 
 def command_of(pid: int) -> list[str]:
-    """The words of a process's command; empty if there is no such process. Linux only."""
-    try:
-        with open(f"/proc/{pid}/cmdline", errors="replace") as file:
-            return file.read().split("\0")[:-1]
-    except OSError:
-        return []
+    """The words of a process's command; empty if there is no such process."""
+    return _read(pid, "cmdline").split("\0")[:-1]
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The variables that a process was started with; empty if they cannot be read. Linux only."""
-    try:
-        with open(f"/proc/{pid}/environ", errors="surrogateescape") as file:
-            pairs = (text.partition("=") for text in file.read().split("\0") if text)
-            return {name: value for name, _, value in pairs}
-    except OSError:
-        return {}
+    """The variables that a process was started with; empty if they cannot be read."""
+    pairs = (text.partition("=") for text in _read(pid, "environ").split("\0") if text)
+    return {name: value for name, _, value in pairs}
 
 
 def process_state(pid: int) -> tuple[ProcessState, str]:
-    """The state of a process, and the kernel's function it waits in if known. Linux only."""
-    if not IS_LINUX:
-        return ProcessState.UNKNOWN, ""
-    kernel_function = ""
-    with suppress(OSError), open(f"/proc/{pid}/wchan") as wchan:
-        kernel_function = wchan.read().strip().strip("0")
+    """The state of a process, and the kernel's function it waits in if known."""
+    kernel_function = _read(pid, "wchan").strip().strip("0")
     return _STATES.get(_state_letter(pid), ProcessState.UNKNOWN), kernel_function
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process. Linux only, else false."""
-    return IS_LINUX and _state_letter(pid) == "T"
+    """Whether a signal has stopped the process."""
+    return _state_letter(pid) == "T"
 
 
 def is_running(pid: int) -> bool:
     """Whether the process exists and has not exited."""
-    if IS_LINUX:
-        return _state_letter(pid) not in ("", "Z", "X")
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return _state_letter(pid) not in ("", "Z", "X")
 
 
 def exists(pid: int) -> bool:
-    """Whether there is such a process: it runs, or has exited and was not reaped. Linux only."""
+    """Whether there is such a process: it runs, or has exited and was not reaped."""
     return bool(_state_letter(pid))
 
 
 def expects_signal(pid: int, signum: int) -> bool:
-    """Whether the process handles or ignores this signal. Linux only, else true."""
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            masks = dict(line.split(":", 1) for line in file)
-        mask = int(masks["SigCgt"], 16) | int(masks["SigIgn"], 16)
-    except (OSError, KeyError):
-        return True
+    """Whether the process handles or ignores this signal."""
+    masks = dict(line.split(":", 1) for line in _read(pid, "status").splitlines())
+    mask = int(masks.get("SigCgt", "-1"), 16) | int(masks.get("SigIgn", "-1"), 16)
     return bool(mask >> (signum - 1) & 1)
 
 
 def start_time(pid: int) -> str:
-    """When the process started, in ticks since the machine did; "" if it is gone. Linux only."""
+    """When the process started, in ticks since the machine did; "" if it is gone."""
     return "".join(_stat(pid)[19:20])
 
 
 def zombie_returncode(pid: int) -> int | None:
-    """The return code of a process that has exited and was not reaped yet. Linux only."""
+    """The return code of a process that has exited and was not reaped yet."""
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == ["Z"] else None
 
@@ -182,12 +146,17 @@ def _state_letter(pid: int) -> str:
 
 def _stat(pid: int) -> list[str]:
     """The fields of ``/proc/PID/stat`` from the state on; empty if there is no such process."""
+    # the name in brackets before them may hold anything, brackets too
+    return _read(pid, "stat").rpartition(")")[2].split()
+
+
+def _read(pid: int, name: str) -> str:
+    """A file below ``/proc/PID``; empty if there is no such process, or it may not be read."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # the name in brackets before them may hold anything, brackets too
-            return file.read().rpartition(b")")[2].decode().split()
+        with open(f"/proc/{pid}/{name}", errors="surrogateescape") as file:
+            return file.read()
     except OSError:
-        return []
+        return ""
 
 
 def send(pid: int, signum: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -59,9 +58,7 @@ class PassSampler(Sampler[list[Any]]):
         # A loader with workers calls this twice before it draws, and uses the second iterator.
         one_pass = self._announced or self.begin_pass(is_of_loader=False, fetches=False)
         indices = self._counted(one_pass, self._parts(one_pass))
-        if not one_pass.is_of_loader:
-            one_pass.loop = weakref.ref(indices)
-        return indices
+        return indices if one_pass.is_of_loader else _Loop(indices, one_pass)
 
     def _counted(self, one_pass: LoaderPass, indices: Iterator[list[Any]]) -> Iterator[list[Any]]:
         if self._announced is one_pass:
@@ -69,19 +66,17 @@ class PassSampler(Sampler[list[Any]]):
         one_pass.streams.draw_together(has_seed_of_workers=True)
         for batch in indices:
             one_pass.num_drawn += 1
-            one_pass.num_received += not one_pass.is_of_loader
             if one_pass.is_fetched_here:
                 one_pass.streams.draw_apart()  # until the batch is fetched
             yield batch
         one_pass.is_exhausted = True
-        one_pass.has_ended |= not one_pass.is_of_loader
 
     def failure_note(self) -> str:
         """The size of the part that the loop has in hand, where it may explain an exception."""
         last = self._pass
         if last is None or not last.num_parts or last.has_ended:
             return ""
-        ((own, whole),) = last.parts(last.num_parts - 1)
+        own, whole = last.latest
         if own > 1 or own == whole:
             return ""
         return (
@@ -97,37 +92,55 @@ class CountedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         sampler: Any = self.batch_sampler
         one_pass = sampler.begin_pass(is_of_loader=True, fetches=self.num_workers == 0)
-        return _Loop(super().__iter__(), one_pass, type(self).__name__)
+        return _LoopOfScript(super().__iter__(), one_pass, type(self).__name__)
 
 
 class _Loop:
-    """What the script iterates over: the loader's iterator, whose batches are counted."""
+    """An iterator whose batches are counted: what the script, or a DataLoader, iterates over.
 
-    def __init__(self, batches: Iterator[Any], one_pass: LoaderPass, name: str) -> None:
-        self._batches, self._pass, self._name = batches, one_pass, name
-        one_pass.loop = weakref.ref(self)
+    The pass does not keep it alive, and so learns when it was left.
+    """
+
+    def __init__(self, batches: Iterator[Any], one_pass: LoaderPass) -> None:
+        self._batches, self._pass = batches, one_pass
 
     def __iter__(self) -> _Loop:
         return self
+
+    def __next__(self) -> Any:
+        self._pass.thread = threading.get_ident()
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._pass.has_ended = self._pass.is_over = True
+            raise
+        self._pass.num_received += 1
+        return batch
+
+    def __del__(self) -> None:
+        self._pass.was_left = self._pass.is_over = True
+
+
+class _LoopOfScript(_Loop):
+    """The loop of the script over a loader."""
+
+    def __init__(self, batches: Iterator[Any], one_pass: LoaderPass, name: str) -> None:
+        super().__init__(batches, one_pass)
+        self._name = name
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
 
     def __next__(self) -> Any:
         one_pass = self._pass
-        one_pass.thread = threading.get_ident()
         for observer in events.observers:
             observer.phase("data", begins=True)
         try:
-            batch = next(self._batches)
-        except StopIteration:
-            one_pass.has_ended = True
-            raise
+            batch = super().__next__()
         finally:
             one_pass.streams.draw_together()
             for observer in events.observers:
                 observer.phase("data", begins=False)
-        one_pass.num_received += 1
         if one_pass.num_received > one_pass.num_drawn:
             raise UsageError(
                 f"The iterator of {self._name} returns batches that its batch_sampler has not "

@@ -10,114 +10,93 @@ from __future__ import annotations
 import weakref
 from array import array
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchmn.data import rank_seeds
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
 
+Part = tuple[int, int]
+"""Samples of a batch: of this rank, and of all ranks."""
+
 
 class LoaderPass:
     """One ``for`` over a loader, or over its batch sampler alone. Local.
 
-    It does not keep the loop alive, and so knows when the script has left it.
-
     Args:
-        batches: those of the communicator; passes over a loader of ours that hand out batches to
-            train with are among them.
-        loader: its number.
+        batches: those of the communicator; passes that hand out batches to train with are among
+            them.
+        loader: the number of the loader, the same on all ranks.
         is_of_loader: whether a loader of ours counts what the script receives. Else what is drawn
-            counts, which may be ahead of the script.
+            counts, which is ahead of the script where workers prefetch.
     """
 
     def __init__(self, batches: DividedBatches, loader: int, *, is_of_loader: bool) -> None:
         self.loader, self.is_of_loader = loader, is_of_loader
-        self.number = 0
-        """Among the passes of the communicator, from its first batch to train with on."""
+        # Whether the loop trains with each batch before it requests the next one; None until the
+        # first exchange.
         self.is_in_step: bool | None = None
-        """Whether the loop trains with each batch before it requests the next one; None until the
-        first exchange."""
-        self.is_fetched_here = False
-        """Whether this process fetches the batches, and not workers."""
+        self.is_fetched_here = False  # whether this process fetches the batches, and not workers
         self.num_drawn = self.num_received = 0
+        # Whether a batch after the last one was requested: of the sampler, and by the script.
         self.is_exhausted = self.has_ended = False
-        """Whether a batch after the last one was requested: of the sampler, and by the script."""
-        self.thread = 0
-        """That in which the last batch was received."""
-        self.loop: weakref.ref[object] | None = None
-        """What the script holds on to as long as it is in the pass."""
+        self.was_left = False  # whether nothing holds its iterator any more
+        self.is_over = False  # either: the script will receive no more of it
+        self.thread = 0  # that in which the last batch was received
         self.streams = rank_seeds.current()
+        # The parts to train with, as they were drawn: of this rank and of all ranks.
+        self.own, self.all = array("q"), array("q")
         self._batches = batches
-        self._own, self._all = array("q"), array("q")
-
-    @property
-    def was_left(self) -> bool:
-        """Whether nothing holds its iterator any more: no batch of it will be requested."""
-        return self.loop is not None and self.loop() is None
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the script has received all that it will receive of it."""
-        return self.has_ended or self.was_left
 
     def add(self, num_own: int, num_all: int) -> None:
         """The next batch to train with, as it is drawn: samples of this rank and of all ranks."""
-        if self.is_of_loader and not self._own:
+        if not self.own:
             self._batches.begin(self)
-        self._own.append(num_own)
-        self._all.append(num_all)
+        self._batches.sizes.add((num_own, num_all))
+        self.own.append(num_own)
+        self.all.append(num_all)
 
     @property
     def num_parts(self) -> int:
         """Batches to train with that the script has received."""
-        return min(self.num_received, len(self._own))
+        return min(self.num_received, len(self.own))
 
-    def parts(self, first: int = 0) -> list[tuple[int, int]]:
-        """The samples of the batches received from ``first`` on: of this rank and of all ranks."""
-        last = self.num_parts
-        return [*zip(self._own[first:last], self._all[first:last], strict=True)]
-
-
-class Loop(NamedTuple):
-    """A loop under way that trains with the batches of a loader, on this rank."""
-
-    loader: int
-    """The number of the loader, the same on all ranks."""
-    number: int
-    """The number of the pass over the data, on this rank."""
-    num_received: int
-    """Batches of this pass that the loop has received."""
-    thread: int
-    """The thread that requests the batches."""
+    @property
+    def latest(self) -> Part:
+        """The part that the script has received last, to train with."""
+        return self.own[self.num_parts - 1], self.all[self.num_parts - 1]
 
     def __str__(self) -> str:
-        return f"batch {self.num_received} of loader {self.loader}"
+        return f"batch {self.num_parts} of loader {self.loader}"
 
 
-_MAX_KEPT = 32
-"""Passes that are over and may have been kept: a script that never trains with them goes on."""
+class PassFact(Protocol):
+    """Something that is the same on all ranks. Both methods are local, and called on all ranks.
+
+    A pass over a loader compares it with rank 0 when it begins. The broadcast of the order of
+    samples carries it, so that nothing is sent for it. A script that exchanges nothing in its steps
+    has no other collective that could.
+    """
+
+    def at_pass(self) -> Any:
+        """What is compared when a pass begins: numbers and strings; None if nothing is."""
+
+    def compare(self, comm: Communicator, own: Any, of_rank_0: Any) -> None:
+        """Raise or warn if this rank's differs from that of rank 0, which are not None."""
 
 
 class DividedBatches:
     """The loaders of a communicator, and what they have handed out to train with. Local."""
 
     def __init__(self) -> None:
-        self.is_used = False
-        """Whether a loader gives ranks parts of batches, which may differ in size."""
-        self.passes: list[LoaderPass] = []
-        """In the order in which they began, as far as a step may be of their batches."""
-        self._num_loaders = self._num_passes = 0
+        self.is_used = False  # whether a loader gives ranks parts, which may differ in size
+        self.passes: list[LoaderPass] = []  # in the order in which they began
+        self.sizes: set[Part] = set()  # of all batches to train with
+        self.facts: list[weakref.ref[PassFact]] = []  # all ranks add theirs in the same order
+        self._num_loaders = 0
         # Owners and their methods. Not as WeakMethod, which fails where the collector meets it.
         self._when_used: list[tuple[weakref.ref[Any], Callable[[Any], None]]] = []
-
-    def loops(self) -> list[Loop]:
-        """The loops over these loaders that train and have not ended. Local."""
-        return [
-            Loop(each.loader, each.number, each.num_parts, each.thread)
-            for each in self.passes
-            if not each.is_over
-        ]
 
     def new_loader(self) -> int:
         """The number of another loader, from 0, the same on all ranks."""
@@ -140,14 +119,28 @@ class DividedBatches:
 
     def begin(self, one_pass: LoaderPass) -> None:
         """A pass has its first batch to train with."""
-        for over in [each for each in self.passes if each.is_over][:-_MAX_KEPT]:
-            self.passes.remove(over)
-        one_pass.number = self._num_passes = self._num_passes + 1
+        self.settle()
         self.passes.append(one_pass)
 
     def settle(self) -> None:
-        """A step is of the batch in hand: what came before it was kept by no script."""
+        """Forget the passes that are over. What was kept of them is known by its sizes."""
         self.passes = [each for each in self.passes if not each.is_over]
+
+    def facts_now(self) -> dict[int, Any]:
+        """What is compared in the pass that begins, by the number of its fact."""
+        now = {
+            number: fact.at_pass()
+            for number, found in enumerate(self.facts)
+            if (fact := found()) is not None
+        }
+        return {number: value for number, value in now.items() if value is not None}
+
+    def compare_facts(self, comm: Communicator, own: dict[int, Any], of_rank_0: Any) -> None:
+        """Compare with what rank 0 has sent: rows of `facts_now`."""
+        for number, value in of_rank_0:
+            fact = self.facts[number]() if number in own else None
+            if fact is not None:
+                fact.compare(comm, own[number], value)
 
 
 _known: weakref.WeakKeyDictionary[Communicator, DividedBatches] = weakref.WeakKeyDictionary()

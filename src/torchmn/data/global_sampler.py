@@ -22,7 +22,7 @@ from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.counted_loader import PassSampler
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
-from torchmn.data.divided_batches import LoaderPass
+from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.data.permutations import Order, keyed_permutation
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
@@ -141,6 +141,7 @@ class GlobalSampler(PassSampler):
         self.rank = comm.rank
         self.size = comm.size
         super().__init__(comm, "GlobalSampler")
+        divided_batches(comm).note()
         self.batch: HasBatchSettings | None = None
         """The `GlobalBatch` that has made this sampler, if one has."""
         self._start = SamplerState(epoch=0, position=0)

@@ -15,7 +15,7 @@ import math
 import operator
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -52,21 +52,27 @@ _NUMBERS: dict[type, tuple[Kind, str]] = {
 
 @dataclass(frozen=True)
 class Field:
-    """One field of all samples: an array ``(num_samples, *shape)`` of ``dtype`` at ``offset``."""
+    """One field of each sample: values of ``dtype``, shape ``shape``."""
 
     kind: Kind
     dtype: str
-    shape: tuple[int, ...]
-    offset: int = 0
+    shape: tuple[int, ...] = ()
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of one sample's field."""
+    def stored(self) -> np.dtype[Any]:
+        """How it is stored in a row; tensors as integers, since numpy lacks some of their types."""
+        if self.kind != "tensor":
+            return np.dtype((self.dtype, self.shape))
+        size = torch.empty(0, dtype=getattr(torch, self.dtype), device="cpu").element_size()
+        integers = min(size, 8)
+        return np.dtype((f"<i{integers}", (math.prod(self.shape) * size // integers,)))
+
+    def value(self, column: Any, index: int) -> Any:
+        """That of one sample; tensors and arrays are views."""
+        stored = column[index, ...] if self.kind == "array" else column[index]
         if self.kind == "tensor":
-            itemsize = torch.empty(0, dtype=getattr(torch, self.dtype), device="cpu").element_size()
-        else:
-            itemsize = np.dtype(self.dtype).itemsize
-        return itemsize * math.prod(self.shape)
+            return torch.from_numpy(stored).view(getattr(torch, self.dtype)).view(self.shape)
+        return stored if self.kind in ("array", "scalar") else stored.item()
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,20 @@ class Layout:
     keys: tuple[str, ...] = ()
     fields: tuple[Field, ...] = ()
     table: int = 0
+
+    @property
+    def row(self) -> np.dtype[Any]:
+        """The type of one stacked sample."""
+        return np.dtype(
+            [(str(number), field.stored) for number, field in enumerate(self.fields)], align=True
+        )
+
+    def rows(self, memory: Any) -> np.ndarray[Any, Any]:
+        """All stacked samples in a buffer."""
+        row = self.row
+        if row.itemsize * self.num_samples == 0:
+            return np.empty(self.num_samples, row)
+        return np.frombuffer(memory, row, self.num_samples)
 
 
 class PackedSamples(Dataset[Any]):
@@ -116,7 +136,8 @@ class PackedSamples(Dataset[Any]):
         self._map: Any = memory if isinstance(memory, bytearray) else bytearray()
         if isinstance(memory, SharedMemorySegment) and memory.size:
             self._map = memory.map_private()
-        self._columns = [_column(self._map, field, layout.num_samples) for field in layout.fields]
+        self._rows = layout.rows(self._map)
+        self._columns = [self._rows[name] for name in self._rows.dtype.names or ()]
         self._starts = np.zeros(1, np.int64)
         if layout.container == "encoded":
             self._starts = np.frombuffer(
@@ -136,7 +157,7 @@ class PackedSamples(Dataset[Any]):
         if self.layout.container == "encoded":
             return _decode(self._message(row), self._trust)
         values = [
-            _value(field, column, row)
+            field.value(column, row)
             for field, column in zip(self.layout.fields, self._columns, strict=True)
         ]
         if self.layout.container == "bare":
@@ -152,7 +173,8 @@ class PackedSamples(Dataset[Any]):
         if self.layout.container == "encoded":
             content, layout = _joined([self._message(int(row)) for row in rows])
         else:
-            content, layout = _selected(self.layout, self._columns, rows)
+            content = bytearray(self._rows[rows].tobytes())
+            layout = replace(self.layout, num_samples=len(rows))
         # The receiver of the pickle trusts it already, so it does not contain the secret.
         trust = object_codec.Trust(is_private=True)
         return PackedSamples(content, layout, trust, held, len(self))
@@ -280,7 +302,7 @@ def _field_of(value: Any) -> Field | None:
     if type(value) in _NUMBERS:
         if type(value) is int and not -(2**63) <= value < 2**63:
             return None
-        return Field(*_NUMBERS[type(value)], ())
+        return Field(*_NUMBERS[type(value)])
     return None
 
 
@@ -292,7 +314,8 @@ def _pack_stacked(
     progress: Callable[[], None],
 ) -> tuple[SharedMemorySegment, Layout, int]:
     """Returns also the number of packed samples: up to the first that differs from sample 0."""
-    layout, end = _layout_of(shape, length)
+    layout = replace(shape, num_samples=length)
+    end = layout.row.itemsize * length
     memory = SharedMemorySegment.create(end, COPY, directory)
     try:
         for begin in range(0, end, _RESERVE_BYTES):
@@ -300,59 +323,18 @@ def _pack_stacked(
             progress()
     except OSError as error:
         raise memory_error_from(error, end, directory, COPY) from error
-    mapped: Any = memory.map_shared() if end else bytearray()
-    columns = [_column(mapped, field, length) for field in layout.fields]
+    rows = layout.rows(memory.map_shared() if end else b"")
     for index in range(length):
         sample = read(index)
         if _shape_of(sample) != shape:
             return memory, layout, index
-        for column, value in zip(columns, _fields_of(sample)[2], strict=True):
-            column[index] = value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in zip(rows.dtype.names or (), _fields_of(sample)[2], strict=True):
+            column = rows[name]
+            if isinstance(value, torch.Tensor):
+                value = object_codec.as_bytes(value.detach()).numpy().view(column.dtype)
+            column[index] = value
         progress()
     return memory, layout, length
-
-
-def _layout_of(shape: Layout, length: int) -> tuple[Layout, int]:
-    """The layout of ``length`` samples of this shape, and its number of bytes."""
-    fields, end = [], 0
-    for field in shape.fields:
-        offset = -(-end // _ALIGNMENT) * _ALIGNMENT
-        fields.append(Field(field.kind, field.dtype, field.shape, offset))
-        end = offset + length * field.nbytes
-    return Layout(length, shape.container, shape.keys, tuple(fields)), end
-
-
-def _selected(
-    shape: Layout, columns: Sequence[Any], rows: np.ndarray[Any, Any]
-) -> tuple[bytearray, Layout]:
-    """A copy of some rows of all columns."""
-    layout, nbytes = _layout_of(shape, len(rows))
-    content = bytearray(nbytes)
-    for field, column in zip(layout.fields, columns, strict=True):
-        into = _column(content, field, len(rows))
-        into[...] = column[torch.from_numpy(rows) if field.kind == "tensor" else rows]
-    return content, layout
-
-
-def _column(mapped: Any, field: Field, length: int) -> Any:
-    """All samples' values of a field as one tensor or array over the mapping."""
-    shape = (length, *field.shape)
-    count = math.prod(shape)
-    if field.kind == "tensor":
-        dtype = getattr(torch, field.dtype)
-        if count == 0:
-            return torch.empty(shape, dtype=dtype, device="cpu")
-        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=field.offset).view(shape)
-    if count == 0:
-        return np.empty(shape, np.dtype(field.dtype))
-    return np.frombuffer(mapped, np.dtype(field.dtype), count, field.offset).reshape(shape)
-
-
-def _value(field: Field, column: Any, index: int) -> Any:
-    if field.kind == "array":
-        return column[index, ...]  # an array also where the shape is ()
-    value = column[index]
-    return value if field.kind in ("tensor", "scalar") else value.item()
 
 
 # ---- encoded

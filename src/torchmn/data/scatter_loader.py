@@ -27,7 +27,6 @@ from torchmn.data.counted_loader import CountedLoader, PassSampler, counted_copy
 from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
 from torchmn.data.divided_batches import LoaderPass, divided_batches
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
-from torchmn.data.pass_facts import pass_facts
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SubDataset
@@ -347,7 +346,7 @@ class ScatteredBatches(PassSampler):
         begins_training = is_first and torch.is_grad_enabled()
         known = contents(self._dataset) if begins_training else {}
         is_compared = begins_training and self._comm.size > 1
-        facts = pass_facts(self._comm).now() if is_compared else {}
+        facts = divided_batches(self._comm).facts_now() if is_compared else {}
         message: dict[str, Any] = {}
         error: Exception | None = None
         if self._comm.rank == 0:
@@ -379,7 +378,7 @@ class ScatteredBatches(PassSampler):
         if is_first:
             own.state = message["state"]
             warn_if_changed(self._comm, known, message["contents"])
-            pass_facts(self._comm).compare(self._comm, facts, message["facts"])
+            divided_batches(self._comm).compare_facts(self._comm, facts, message["facts"])
             self._warn_if_ranks_get_none(message)
         return _Drawn(message["lengths"], message["samples"], message["is_last"])
 

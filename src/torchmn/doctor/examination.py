@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from torchmn.base.errors import LaunchError, UsageError
+from torchmn.base.terminal import say
 from torchmn.cluster.units import counted
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import (
@@ -28,7 +29,7 @@ from torchmn.doctor.findings import (
     MeasureLink,
     Request,
 )
-from torchmn.doctor.host_main import CHECKS
+from torchmn.doctor.host_main import CHECKS, Check
 from torchmn.doctor.host_session import HostSession
 from torchmn.doctor.links import (
     Link,
@@ -66,7 +67,7 @@ class Examination(Record, frozen=True, kw_only=True):
 
 
 def examine(
-    request: Request, env: Mapping[str, str], say: Callable[[str], None] = lambda _: None
+    request: Request, env: Mapping[str, str], *, shows_progress: bool = False
 ) -> Examination:
     """Examine the hosts of a request from this one. Changes nothing that lasts.
 
@@ -80,7 +81,7 @@ def examine(
         )
     started = time.monotonic()
     with ThreadPoolExecutor(len(request.hosts)) as workers:
-        examiner = _Examiner(request, env, workers, say)
+        examiner = _Examiner(request, env, workers, shows_progress)
         try:
             examiner.examine()
         except BaseException:
@@ -106,12 +107,12 @@ class _Examiner:
         request: Request,
         env: Mapping[str, str],
         workers: ThreadPoolExecutor,
-        say: Callable[[str], None],
+        shows_progress: bool,
     ) -> None:
         self._request = request
         self._env = env
         self._workers = workers
-        self._say = say
+        self._shows_progress = shows_progress
         self._secret = secrets.token_hex(32)
         self._sessions: dict[str, HostSession] = {}
         self._starting = threading.Semaphore(_MAX_STARTING)
@@ -124,8 +125,8 @@ class _Examiner:
         """Hosts that have not answered in one step take no part in the next."""
         self._start()
         self._compare_clocks()
-        for check in CHECKS.values():
-            self._check(check)
+        for name, check in CHECKS.items():
+            self._check(name, check)
         self._measure_links()
 
     def close(self) -> None:
@@ -145,6 +146,10 @@ class _Examiner:
                 self._sessions[host] = found
             else:
                 self._lost(host, f"{host} does not answer: {found.rstrip('.')}")
+
+    def _say(self, text: str) -> None:
+        if self._shows_progress:
+            say(f"{text} ...")
 
     def _open(self, host: str) -> HostSession | str:
         begin = Begin(host=host, secret=self._secret, request=self._request)
@@ -174,14 +179,13 @@ class _Examiner:
         self.clocks = {host: offset for host, (offset, _) in offsets.items()}
         self._note("clocks", clock_findings(offsets))
 
-    def _check(self, check: Any) -> None:
-        self._say(f"checking {check.name.replace('_', ' ')}")
-        found = self._on_all(
+    def _check(self, name: str, check: Check) -> None:
+        self._say(f"checking {name}")
+        found = self.facts[name] = self._on_all(
             list(self._sessions),
-            lambda session: session.call(Examine(check=check.name), check.facts, _CHECK_S),
+            lambda session: session.call(Examine(check=name), check.facts, _CHECK_S),
         )
-        self.facts[check.name] = found
-        self._note(check.name, check.findings(found, self._request))
+        self._note(name, check.findings(found, self._request))
 
     def _note(self, check: str, findings: Iterable[Finding]) -> None:
         self.findings += [msgspec.structs.replace(each, check=check) for each in findings]

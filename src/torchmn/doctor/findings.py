@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from torchmn.cluster.units import grouped
 from torchmn.control.codec import Record
 
 Severity = Literal["error", "warning", "note"]
@@ -12,8 +13,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 class Finding(Record, frozen=True):
     """One problem, or with severity ``note`` a fact worth knowing.
 
-    ``hosts`` are those where the cause is, as far as can be seen. ``value`` is the number in
-    ``seen``, in ``unit``. ``check`` is the name of the check that found it.
+    ``hosts`` are those where the cause is, as far as can be seen. ``check`` is the name of the
+    check that found it.
     """
 
     severity: Severity
@@ -21,8 +22,6 @@ class Finding(Record, frozen=True):
     seen: str
     rule: str
     cure: str
-    value: float | None = None
-    unit: str = ""
     check: str = ""
 
 
@@ -32,9 +31,7 @@ def deviating(values: Mapping[str, str]) -> tuple[str, dict[str, list[str]]]:
     >>> deviating({"a": "2.1", "b": "2.2", "c": "2.1"})
     ('2.1', {'2.2': ['b']})
     """
-    hosts: dict[str, list[str]] = {}
-    for host, value in values.items():
-        hosts.setdefault(value, []).append(host)
+    hosts = grouped((value, host) for host, value in values.items())
     usual = max(hosts, key=lambda value: len(hosts[value]), default="")
     return usual, {value: at for value, at in hosts.items() if value != usual}
 

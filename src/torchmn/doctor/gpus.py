@@ -3,9 +3,9 @@
 import csv
 import io
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 
+from torchmn.cluster.commands import ask
 from torchmn.cluster.gpus import count_gpus
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
@@ -37,74 +37,69 @@ class GpuFacts(Record, frozen=True, kw_only=True):
     error: str = ""
 
 
-class GpuCheck:
-    """See this module."""
+def examine(request: Request, host: str) -> GpuFacts:
+    """Ask the driver."""
+    num_devices, command = count_gpus({}), shutil.which("nvidia-smi")
+    if command is None:
+        missing = "there is no nvidia-smi" if num_devices else ""
+        return GpuFacts(num_devices=num_devices, error=missing)
+    query = f"--query-gpu={','.join(_FIELDS.values())}"
+    answer = ask([command, query, "--format=csv,noheader,nounits"], limit_s=_ANSWER_S)
+    error = answer.text.splitlines()[-1] if answer.returncode else ""
+    rows = [[word.strip() for word in row] for row in csv.reader(io.StringIO(answer.out)) if row]
+    gpus = [dict(zip(_FIELDS, row, strict=False)) for row in rows if len(row) == len(_FIELDS)]
+    if not error and len(gpus) < len(rows):
+        error = f"nvidia-smi answers {answer.text.splitlines()[-1][:200]!r}"
+    matrix = ask([command, "topo", "-p2p", "r"], limit_s=_ANSWER_S).out if len(gpus) > 1 else ""
+    return GpuFacts(
+        num_devices=num_devices,
+        gpus=gpus,
+        without_peer_access=_pairs_without(matrix),
+        error=error,
+    )
 
-    name = "gpus"
-    facts = GpuFacts
 
-    def examine(self, request: Request, host: str) -> GpuFacts:
-        """Ask the driver."""
-        num_devices, command = count_gpus({}), shutil.which("nvidia-smi")
-        if command is None:
-            missing = "there is no nvidia-smi" if num_devices else ""
-            return GpuFacts(num_devices=num_devices, error=missing)
-        text, error = _ask(
-            [command, f"--query-gpu={','.join(_FIELDS.values())}", "--format=csv,noheader,nounits"]
-        )
-        rows = [[word.strip() for word in row] for row in csv.reader(io.StringIO(text)) if row]
-        gpus = [dict(zip(_FIELDS, row, strict=False)) for row in rows if len(row) == len(_FIELDS)]
-        if not error and len(gpus) < len(rows):
-            error = f"nvidia-smi answers {text.strip().splitlines()[-1][:200]!r}"
-        matrix = _ask([command, "topo", "-p2p", "r"])[0] if len(gpus) > 1 else ""
-        return GpuFacts(
-            num_devices=num_devices,
-            gpus=gpus,
-            without_peer_access=_pairs_without(matrix),
-            error=error,
-        )
-
-    def findings(self, found: Mapping[str, GpuFacts], request: Request) -> Iterator[Finding]:
-        """Each GPU by itself; their number and kind beside other hosts."""
-        for host, facts in found.items():
-            if facts.error and (facts.num_devices or any(each.gpus for each in found.values())):
-                yield Finding(
-                    "error",
-                    [host],
-                    f"the GPU driver of {host} does not answer: {facts.error}",
-                    "nvidia-smi lists the GPUs of every host.",
-                    "Look for Xid errors in dmesg; load the driver again, or restart the host.",
-                )
-            for gpu in facts.gpus:
-                yield from _one_gpu(host, gpu)
-            if facts.without_peer_access:
-                pairs = [" and ".join(pair) for pair in facts.without_peer_access]
-                yield Finding(
-                    "warning",
-                    [host],
-                    f"GPUs {listed(pairs)} of {host} have no peer access",
-                    "GPUs of one host reach each other's memory, or NCCL copies by the host's.",
-                    "Switch off ACS in the BIOS, and give a container all GPUs of the host.",
-                )
-        for what, values in (
-            ("GPUs", {host: str(len(facts.gpus)) for host, facts in found.items()}),
-            ("kinds of GPUs", {host: _kinds(facts) for host, facts in found.items()}),
-        ):
-            usual, others = deviating(values)
-            for value, hosts in others.items():
-                if any(found[host].error for host in hosts) or (
-                    what != "GPUs" and "none" in (usual, value)
-                ):
-                    continue
-                yield Finding(
-                    severity="error" if what == "GPUs" else "warning",
-                    hosts=hosts,
-                    seen=f"{listed(hosts)} has {value} {what if what == 'GPUs' else ''}".rstrip()
-                    + f", other hosts have {usual}",
-                    rule="All hosts have the same number of GPUs of the same kind.",
-                    cure="Look for Xid errors in dmesg (a GPU that has fallen off the bus needs a "
-                    "restart of the host), or correct the slots of the host.",
-                )
+def findings(found: Mapping[str, GpuFacts], request: Request) -> Iterator[Finding]:
+    """Each GPU by itself; their number and kind beside other hosts."""
+    for host, facts in found.items():
+        if facts.error and (facts.num_devices or any(each.gpus for each in found.values())):
+            yield Finding(
+                "error",
+                [host],
+                f"the GPU driver of {host} does not answer: {facts.error}",
+                "nvidia-smi lists the GPUs of every host.",
+                "Look for Xid errors in dmesg; load the driver again, or restart the host.",
+            )
+        for gpu in facts.gpus:
+            yield from _one_gpu(host, gpu)
+        if facts.without_peer_access:
+            pairs = [" and ".join(pair) for pair in facts.without_peer_access]
+            yield Finding(
+                "warning",
+                [host],
+                f"GPUs {listed(pairs)} of {host} have no peer access",
+                "GPUs of one host reach each other's memory, or NCCL copies by the host's.",
+                "Switch off ACS in the BIOS, and give a container all GPUs of the host.",
+            )
+    for what, values in (
+        ("GPUs", {host: str(len(facts.gpus)) for host, facts in found.items()}),
+        ("kinds of GPUs", {host: _kinds(facts) for host, facts in found.items()}),
+    ):
+        usual, others = deviating(values)
+        for value, hosts in others.items():
+            if any(found[host].error for host in hosts) or (
+                what != "GPUs" and "none" in (usual, value)
+            ):
+                continue
+            yield Finding(
+                severity="error" if what == "GPUs" else "warning",
+                hosts=hosts,
+                seen=f"{listed(hosts)} has {value} {what if what == 'GPUs' else ''}".rstrip()
+                + f", other hosts have {usual}",
+                rule="All hosts have the same number of GPUs of the same kind.",
+                cure="Look for Xid errors in dmesg (a GPU that has fallen off the bus needs a "
+                "restart of the host), or correct the slots of the host.",
+            )
 
 
 def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
@@ -119,7 +114,6 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
             "A GPU has no uncorrected memory errors: results may be wrong.",
             "Reset the GPU (nvidia-smi --gpu-reset) or restart the host; if they come back, have "
             "it replaced.",
-            errors,
         )
     active = [word for word in ("hw_slowdown", "sw_thermal") if gpu[word] == "Active"]
     if active:
@@ -129,7 +123,6 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
             f"{name} is throttled ({listed(active)}) at {gpu['temperature']} degrees",
             "No GPU lowers its clock because of heat or power: all ranks wait for the slowest.",
             "Check fans, air flow and power supply.",
-            _number(gpu["temperature"]),
         )
     width, max_width = _number(gpu["width"]), _number(gpu["max_width"])
     if width and width < max_width:
@@ -139,7 +132,6 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
             f"{name} uses {width:.0f} of {max_width:.0f} PCIe lanes",
             "A GPU uses all lanes that it has.",
             "Seat the card again, or look for a riser or a slot with fewer lanes.",
-            width,
         )
     used, total = _number(gpu["used_mib"]), _number(gpu["memory_mib"])
     if total and used > _MAX_USED * total:
@@ -149,7 +141,6 @@ def _one_gpu(host: str, gpu: Mapping[str, str]) -> Iterator[Finding]:
             f"{used:.0f} of {total:.0f} MiB of {name} are in use",
             f"Before a job at most {_MAX_USED:.0%} of a GPU's memory are in use.",
             "End what runs there (nvidia-smi lists the processes).",
-            used,
         )
 
 
@@ -167,18 +158,6 @@ def _pairs_without(matrix: str) -> list[list[str]]:
             if state != "OK":
                 found.append([row[0], other])
     return found
-
-
-def _ask(command: list[str]) -> tuple[str, str]:
-    """What it printed, and why it failed, if it did."""
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ANSWER_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", f"{command[0]}: {error}"
-    lines = (answer.stderr + answer.stdout).strip().splitlines()
-    return answer.stdout, "".join(lines[-1:]) if answer.returncode else ""
 
 
 def _number(text: str) -> float:

@@ -8,29 +8,35 @@ standard input.
 import os
 import sys
 import time
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from torchmn.control.codec import Record, decode, decode_union, encode
-from torchmn.doctor.findings import AskTime, Begin, Examine, Failed, Order, Ready, TimeIs
-from torchmn.doctor.gpus import GpuCheck
-from torchmn.doctor.limits import DiskCheck, LimitCheck
+from torchmn.doctor import disks, gpus, limits, network, processors, versions
+from torchmn.doctor.findings import AskTime, Begin, Examine, Failed, Finding, Order, Ready, TimeIs
 from torchmn.doctor.link_probe import measure_link, serve_probes
-from torchmn.doctor.network import NetworkCheck
-from torchmn.doctor.processors import ProcessorCheck, machine_of_host
-from torchmn.doctor.versions import VersionCheck
 
-# The checks that each host takes part in. A new one is a file, and a line here: ``examine`` reads
-# on each host, and ``findings`` follow from the facts of all hosts that answered.
-CHECKS: dict[str, Any] = {
-    check.name: check
-    for check in (
-        NetworkCheck(),
-        VersionCheck(),
-        LimitCheck(),
-        GpuCheck(),
-        ProcessorCheck(),
-        DiskCheck(),
-    )
+
+class Check(NamedTuple):
+    """A check that each host takes part in.
+
+    ``examine(request, host)`` reads on each host, and ``findings(facts, request)`` follow from the
+    facts of all hosts that answered, by host.
+    """
+
+    facts: type[Record]
+    examine: Callable[..., Record]
+    findings: Callable[..., Iterable[Finding]]
+
+
+# A new one is a file, and a line here.
+CHECKS = {
+    "network": Check(network.NetworkFacts, network.examine, network.findings),
+    "versions": Check(versions.VersionFacts, versions.examine, versions.findings),
+    "limits": Check(limits.LimitFacts, limits.examine, limits.findings),
+    "gpus": Check(gpus.GpuFacts, gpus.examine, gpus.findings),
+    "processors": Check(processors.ProcessorFacts, processors.examine, processors.findings),
+    "disks": Check(disks.DiskFacts, disks.examine, disks.findings),
 }
 
 
@@ -39,7 +45,7 @@ def main() -> None:
     replies = os.dup(1)
     os.dup2(2, 1)
     begin = decode(sys.stdin.readline(), Begin)
-    _reply(replies, Ready(machine=machine_of_host(), port=serve_probes(begin.secret)))
+    _reply(replies, Ready(machine=processors.machine_of_host(), port=serve_probes(begin.secret)))
     for line in sys.stdin:
         try:
             reply = _carry_out(decode_union(line, Order), begin)
@@ -52,8 +58,7 @@ def _carry_out(order: Order, begin: Begin) -> Record:
     if isinstance(order, AskTime):
         return TimeIs(time.time())
     if isinstance(order, Examine):
-        facts: Record = CHECKS[order.check].examine(begin.request, begin.host)
-        return facts
+        return CHECKS[order.check].examine(begin.request, begin.host)
     return measure_link(order, begin.secret)
 
 

@@ -161,8 +161,6 @@ def _receive(connection: socket.socket, seconds: float) -> float:
 
 def _retransmitted(connection: socket.socket) -> float:
     """From the kernel's counters of this connection; 0 where it has none."""
-    if not hasattr(socket, "TCP_INFO"):
-        return 0.0
     found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(found) < _TCP_INFO_BYTES:
         return 0.0

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 
 import msgspec
 
+from torchmn.cluster.units import grouped
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, LinkMeasured, Request, listed
 from torchmn.doctor.network import NetworkFacts
@@ -93,7 +94,7 @@ def better_link(one: Link, two: Link) -> Link:
 def suspicious(links: Sequence[Link]) -> list[Link]:
     """Links that break a rule, to be measured again."""
     found: dict[tuple[str, str, str], Link] = {}
-    for each in _by_network(links).values():
+    for each in grouped((link.network, link) for link in links).values():
         for chosen, _ in _problems(each):
             found |= {link.key: link for link in chosen}
     return list(found.values())
@@ -101,7 +102,7 @@ def suspicious(links: Sequence[Link]) -> list[Link]:
 
 def link_findings(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
     """What is wrong with links, and at which hosts, if several links of a host have it."""
-    for each in _by_network(links).values():
+    for each in grouped((link.network, link) for link in links).values():
         for bad, describe in _problems(each):
             for hosts, where, chosen in _places(bad, each):
                 yield describe(hosts, where, chosen)
@@ -193,8 +194,6 @@ def _no_connection(hosts: list[str], where: str, links: list[Link]) -> Finding:
         "Check that the interface has a carrier (ip link) and is meant for jobs, and open the "
         "ports in the firewall (iptables -L, nft list ruleset, the security group of a cloud). If "
         "short messages pass and long ones do not, compare the MTU of hosts and switch.",
-        float(len(links)),
-        "links",
     )
 
 
@@ -215,8 +214,6 @@ def _slow(hosts: list[str], where: str, links: list[Link], usual: float) -> Find
         "quarter of links.",
         "Check cable and switch port (ethtool INTERFACE: speed, duplex; ethtool -S: errors), "
         "limits of the cloud or of tc, and what else uses the link.",
-        rate * 8e-9,
-        "Gb/s",
     )
 
 
@@ -229,8 +226,6 @@ def _long_way(hosts: list[str], where: str, links: list[Link], usual_s: float) -
         f"other links {usual_s * 1e3:.3g} ms",
         f"Round trips take at most {_MAX_LATENCY_RATIO:g} times those of other links.",
         "Look for a route by another site (traceroute), a busy host or a congested switch.",
-        latency_s * 1e3,
-        "ms",
     )
 
 
@@ -242,14 +237,12 @@ def _losing(hosts: list[str], where: str, links: list[Link]) -> Finding:
         f"{lost:.1%} of the packets are sent again {where}, over {links[0].interface}",
         f"At most {_MAX_RETRANSMITTED:.0%} of the packets are lost.",
         "Check cable, switch port and duplex (ethtool -S INTERFACE), and limits that drop packets.",
-        lost,
-        "of packets",
     )
 
 
 def _wrong_interface(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
     """Names that lead to a slower network than another one that the hosts have."""
-    networks = _by_network(link for link in links if not link.measured.error)
+    networks = grouped((link.network, link) for link in links if not link.measured.error)
     if len(networks) < 2:
         return
     rates = {
@@ -272,16 +265,7 @@ def _wrong_interface(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -
             f"Name the hosts by their addresses in {best}; or under other launchers than torchmn "
             f"set GLOO_SOCKET_IFNAME={fast} NCCL_SOCKET_IFNAME={fast} and "
             f"OMPI_MCA_btl_tcp_if_include={best}.",
-            rates[network] * 8e-9,
-            "Gb/s",
         )
-
-
-def _by_network(links: Iterable[Link]) -> dict[str, list[Link]]:
-    found: dict[str, list[Link]] = {}
-    for link in links:
-        found.setdefault(link.network, []).append(link)
-    return found
 
 
 def _gbit(bytes_per_s: float) -> str:

@@ -46,33 +46,28 @@ class NetworkFacts(Record, frozen=True, kw_only=True):
     taken: dict[str, str]
 
 
-class NetworkCheck:
-    """See this module."""
+def examine(request: Request, host: str) -> NetworkFacts:
+    """Read names and interfaces; sends nothing but what resolving a name sends."""
+    hostname, interfaces = socket.gethostname(), list(_interfaces())
+    others = _others(request.hosts, host)
+    routes = {name: route.interface for name in others if (route := route_to(name))}
+    return NetworkFacts(
+        hostname=hostname,
+        own_addresses=addresses_of_host(hostname),
+        resolved={name: addresses_of_host(name) for name in others},
+        routes=routes,
+        interfaces=interfaces,
+        taken=_taken(hostname, interfaces, os.environ),
+    )
 
-    name = "network"
-    facts = NetworkFacts
 
-    def examine(self, request: Request, host: str) -> NetworkFacts:
-        """Read names and interfaces; sends nothing but what resolving a name sends."""
-        hostname, interfaces = socket.gethostname(), list(_interfaces())
-        others = _others(request.hosts, host)
-        routes = {name: route.interface for name in others if (route := route_to(name))}
-        return NetworkFacts(
-            hostname=hostname,
-            own_addresses=addresses_of_host(hostname),
-            resolved={name: addresses_of_host(name) for name in others},
-            routes=routes,
-            interfaces=interfaces,
-            taken=_taken(hostname, interfaces, os.environ),
-        )
-
-    def findings(self, found: Mapping[str, NetworkFacts], request: Request) -> Iterator[Finding]:
-        """Names first, since wrong ones explain much of what follows."""
-        if len(request.hosts) > 1:
-            for host, facts in found.items():
-                yield from _own_name(host, facts)
-            yield from _names_of_others(found)
-            yield from _mtu(found)
+def findings(found: Mapping[str, NetworkFacts], request: Request) -> Iterator[Finding]:
+    """Names first, since wrong ones explain much of what follows."""
+    if len(request.hosts) > 1:
+        for host, facts in found.items():
+            yield from _own_name(host, facts)
+        yield from _names_of_others(found)
+        yield from _mtu(found)
 
 
 _NAME_RULE = "A host's name resolves on the host itself to the address that others use."
@@ -142,8 +137,6 @@ def _mtu(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
                 f"{network}",
                 rule="All interfaces of one network have the same MTU, or long packets are lost.",
                 cure=f"ip link set {name} mtu {usual}",
-                value=float(mtu),
-                unit="bytes",
             )
 
 
@@ -212,6 +205,4 @@ def clock_findings(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Findi
                 rule=f"Clocks differ by at most {_MAX_OFFSET_S:g} s, or logs, files and time "
                 "limits of several hosts contradict each other.",
                 cure="Start chrony or ntpd on it (chronyc tracking, timedatectl).",
-                value=off_s,
-                unit="s",
             )

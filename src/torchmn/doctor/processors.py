@@ -23,29 +23,24 @@ class ProcessorFacts(Record, frozen=True, kw_only=True):
     quota: float = -1.0
 
 
-class ProcessorCheck:
-    """See this module."""
+def examine(request: Request, host: str) -> ProcessorFacts:
+    """Read the limits of this process."""
+    processors, memory = available_processors(), memory_of_host()
+    return ProcessorFacts(
+        num_cores=len(processors.logical),
+        memory_bytes=memory.total,
+        available_bytes=memory.available,
+        limit_bytes=-1 if memory.limit is None else memory.limit,
+        quota=-1.0 if processors.quota is None else processors.quota,
+    )
 
-    name = "processors"
-    facts = ProcessorFacts
 
-    def examine(self, request: Request, host: str) -> ProcessorFacts:
-        """Read the limits of this process."""
-        processors, memory = available_processors(), memory_of_host()
-        return ProcessorFacts(
-            num_cores=len(processors.logical),
-            memory_bytes=memory.total,
-            available_bytes=memory.available,
-            limit_bytes=-1 if memory.limit is None else memory.limit,
-            quota=-1.0 if processors.quota is None else processors.quota,
-        )
-
-    def findings(self, found: Mapping[str, ProcessorFacts], request: Request) -> Iterator[Finding]:
-        """Fewer cores than slots, and less memory than other hosts have."""
-        for host, facts in found.items():
-            slots = request.slots.get(host, 1)
-            yield from _too_few_cores(host, facts, slots)
-            yield from _too_little_memory(host, facts, slots, found)
+def findings(found: Mapping[str, ProcessorFacts], request: Request) -> Iterator[Finding]:
+    """Fewer cores than slots, and less memory than other hosts have."""
+    for host, facts in found.items():
+        slots = request.slots.get(host, 1)
+        yield from _too_few_cores(host, facts, slots)
+        yield from _too_little_memory(host, facts, slots, found)
 
 
 def machine_of_host() -> str:
@@ -64,8 +59,6 @@ def _too_few_cores(host: str, facts: ProcessorFacts, slots: int) -> Iterator[Fin
             seen=f"a control group gives {host} {facts.quota:.3g} of {facts.num_cores} cores",
             rule="Threads on more cores than the quota has are paused, and all ranks wait.",
             cure="Raise cpu.max (or --cpus of the container), or -x OMP_NUM_THREADS=the quota.",
-            value=facts.quota,
-            unit="cores",
         )
     if slots > facts.num_cores:
         yield Finding(
@@ -75,8 +68,6 @@ def _too_few_cores(host: str, facts: ProcessorFacts, slots: int) -> Iterator[Fin
             rule="Each rank has a core of its own.",
             cure="Lower the slots of the host, or widen the affinity of the job (taskset, "
             "--cpus-per-task, cpuset).",
-            value=facts.num_cores,
-            unit="cores",
         )
 
 
@@ -97,8 +88,6 @@ def _too_little_memory(
             "the kernel kills a rank that needs more.",
             cure="Ask the scheduler for more memory, or raise memory.max (--memory of the "
             "container).",
-            value=limit / GiB,
-            unit="GiB",
         )
     if facts.memory_bytes and facts.available_bytes < _MIN_FREE_SHARE * facts.memory_bytes:
         yield Finding(
@@ -108,8 +97,6 @@ def _too_little_memory(
             f"memory are available on {host}",
             rule=f"At least {_MIN_FREE_SHARE:.0%} are available before a job.",
             cure="End what is left of other jobs (ps -eo pid,rss,comm --sort -rss).",
-            value=facts.available_bytes / GiB,
-            unit="GiB",
         )
 
 

@@ -12,37 +12,33 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from torchmn.base import events
 from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.base.torch_private import current_graph_task_id, gradient_hooks
+from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
-from torchmn.exchange.agreements.given_up import GivenUp
-from torchmn.exchange.agreements.joint_pass import JointPass
 from torchmn.exchange.agreements.late_ranks import LateRanks
-from torchmn.exchange.agreements.loaded_state import LoadedState
 from torchmn.exchange.agreements.measured_norms import MeasuredNorms
 from torchmn.exchange.agreements.num_exchanges import NumExchanges
 from torchmn.exchange.agreements.num_steps import NumSteps
-from torchmn.exchange.agreements.other_layout import OtherLayout
+from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
-from torchmn.exchange.agreements.sample_shares import SampleShares
-from torchmn.exchange.agreements.together import Together
+from torchmn.exchange.agreements.together import GivenUp, LoadedState, OtherLayout, Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
-from torchmn.exchange.bucket_set import Reduction
-from torchmn.exchange.buckets import NamedParameter, Slot
+from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.codec_state import codec_state, load_codec_state
+from torchmn.exchange.early_packing import EarlyPacking
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.local_passes import LocalPasses
-from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
+from torchmn.exchange.options import GradientOptions
+from torchmn.exchange.parameter_hook import GradientHooks
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
 from torchmn.exchange.weights import Contribution
@@ -58,10 +54,7 @@ class GradientReducer:
         num_sets: sets of buckets that are used in turns: with two, the means of one step are in
             use while the sums of the next are under way; with none, the reducer is suspended until
             `reconfigure`.
-        zero_fill: whether a parameter without a gradient on any rank gets one of zeros.
-        reduction: whether the result is the ranks' mean or their sum.
-        gradient_as_bucket_view: whether every ``p.grad`` is the slot in its bucket, which the next
-            pass overwrites, instead of memory of its own.
+        options: how gradients are combined.
         contribution: the weight and the samples of this rank.
         find_sparse: called for the parameters whose gradients are sparse.
         find_untrained: called at the first exchange for parameters of the model without a reducer;
@@ -90,11 +83,9 @@ class GradientReducer:
         *,
         num_sets: int,
         on_backward_end: Callable[[], None],
+        options: GradientOptions,
+        contribution: Contribution,
         in_groups: Callable[[], Sequence[nn.Parameter]] = tuple,
-        zero_fill: bool = False,
-        reduction: Reduction = "mean",
-        gradient_as_bucket_view: bool = False,
-        contribution: Contribution | None = None,
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
         find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
         find_buffers: Callable[[], Sequence[Watched]] = tuple,
@@ -105,22 +96,18 @@ class GradientReducer:
         self.comm = comm
         self.codec = codec
         self.parameters = ExchangedParameters(parameters, in_groups, find_sparse, find_untrained)
-        self.exchange = GradientExchange(
-            self.parameters,
-            max(1, num_sets),
-            zero_fill=zero_fill,
-            reduction=reduction,
-            as_view=gradient_as_bucket_view,
-        )
+        self.exchange = GradientExchange(self.parameters, max(1, num_sets), options)
         """What schedules do with the gradients that were packed."""
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.contribution = contribution or Contribution()
+        self.contribution = contribution
         """This rank's weight in the next exchange or step, and its samples."""
         self.owner = owner
         self.act_on_nonfinite = on_nonfinite
         self.step = 0
         self.is_suspended = num_sets == 0
         """Whether nothing is exchanged: gradients stay this rank's own."""
+        self.is_needed = False
+        """Whether there is anything to do: one rank alone has its means already, but it must know
+        what is not finite in other parts of a parallel layer."""
         self.is_active = True
         self.is_late = False
         """Whether the last exchange was made in `step`."""
@@ -137,7 +124,7 @@ class GradientReducer:
         self.replicas = ReplicaWatch()
         """Of what the script does to parameters, where it must be the same on all ranks."""
         self._on_backward_end = on_backward_end
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = GradientHooks((), self._on_gradient)
         self._lock = threading.RLock()
         """Autograd has a thread for each device."""
         self.passes = Passes(comm.rank_label)
@@ -156,7 +143,7 @@ class GradientReducer:
             "step": self.step,
             "scale": self.exchange.scale,
             "has_untrained": bool(self.parameters.untrained),
-            "problems": [asdict(problem) for problem in self.exchange.problems],
+            "problems": [asdict(problem) for problem in self.exchange.nonfinite.problems],
         }
 
     def find_untrained(self) -> None:
@@ -175,17 +162,14 @@ class GradientReducer:
         """
         load_codec_state(self.codec, self.comm, codec)
         self._loaded.note()
+        exchange = self.exchange
+        exchange.num_in_step = 0
         self.replicas.forget()
-        self.load_progress(progress)
-
-    def load_progress(self, progress: dict[str, Any]) -> None:
-        """The part of `load_state_dict` that is the same on all ranks."""
-        self.exchange.forget_scale()
+        exchange.forget_scale()
         if not progress:
             return
         self.step = progress["step"]
-        exchange = self.exchange
-        exchange.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
+        exchange.nonfinite.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
         if exchange.is_narrow:
             exchange.scale = progress["scale"]
 
@@ -195,10 +179,13 @@ class GradientReducer:
         ``are_replicas``: whether parameters are up to date now and the same on all ranks.
         """
         self.step += 1
+        self.local_passes.may_exist = False
+        self.exchange.num_in_step = 0
         self.replicas.step_ended()
-        if are_replicas and self.is_needed:
+        is_needed = self.is_needed
+        if are_replicas and is_needed:
             self.replicas.note(self.step, self.comm.size)
-        if not self.is_needed:  # no backward pass does it
+        if not is_needed:  # no backward pass does it
             self.contribution.reset()
         self.contribution.end_step()
 
@@ -224,11 +211,12 @@ class GradientReducer:
         self.exchange.lay_out(
             self.comm, self.codec, trainable, sparse, self._watched, self._agreements
         )
-        if self.is_needed:
-            self._hooks = [
-                watch_gradient(parameter, self._on_gradient, index)
-                for index, parameter in enumerate(self._watched)
-            ]
+        self.is_needed = not self.is_suspended and (
+            self.comm.size > 1 or self.exchange.num_sets > 1 or self.parameters.has_parallel_layers
+        )
+        watched = self._watched if self.is_needed else ()
+        self._hooks = GradientHooks(watched, self._on_gradient)
+        self._early = EarlyPacking(self.exchange, self._hooks)
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""
@@ -261,25 +249,13 @@ class GradientReducer:
 
     def close(self) -> None:
         """Stop watching backward passes."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.remove()
 
     def close_for_good(self) -> None:
         """Let go of what has this reducer as well: it is freed without the garbage collector."""
         self.close()
         self.replicas.watch([])
         self.owner, self.act_on_nonfinite, self._on_backward_end = None, _nothing, _nothing
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is anything to do: one rank alone has its means already.
-
-        But it must know what is not finite in other parts of a parallel layer.
-        """
-        return not self.is_suspended and (
-            self.comm.size > 1 or self.exchange.num_sets > 1 or self.parameters.has_parallel_layers
-        )
 
     # ---- during backward ----
 
@@ -299,58 +275,15 @@ class GradientReducer:
             local = self.local_passes
             if local.are_on:
                 watched = self._watched[index]
-                is_final = not has_later_hook(watched, self._on_gradient)
-                local.note(watched, is_final=is_final)
+                local.note(watched, is_final=not self._hooks.have_later((index,)))
                 return
             pass_ = self.passes.current
             if pass_ is None or current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
-            exchange = self.exchange
-            slot, packing = exchange.filling.slot_at[index], exchange.packing
-            if slot is None or packing is None or not pass_.packs_early:
+            slot = self.exchange.filling.slot_at[index]
+            if slot is None or self.exchange.packing is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
-            parameter = slot.parameter
-            hooks = gradient_hooks(parameter)
-            if (
-                hooks is not None
-                and len(hooks) > 1
-                and has_later_hook(parameter, self._on_gradient)
-            ):
-                return  # the script may change it: the end of backward sees to it
-            if slot.is_packed:
-                self._refuse_second(slot)
-            for observer in events.observers:
-                observer.phase("pack", begins=True)
-            try:
-                if exchange.is_plain:
-                    is_mean = parameter.grad is slot.tensor
-                    packing.pack(slot)
-                else:
-                    is_mean = self._pack(slot)
-            finally:
-                for observer in events.observers:
-                    observer.phase("pack", begins=False)
-            # What was copied is freed: the next layer's gradient then takes its memory.
-            if self.gradient_as_bucket_view:
-                parameter.grad = slot.tensor
-            elif not is_mean:
-                parameter.grad = None
-
-    def _pack(self, slot: Slot) -> bool:
-        """Write a gradient into its bucket. Returns whether it was added to an earlier mean."""
-        exchange = self.exchange
-        is_mean = exchange.is_mean(slot.parameter)
-        exchange.note_own(slot.parameter, is_mean=is_mean)
-        packing = exchange.filled
-        packing.is_accumulating |= is_mean
-        packing.pack(slot)
-        return is_mean
-
-    def _refuse_second(self, slot: Slot) -> NoReturn:
-        raise UnsupportedError(
-            f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' twice in one "
-            "pass, as torch.utils.checkpoint with use_reentrant=True does. Use use_reentrant=False."
-        )
+            self._early.arrived(slot)
 
     def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
@@ -368,7 +301,6 @@ class GradientReducer:
         if exchange.unsettled is not None:
             self.settle()
         self.is_late = False
-        exchange.drop_problem()
         parameters = self.parameters
         packs_early = (
             exchange.scale is not None
@@ -376,9 +308,14 @@ class GradientReducer:
             and not parameters.have_changed()
         )
         begun = passes.begin(
-            self._end_backward, is_last=parameters.are_sharded, packs_early=packs_early
+            self._end_backward,
+            self._hooks.call_again,
+            is_last=parameters.are_sharded,
+            packs_early=packs_early,
         )
         self._begin_exchange()
+        if packs_early and not parameters.are_sharded:
+            self._early.begin()
         return begun
 
     def _begin_exchange(self) -> None:
@@ -399,7 +336,7 @@ class GradientReducer:
     def _context(self) -> PassContext:
         own, is_active = self.contribution, self.is_active
         has_backward = self.passes.current is not None or bool(self.local_passes.states)
-        own.begin_exchange(has_backward=has_backward)
+        own.begin_exchange(self.step, has_backward=has_backward)
         weight, num_samples = 0.0, 0.0
         if is_active:
             weight, num_samples = own.weight, own.num_samples
@@ -416,7 +353,6 @@ class GradientReducer:
 
     def _agreements(self) -> list[Agreement]:
         """What ranks must have in common at the exchanges of one set of buckets."""
-        is_divided = self.parameters.has_parallel_layers
         return [
             self._given_up,
             self._other_layout,
@@ -424,15 +360,17 @@ class GradientReducer:
             NumSteps(self.replicas),
             ReplicaChecksum(self.replicas),
             *self._further_agreements(),
-            *([] if is_divided else [SampleShares(self.contribution)]),
+            ReceivedBatches(
+                self.contribution, compares_counts=not self.parameters.has_parallel_layers
+            ),
             self._num_exchanges,
             LateRanks(),
-            JointPass(),
             MeasuredNorms(),
         ]
 
     def _end_backward(self) -> None:
         passes = self.passes
+        self._early.end()
         ended = passes.end()
         for observer in events.observers:
             observer.phase("exchange", begins=True)
@@ -482,9 +420,13 @@ class GradientReducer:
         """Gradients were cleared. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
+        local.may_exist = False
+        self.exchange.num_in_step = 0
         if passes.current is not None:
             passes.clear()
-        self.contribution.zero_grad()
+        own = self.contribution
+        if own.has_counted:
+            own.zero_grad()
 
     # ---- at the end of backward ----
 
@@ -507,6 +449,7 @@ class GradientReducer:
         is_of_sums = packing.is_accumulating and self.exchange.reduction == "sum"
         try:
             self._on_backward_end()
+            self.exchange.num_in_step += 1
         finally:
             self.num_passes += 1
             self.passes_weight += weight
@@ -517,6 +460,11 @@ class GradientReducer:
                 "then added up over ranks once more (reduction='sum'). Call zero_grad() before "
                 "each step, and wrap all passes of a step but the last in optimizer.no_sync()."
             )
+
+    def exchange_if_late(self) -> None:
+        """Before a step uses gradients: take part, if no backward pass of this rank has done it."""
+        if self.exchange.num_in_step == 0 or self.local_passes.states:
+            self.exchange_now(is_late=True)
 
     def _lay_out_again(self) -> None:
         """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*
@@ -539,17 +487,14 @@ class GradientReducer:
         filling, packing = exchange.filling, exchange.filled
         if exchange.scale is None:
             exchange.scale = packing.await_scale(None)
-        for slot in filling.slots:
-            if not slot.is_packed:
-                self._pack(slot)
+        self._early.pack_rest()
         has_gradients = not self.is_late or (
             any(slot.has_gradient for slot in filling.slots)
             or any(parameter.grad is not None for _, parameter in self.parameters.sparse)
         )
-        late = filling.footer.get(LateRanks)
-        late.note(is_late=self.is_late, has_gradients=has_gradients)
-        if passes.is_joint:
-            filling.footer.get(JointPass).is_idle = False
+        filling.footer.get(LateRanks).note(
+            is_late=self.is_late, has_gradients=has_gradients, is_joint=passes.is_joint
+        )
         packing.finish()
         local.states.clear()
         self._num_exchanges.num += 1
@@ -561,7 +506,7 @@ class GradientReducer:
         local = self.local_passes
         local.were_changed = False
         self.finish_filling()
-        means = self.exchange.reduce()
+        means = self.exchange.send()
         means.wait()
         self.exchange.discard(means)
         self.replicas.forget()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -45,17 +47,6 @@ def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
         for prefix, model in zip(_prefixes(models), models, strict=True)
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }
-
-
-def sum_of_rates(inner: Optimizer) -> float:
-    """The learning rates of all groups in one number; those on a GPU, to be awaited, left out."""
-    total = 0.0
-    for group in inner.param_groups:
-        rate = group.get("lr")
-        is_on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"
-        if is_on_host and isinstance(rate, (int, float, Tensor)):
-            total += float(rate)
-    return total
 
 
 def named_parameters(
@@ -306,7 +297,7 @@ class OwnBuffer(NamedTuple):
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """All that an optimizer trains, in the order of its groups. Local."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return [*chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))]
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[OwnBuffer]:

@@ -51,6 +51,12 @@ class Sums:
 
     # ---- sending ----
 
+    @property
+    def next_bucket(self) -> Bucket:
+        """The first one whose sum has not begun; the last one if there is none."""
+        buckets = self.buckets.buckets
+        return buckets[min(self._num_started, len(buckets) - 1)]
+
     def start_full(self) -> None:
         """Start the sums of buckets that are full, but for the last: no computation hides it."""
         for bucket in self.buckets.buckets[self._num_started : -1]:
@@ -58,15 +64,17 @@ class Sums:
                 return
             self._start(bucket)
 
-    def start_remaining(self) -> None:
+    def start_remaining(self) -> Sums:
         """Start all other sums and return at once."""
         for bucket in self.buckets.buckets[self._num_started :]:
             self._start(bucket)
+        return self
 
-    def reduce_remaining(self) -> None:
+    def reduce_remaining(self) -> Sums:
         """Do all other sums, on the calling thread if nothing else is under way."""
         for bucket in self.buckets.buckets[self._num_started :]:
             self._engine.call(self._sum_of(bucket), after=(bucket.written,))
+        return self
 
     def clear_remaining(self) -> None:
         """Write zeros into all buckets whose sums were not started."""
@@ -74,7 +82,9 @@ class Sums:
             bucket.buffer.zero_()
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.work = self._engine.submit(self._sum_of(bucket), after=(bucket.written,))
+        only_queues = self.buckets.route.only_queues(bucket, self.buckets.algorithm)
+        job = self._sum_of(bucket)
+        bucket.work = self._engine.submit(job, after=(bucket.written,), only_queues=only_queues)
 
     def _sum_of(self, bucket: Bucket) -> Callable[[], None]:
         """The sum of the next bucket, for the engine."""
@@ -207,7 +217,7 @@ class Sums:
     @property
     def is_finite(self) -> bool:
         """Whether what was summed is finite on all ranks, after the sum was awaited."""
-        return self.footer.are_all_finite
+        return self.footer.finite.are_all_finite
 
     @property
     def total_weight(self) -> float:

@@ -13,61 +13,75 @@ from torch import nn
 
 from torchmn.base.torch_private import current_graph_task_id, is_tracing
 from torchmn.data.batch_size import num_samples
-from torchmn.exchange.sample_proportions import BatchShares, Shares
+from torchmn.data.divided_batches import DividedBatches
+from torchmn.exchange.step_batches import NOTHING, Counted, Share, StepBatches
 
 
 class Contribution:
     """The weight of a rank and its samples, from one exchange (or step) to the next. Local.
 
+    Args:
+        is_by_samples: whether the samples that are counted are the weight.
+        loaders: what loaders divide among the ranks.
+        size: the number of ranks.
+
     A plain object without properties that `count` writes to: where a forward is compiled so is the
     hook, and what it does to such an object is done at every call of the compiled code.
     """
 
-    def __init__(self, *, is_by_samples: bool = False) -> None:
+    def __init__(
+        self, *, is_by_samples: bool = False, loaders: DividedBatches | None = None, size: int = 1
+    ) -> None:
         self.is_by_samples = is_by_samples
+        self.loaders, self._size = loaders, size
         self.mean_samples: float | None = None
         """The mean over ranks of `num_samples`, where all ranks know it: blocks end by it."""
         self.is_set = False
         """Whether the weight was given, so that what forward sees is not counted."""
-        self.batches: BatchShares | None = None
-        """Where the script left weights to the library: the batches of loaders."""
+        self.batches: StepBatches | None = None
+        """The batches of loaders, once there is a loader that divides batches."""
+        self.is_joining = False
+        """Whether ranks may receive different numbers of batches."""
+        self.follows_batches = False
+        """Whether the script left weights to the library: those of batches are used."""
         self.was_ever_known = False
         """Whether anything was counted or set since the beginning."""
-        self.shares: Shares | None = None
+        self.share: Share | None = None
         """What the exchange under way is of, if that is batches of loaders."""
         self._set_weight = self._set_samples = 0.0
-        self._counted = 0.0
+        self._counted = self._squares = 0.0
         self._num_forwards = 0
-        self._has_counted = False
+        self.has_counted = False
         """Whether a forward pass was counted since the last exchange and `zero_grad`."""
-        self._before_zero_grad: float | None = None
-        """What was counted before `zero_grad`, if anything was."""
+        self._before_zero_grad = NOTHING
+        """What was counted before `zero_grad`, as one forward pass."""
         self._last_counted = 0.0
         """What the last exchange of this step has counted."""
+        if loaders is not None:
+            loaders.when_used(self, Contribution._loader_is_there)
+
+    def _loader_is_there(self) -> None:
+        assert self.loaders is not None  # noqa: S101 - it has called this
+        self.batches = StepBatches(self.loaders, self._size)
 
     @property
     def num_samples(self) -> float:
         """What was set, or else of batches of loaders, or else what forward has seen."""
         if self.is_set:
             return self._set_samples
-        return self._num_counted if self.shares is None else self.shares.weight
+        return self._num_counted if self.share is None else self.share.weight
 
     @property
     def _num_counted(self) -> float:
-        return self._counted if self._has_counted else self._before_zero_grad or 0.0
-
-    @property
-    def _num_calls(self) -> int:
-        """Forward passes that the samples are of; before `zero_grad` they count as one."""
-        return self._num_forwards or int(self._before_zero_grad is not None)
+        return self._counted if self.has_counted else self._before_zero_grad.num_samples
 
     @property
     def weight(self) -> float:
         """Of this rank in the next mean."""
         if self.is_set:
             return self._set_weight
-        if self.shares is not None:
-            return self.shares.weight
+        if self.share is not None:
+            return self.share.weight
         if not self.is_by_samples:
             return 1.0
         # A second backward pass of the same forward pass: two losses, or a graph cut in two.
@@ -76,19 +90,21 @@ class Contribution:
     @property
     def loss_weight(self) -> float | None:
         """The weight as far as it is known in backward; None if it is not that of batches."""
-        shares = self.shares
-        if shares is None and self.batches is not None and not self.is_set:
-            shares = self.batches.look(self._num_counted, self._num_calls)
-        return self._set_weight if self.is_set else None if shares is None else shares.weight
+        if self.is_set:
+            return self._set_weight
+        share = self.share
+        if share is None and self.batches is not None and self.follows_batches:
+            share = self.batches.look(self._seen())
+        return None if share is None else share.weight
 
     @property
     def _is_counted(self) -> bool:
-        return self._has_counted or self._before_zero_grad is not None
+        return self.has_counted or self._before_zero_grad is not NOTHING
 
     @property
     def is_known(self) -> bool:
         """Whether anything was counted or set since the last exchange or step."""
-        return self.is_set or self._is_counted or self.shares is not None
+        return self.is_set or self._is_counted or self.share is not None
 
     @property
     def given(self) -> tuple[float, float] | None:
@@ -100,17 +116,26 @@ class Contribution:
         self._set_weight, self._set_samples = weight, num_samples
         self.is_set = self.was_ever_known = True
 
-    def begin_exchange(self, *, has_backward: bool) -> None:
+    def begin_exchange(self, step: int, *, has_backward: bool) -> None:
         """Fix the weight of the exchange that begins. Local.
 
-        ``has_backward``: whether a backward pass of this rank has begun it.
+        Args:
+            step: steps of the optimizer so far.
+            has_backward: whether a backward pass of this rank has begun it.
         """
-        if self.batches is not None and self.batches.are_used:
-            counted, is_used = self._num_counted, has_backward
-            if self.is_set:
-                counted, is_used = 0.0, False
-            shares = self.batches.take(counted, self._num_calls, is_used=is_used)
-            self.shares = None if self.is_set else shares
+        if self.batches is not None:
+            share = self.batches.take(
+                NOTHING if self.is_set else self._seen(),
+                step,
+                is_used=has_backward and not self.is_set,
+                is_joining=self.is_joining,
+            )
+            self.share = share if self.follows_batches and not self.is_set else None
+
+    def _seen(self) -> Counted:
+        if self.has_counted:
+            return Counted(self._counted, self._num_forwards, self._squares)
+        return self._before_zero_grad
 
     def reset(self) -> None:
         """The exchange has taken it: the next one begins with nothing.
@@ -119,9 +144,9 @@ class Contribution:
         """
         if self._is_counted:
             self._last_counted = self._num_counted
-        self.is_set, self._counted, self._has_counted = False, 0.0, False
-        self._num_forwards = 0
-        self._before_zero_grad = self.mean_samples = self.shares = None
+        self.is_set = False
+        self._forget_count()
+        self._before_zero_grad, self.mean_samples, self.share = NOTHING, None, None
 
     def zero_grad(self) -> None:
         """Gradients were cleared: forward passes before it count only if none comes after it.
@@ -129,14 +154,17 @@ class Contribution:
         It may come between a forward pass and its backward pass. Others, of an evaluation or of a
         batch that was left out, have no part in the gradients of the passes that follow.
         """
-        if self._has_counted:
-            self._before_zero_grad = self._counted
-            self._counted, self._has_counted = 0.0, False
-            self._num_forwards = 0
+        if self.has_counted:
+            self._before_zero_grad = Counted(self._counted, 1, self._counted**2)
+            self._forget_count()
+
+    def _forget_count(self) -> None:
+        self._counted = self._squares = 0.0
+        self._num_forwards, self.has_counted = 0, False
 
     def resume(self, num_samples: float) -> None:
         """Continue counting from ``num_samples``."""
-        self._counted, self._has_counted = num_samples, True
+        self._counted, self.has_counted = num_samples, True
 
     def end_step(self) -> None:
         """If a rank has no data in the next step, its weight there is zero."""
@@ -157,5 +185,6 @@ class Contribution:
         """Count samples, unless the weight was set."""
         if not self.is_set:
             self._counted += num_samples
+            self._squares += num_samples**2
             self._num_forwards += 1
-            self.was_ever_known = self._has_counted = True
+            self.was_ever_known = self.has_counted = True

@@ -1,8 +1,8 @@
 """The record of this process: whether there is one, how it begins and how it ends.
 
 `create_communicator` begins it where ``TORCHMN_RECORD`` names a folder, as under ``torchmn run``,
-or the script by `record`. It observes `torchmn.base.events` and the steps of all optimizers, for which
-torch has hooks, and ends with the communicator or with the script.
+or the script by `record`. It observes `torchmn.base.events` and the steps of all optimizers, for
+which torch has hooks, and ends with the communicator or with the script.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from torch.optim.optimizer import (
 from torchmn.base import events
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import UsageError
+from torchmn.base.private_files import make_private_folder
+from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
-from torchmn.control.private_files import make_private_folder
 from torchmn.record.clock_offsets import ClockAddress, ClockServer, measure_offset
 from torchmn.record.profile_request import FOLDER as PROFILE_FOLDER
 from torchmn.record.profile_request import ProfileRequest, is_record_off
@@ -46,7 +47,6 @@ from torchmn.record.records import (
     RecordFile,
     RunEnd,
     RunStart,
-    say,
 )
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.step_trace import RequestedTrace, StepTrace, running
@@ -355,7 +355,6 @@ def report_value(name: str, value: float, step: int | None = None) -> None:
 
 
 def _run_start(comm: World) -> RunStart:
-    has_affinity = hasattr(os, "sched_getaffinity")
     return RunStart(
         format=FORMAT,
         rank=comm.rank,
@@ -365,7 +364,7 @@ def _run_start(comm: World) -> RunStart:
         host=socket.gethostname(),
         pid=os.getpid(),
         device=str(comm.device),
-        cpus=sorted(os.sched_getaffinity(0)) if has_affinity else [],
+        cpus=sorted(os.sched_getaffinity(0)),
         unix_s=time.time(),
         at_s=time.perf_counter(),
         settings={"script": " ".join(sys.argv), **comm.settings},

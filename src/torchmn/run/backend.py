@@ -88,8 +88,8 @@ def choose_backend(
     """The backend and why.
 
     ``auto`` is nccl with a GPU for every rank, else mpi where it is installed (inside a machine it
-    is faster than gloo), else gloo. ``mpi_problem`` is why the mpirun of this machine cannot reach
-    the hosts of the job.
+    is faster than gloo), else gloo. ``mpi_problem`` is why the job cannot use the mpirun of this
+    machine.
 
     Raises UnknownNameError: no such backend. Raises UnsupportedError: it cannot work here.
 
@@ -102,8 +102,14 @@ def choose_backend(
         raise UnknownNameError("backend", wanted, BACKENDS)
     if wanted == "gloo":
         return "gloo", "as requested"
+    found = counted(machine.num_gpus, "CUDA GPU") if machine.num_gpus else "no CUDA GPU"
     if wanted == "nccl":
-        _check_num_gpus(machine, num_ranks)
+        if not machine.has_gpus_for(num_ranks):
+            raise UnsupportedError(
+                f"NCCL needs a GPU for each of the {counted(num_ranks, 'rank')}, and this machine "
+                f"has {found}: start fewer ranks, or use backend gloo or mpi, and check "
+                "CUDA_VISIBLE_DEVICES."
+            )
         return "nccl", "as requested"
     if wanted == "mpi":
         if machine.missing_for_mpi:
@@ -116,23 +122,12 @@ def choose_backend(
         return "mpi", "as requested"
     if machine.has_gpus_for(num_ranks):
         return "nccl", "a GPU for every rank"
-    why = "no GPU" if machine.num_gpus == 0 else f"fewer GPUs ({machine.num_gpus}) than ranks"
-    if machine.missing_for_mpi:
-        return "gloo", f"{why}, and {machine.missing_for_mpi} missing for MPI"
+    why = f"fewer GPUs ({machine.num_gpus}) than ranks" if machine.num_gpus else "no GPU"
     if mpi_problem:
         return "gloo", f"{why}, and no MPI: {mpi_problem}"
+    if machine.missing_for_mpi:
+        return "gloo", f"{why}, and {machine.missing_for_mpi} missing for MPI"
     return "mpi", why
-
-
-def _check_num_gpus(machine: Machine, num_ranks: int) -> None:
-    if machine.has_gpus_for(num_ranks):
-        return
-    found = "no CUDA GPU" if machine.num_gpus == 0 else counted(machine.num_gpus, "CUDA GPU")
-    cure = f"-n {machine.num_gpus} or " if machine.num_gpus else ""
-    raise UnsupportedError(
-        f"--backend nccl needs a GPU for each of the {counted(num_ranks, 'rank')} and this "
-        f"machine has {found}: use {cure}--backend gloo or mpi, and check CUDA_VISIBLE_DEVICES."
-    )
 
 
 SHARED_MEMORY = Path("/dev/shm")

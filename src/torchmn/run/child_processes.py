@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from torchmn.base.errors import shell_code
-from torchmn.control.private_files import open_private
+from torchmn.base.errors import LaunchError, shell_code
+from torchmn.base.private_files import open_private
 from torchmn.control.processes import (
     adopt_orphans,
     descendants,
@@ -97,27 +97,36 @@ class ProcessOwner:
 
 
 def start_process(
-    command: Command, log: Path, *, stdout: int | None = None, keeps_stdin: bool = False
+    command: Command, log: Path, *, keeps_stdin: bool = False
 ) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own; its output is appended to ``log``.
 
-    With ``keeps_stdin`` its standard input stays open, and ends when this process does.
+    With ``keeps_stdin`` its standard input stays open, and ends when this process does. Raises
+    LaunchError: it cannot be started.
     """
-    with open(log, "ab", opener=open_private) as file:
-        process = subprocess.Popen(
-            command.argv,
-            env=command.env,
-            stdin=subprocess.PIPE if keeps_stdin or command.stdin else subprocess.DEVNULL,
-            stdout=file if stdout is None else stdout,
-            stderr=file,
-            bufsize=0,
-            start_new_session=True,
-            preexec_fn=lower_in_child(),
-        )
+    try:
+        with open(log, "ab", opener=open_private) as file:
+            process = subprocess.Popen(
+                command.argv,
+                env=command.env,
+                stdin=subprocess.PIPE if keeps_stdin or command.stdin else subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                bufsize=0,
+                start_new_session=True,
+                preexec_fn=lower_in_child(),
+            )
+    except OSError as error:
+        raise LaunchError(
+            f"{command.name} cannot be started: {error.filename or command.argv[0]}: "
+            f"{error.strerror}"
+        ) from None
     process.returncode = 0  # the owner reaps; without it Popen would warn
     if process.stdin is not None:
+        rest = memoryview(command.stdin)
         with suppress(BrokenPipeError):
-            process.stdin.write(command.stdin)
+            while rest:  # a signal may come in the middle of a write
+                rest = rest[process.stdin.write(rest) :]
         if not keeps_stdin:
             process.stdin.close()
     return process

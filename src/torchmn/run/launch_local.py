@@ -35,13 +35,14 @@ from torchmn.base.errors import (
     UsageError,
     require,
 )
+from torchmn.base.private_files import write_whole
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cluster.units import counted
 from torchmn.control.rank_claim import claimed_by
 from torchmn.control.script import is_consequence
 from torchmn.run.backend import choose_backend, this_machine
 from torchmn.run.job import FAILURE_GRACE_S
-from torchmn.run.local_ranks import AttachedOutput, LocalRanks, start_local_ranks
+from torchmn.run.local_ranks import LocalRanks, start_local_ranks
 from torchmn.run.monitor.job_result import LOG_DIR
 
 _BACKENDS = ("auto", "gloo", "nccl")
@@ -154,7 +155,8 @@ def launch_local(
             _call,
             [(str(folder),)] * num_ranks,
             backend=chosen,
-            attached=AttachedOutput(log_dir=logs, environment=_environment(os.environ)),
+            attached_logs=logs,
+            env=_environment(os.environ),
         )
         _show_output(ranks)
         status = ranks.process.wait()
@@ -200,13 +202,7 @@ def _checked(num_ranks: int, backend: str) -> Literal["gloo", "nccl", "mpi"]:
         )
     if backend not in _BACKENDS:
         raise UnknownNameError("backend", backend, _BACKENDS)
-    machine = replace(this_machine(os.environ), mpirun=None, has_mpi4py=False)
-    if backend == "nccl" and not machine.has_gpus_for(num_ranks):
-        raise UnsupportedError(
-            f'backend="nccl" needs a GPU for each of the {counted(num_ranks, "rank")}, and this '
-            f"machine has {machine.num_gpus or 'no'} CUDA GPU{'s' * (machine.num_gpus > 1)}: start "
-            'fewer ranks, or use backend="gloo", and check CUDA_VISIBLE_DEVICES.'
-        )
+    machine = replace(this_machine(os.environ), mpirun=None)
     return choose_backend(backend, machine, num_ranks)[0]
 
 
@@ -296,9 +292,9 @@ def _call(where: str) -> None:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         result = call.function(*call.arguments)
         if rank < call.returning:
-            _write(folder / f"{_RESULT}{rank}", _pickled_result(result, rank))
+            write_whole(folder / f"{_RESULT}{rank}", _pickled_result(result, rank))
     except Exception as error:
-        _write(folder / f"{_ERROR}{rank}", pickle.dumps(_failure_of(error, rank)))
+        write_whole(folder / f"{_ERROR}{rank}", pickle.dumps(_failure_of(error, rank)))
         raise
 
 
@@ -330,13 +326,6 @@ def _failure_of(error: Exception, rank: int) -> _Failure:
         trace=trace,
         pickled=pickled,
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All or nothing: a rank may be killed at any time."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 # ---- in the caller -----------------------------------------------------------------------------
@@ -386,11 +375,7 @@ def _show(stream: TextIO | None, text: str) -> None:
 
 def _failures(folder: Path) -> list[_Failure]:
     """Those of all ranks: causes before consequences, and the earliest first."""
-    found: list[_Failure] = [
-        pickle.loads(path.read_bytes())
-        for path in folder.glob(f"{_ERROR}*")
-        if path.suffix != ".tmp"
-    ]
+    found: list[_Failure] = [pickle.loads(path.read_bytes()) for path in folder.glob(f"{_ERROR}*")]
     return sorted(found, key=lambda each: (each.is_consequence, each.at_s))
 
 

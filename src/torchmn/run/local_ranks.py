@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing import spawn
 from pathlib import Path
 from signal import SIGTERM
@@ -33,18 +32,6 @@ _GUARD = (
     "Ranks import the main script when they start, and it would start ranks again. Put what it "
     'does into a function main() and call it under if __name__ == "__main__":'
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttachedOutput:
-    """The caller reads standard output and error of ``LocalRanks.process``, which are pipes.
-
-    ``log_dir`` is kept, and ``environment`` is that of the launcher and, with its additions, of
-    the ranks.
-    """
-
-    log_dir: Path
-    environment: Mapping[str, str]
 
 
 class LocalRanks:
@@ -102,7 +89,8 @@ def start_local_ranks(
     *,
     backend: Backend = "gloo",
     cores: Collection[int] = (),
-    attached: AttachedOutput | None = None,
+    attached_logs: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> LocalRanks:
     """Start ``function(*arguments[rank])`` as ``len(arguments)`` ranks on this machine. Local.
 
@@ -111,20 +99,23 @@ def start_local_ranks(
         arguments: those of each rank, picklable.
         backend: which the ranks use, as for ``torchmn run``.
         cores: which the ranks share; all that this process may use if empty.
-        attached: the caller reads the output of the ranks and forwards Ctrl-C; the main script is
-            not imported. Without it ranks write where this process does.
+        attached_logs: the caller is attached: it reads standard output and error of
+            ``LocalRanks.process``, which are pipes, and forwards Ctrl-C; the main script is not
+            imported, and log folders are made and kept here. Else ranks write where this process
+            does.
+        env: of the launcher and, with its additions, of the ranks; that of this process if None.
 
     Raises UsageError: a rank that is being started imports a script that calls this. Whatever
     pickle raises for the arguments is raised as it is.
     """
     raise_if_imported_by_rank()
     folder = Path(tempfile.mkdtemp(prefix="torchmn-"))  # readable by this user alone
-    log_dir = folder if attached is None else attached.log_dir
+    log_dir = attached_logs or folder
     ranks = LocalRanks(folder, log_dir)
     try:
         main = spawn.get_preparation_data("rank")
         del main["authkey"]
-        if attached is not None:
+        if attached_logs is not None:
             for name in ("init_main_from_name", "init_main_from_path"):
                 main.pop(name, None)
         (folder / "main").write_bytes(pickle.dumps(main))
@@ -135,19 +126,18 @@ def start_local_ranks(
         def prepare_launcher() -> None:
             if cores:
                 os.sched_setaffinity(0, cores)
-            if prepare is not None:
-                prepare()
+            prepare()
 
         with open(folder / "stderr", "wb") as errors:
             ranks.process = subprocess.Popen(
                 [*python_module(_MODULE), str(folder), str(len(arguments)), backend, str(log_dir)],
                 stdin=subprocess.DEVNULL,
-                stdout=None if attached is None else subprocess.PIPE,
-                stderr=errors if attached is None else subprocess.PIPE,
-                env=None if attached is None else dict(attached.environment),
+                stdout=None if attached_logs is None else subprocess.PIPE,
+                stderr=errors if attached_logs is None else subprocess.PIPE,
+                env=None if env is None else dict(env),
                 bufsize=0,
                 # else a Ctrl-C of the terminal, or of Jupyter, would reach the launcher twice
-                start_new_session=attached is not None,
+                start_new_session=attached_logs is not None,
                 preexec_fn=prepare_launcher,
             )
     except BaseException:

@@ -182,7 +182,8 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
     """
     if options.launcher not in LAUNCHERS:
         raise UnknownNameError("launcher", options.launcher, LAUNCHERS)
-    _check_elastic_options(options)
+    if options.max_restarts is not None:
+        raise UsageError("--max-restarts requires --elastic MIN:MAX.")
     given = None if options.names_hosts else allocation(env)
     hosts = assign_slots(options, given)
     is_remote = not all(is_this_host(host.name) for host in hosts)
@@ -235,11 +236,10 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
             "neither shrink nor grow, and mpirun ends all ranks when one is lost. Use --backend "
             "gloo or nccl."
         )
-    if options.launcher not in ("auto", "local", "ssh", "torchrun"):
+    if options.launcher not in ("auto", "local", "ssh"):
         raise UnsupportedError(
-            "--elastic starts the hosts itself, and restarts them when they come back, with "
-            f"torchrun's agent on each: {options.launcher} has a fixed set of hosts. Leave "
-            "--launcher out."
+            "--elastic starts the hosts itself, and restarts them when they come back: "
+            f"{options.launcher} has a fixed set of hosts. Leave --launcher out."
         )
     if options.launcher_args:
         raise UnsupportedError(
@@ -307,11 +307,6 @@ def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, .
     return select_hosts([Host(name=THIS_HOST, slots=slots)], **wanted)
 
 
-def _check_elastic_options(options: RunOptions) -> None:
-    if options.max_restarts is not None:
-        raise UsageError("--max-restarts requires --elastic MIN:MAX.")
-
-
 def _backend(
     options: RunOptions,
     launcher: str,
@@ -326,17 +321,13 @@ def _backend(
     MPI is only chosen where its own mpirun starts the ranks. Under srun it must be requested:
     whether Slurm has a PMI that this MPI supports only shows there.
     """
-    machine, max_ranks = this_machine(env), max(host.slots for host in hosts)
+    machine, problem = this_machine(env), ""
     if options.backend == "auto" and launcher not in ("auto", "mpirun"):
-        backend: Backend = "nccl" if machine.has_gpus_for(max_ranks) else "gloo"
-        why = "a GPU for every rank"
-        if backend == "gloo":
-            why = f"no GPU for every rank, and {launcher} does not start MPI"
-    else:
-        problem = ""
-        if is_remote and machine.mpirun and launcher != "srun":
-            problem = problem_between_hosts(machine.mpirun, env)
-        backend, why = choose_backend(options.backend, machine, max_ranks, mpi_problem=problem)
+        problem = f"{launcher} does not start it"
+    elif is_remote and machine.mpirun and launcher != "srun":
+        problem = problem_between_hosts(machine.mpirun, env)
+    most_ranks = max(host.slots for host in hosts)
+    backend, why = choose_backend(options.backend, machine, most_ranks, mpi_problem=problem)
     reasons = [why if options.backend == "auto" else "", str(given) if given else ""]
     return backend, "; ".join(reason for reason in reasons if reason)
 

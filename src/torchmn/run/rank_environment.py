@@ -24,7 +24,7 @@ from torchmn.cluster.environment_variables import (
     SUPERVISOR_VARIABLE,
     TRANSPORT_VARIABLE,
 )
-from torchmn.cluster.gpus import gpu_localities, memory_nodes
+from torchmn.cluster.gpus import gpu_localities, memory_nodes, shared_gpu_variables
 from torchmn.cluster.launcher_env import LAUNCHERS, LauncherInfo
 from torchmn.cluster.network import Route
 from torchmn.control.rank_claim import claimed_by
@@ -79,8 +79,7 @@ def bind_cores(
         intra_rank=0 if place.intra_rank is None else place.intra_rank,
         intra_size=1 if place.intra_size is None else place.intra_size,
     )
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, share.cores)
+    os.sched_setaffinity(0, share.cores)
     nodes = memory_nodes(share.cores)
     words = [f"beside GPU {place.intra_rank} ({beside.bus})"] if beside else []
     words += [f"memory node {', '.join(map(str, nodes))}"] if nodes else []
@@ -102,6 +101,7 @@ def script_environment(
     chosen = {
         **_heap_variables(env),
         **ordered,
+        **shared_gpu_variables(env, ordered.get("RANK", "0")),
         **interfaces,
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
@@ -173,16 +173,18 @@ def deciding_hosts(job: Job) -> list[str]:
     return [host.name for host in job.hosts[:2]]
 
 
-def rank_variables(job: Job, inter_rank: int, intra_rank: int) -> dict[str, str]:
-    """The variables by which an agent knows its rank, named as torchrun names them."""
-    ranks = job.ranks_on(inter_rank)
+def rank_variables(slots: Sequence[int], inter_rank: int, intra_rank: int) -> dict[str, str]:
+    """The variables by which an agent knows its rank, named as torchrun names them.
+
+    ``slots`` are the numbers of ranks on the hosts.
+    """
     return {
-        "RANK": str(ranks[intra_rank]),
-        "WORLD_SIZE": str(job.num_ranks),
+        "RANK": str(sum(slots[:inter_rank]) + intra_rank),
+        "WORLD_SIZE": str(sum(slots)),
         "LOCAL_RANK": str(intra_rank),
-        "LOCAL_WORLD_SIZE": str(len(ranks)),
+        "LOCAL_WORLD_SIZE": str(slots[inter_rank]),
         "GROUP_RANK": str(inter_rank),
-        "GROUP_WORLD_SIZE": str(len(job.hosts)),
+        "GROUP_WORLD_SIZE": str(len(slots)),
     }
 
 

@@ -6,12 +6,14 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
 from torchmn.base.errors import DataError, LaunchError, UsageError
+from torchmn.base.private_files import write_whole
+from torchmn.base.terminal import say
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
 from torchmn.cluster.network import Route, route_to
@@ -20,13 +22,12 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
-from torchmn.control.private_files import open_private
 from torchmn.control.processes import allow_connections
 from torchmn.record.merged_trace import finish_profile
 from torchmn.run.agent import input_path
 from torchmn.run.backend import find_mpirun, open_mpi_session
 from torchmn.run.console import RankOutput, open_standard_streams
-from torchmn.run.elastic.job import ElasticJob, host_process, rendezvous_process
+from torchmn.run.elastic.job import ElasticJob, host_process
 from torchmn.run.elastic.launcher import ElasticLauncher
 from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
@@ -95,20 +96,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
     True
     """
     base = worker_environment(job, env, supervisor="HOST:PORT")
-    shown = []
-    route = route_between(job)
-    for command in commands_of(job, base, route=route):
-        new = {
-            name: "..." if name == SECRET_VARIABLE else text
-            for name, text in sorted(command.env.items())
-            if env.get(name) != text
-        }
-        variables = [f"{name}={shlex.quote(text)}" for name, text in new.items()]
-        shown.append(" ".join([*variables, shlex.join(command.argv)]))
-        if command.stdin:
-            order = command.stdin.decode().replace(job.secret, "...")
-            shown.append(f"  # on its standard input: {order.strip()}")
-    return "\n".join([*shown, _shown_script(job, env)])
+    return _shown(job, env, commands_of(job, base, route=route_between(job)))
 
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
@@ -154,7 +142,7 @@ def _say_profile(job: Job, env: Mapping[str, str]) -> None:
         except (OSError, DataError) as error:
             made = [f"the profiles are not put together: {error}"]
         for text in made:
-            print(f"torchmn: {text}", file=sys.stderr, flush=True)
+            say(text)
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
@@ -168,25 +156,28 @@ def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
     True
     """
     base = worker_environment(elastic.job, env)
-    commands = [rendezvous_process(elastic, base, _address_for(elastic.job))]
-    commands += [
-        host_process(elastic, base, host.name, rendezvous="HOST:PORT", supervisor="HOST:PORT")
-        for host in elastic.job.hosts
-    ]
+    addresses = {"rendezvous": "HOST:PORT", "supervisor": "HOST:PORT"}
+    commands = [host_process(elastic, base, host.name, **addresses) for host in elastic.job.hosts]
+    return _shown(elastic.job, env, commands)
+
+
+def _shown(job: Job, env: Mapping[str, str], commands: Sequence[Command]) -> str:
+    """The commands with what they read, and what every rank runs with the variables of ``-x``."""
     shown = []
     for command in commands:
-        order = json.loads(command.stdin)
-        order["secret"] = "..."
-        order.pop("env", None)
-        shown += [shlex.join(command.argv), f"  # on its standard input: {json.dumps(order)}"]
-    return "\n".join([*shown, _shown_script(elastic.job, env)])
-
-
-def _shown_script(job: Job, env: Mapping[str, str]) -> str:
-    """What every rank runs, with the variables of ``-x``; the agents receive it later."""
+        new = {
+            name: "..." if name == SECRET_VARIABLE else text
+            for name, text in sorted(command.env.items())
+            if env.get(name) != text
+        }
+        variables = [f"{name}={shlex.quote(text)}" for name, text in new.items()]
+        shown.append(" ".join([*variables, shlex.join(command.argv)]))
+        if command.stdin:
+            order = command.stdin.decode().replace(job.secret, "...")
+            shown.append(f"  # on its standard input: {order.strip()}")
     exported = [f"{name}={shlex.quote(env[name])}" for name in job.exported]
-    command = " ".join([*exported, shlex.join(job.argv)])
-    return f"  # each rank runs, in {job.cwd}: {command}"
+    script = " ".join([*exported, shlex.join(job.argv)])
+    return "\n".join([*shown, f"  # each rank runs, in {job.cwd}: {script}"])
 
 
 def _address_for(job: Job) -> str:
@@ -249,9 +240,8 @@ def commands_of(
             major=major,
             num_cores=len(available_processors().logical),
             is_root=os.geteuid() == 0,
-            between=mpirun.Between(route=route, networks=_networks(route, facts or {}))
-            if route
-            else None,
+            route=route,
+            networks=_networks(route, facts or {}) if route else (),
             input_path=path_of_input,
         )
     ]
@@ -291,8 +281,8 @@ def make_log_folder(job: Job) -> Job:
         job.log_dir.mkdir(parents=True, exist_ok=True)
         own = replace(job, log_dir=_new_folder(job.log_dir))
         (own.log_dir / "launcher.log").touch(mode=0o600)
-        with open(own.log_dir / "job.json", "w", opener=open_private) as file:
-            file.write(json.dumps(_record(job), indent=1) + "\n")
+        record = json.dumps(_record(job), indent=1) + "\n"
+        write_whole(own.log_dir / "job.json", record.encode())
     except OSError as error:
         raise UsageError(
             f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "

@@ -6,15 +6,16 @@ job readable after its end. It must receive the scheduler's signals, which a she
 a command has ended, and survive them: the lines after `torchmn run` decide what becomes of the job.
 """
 
-import os
 import re
 import shlex
 from pathlib import Path
 
 from torchmn.base.errors import LaunchError, UsageError
+from torchmn.base.private_files import write_whole
+from torchmn.cluster.commands import ask
 from torchmn.cluster.walltime import parse_duration
 from torchmn.submit.request import JobRequest, PythonEnvironment
-from torchmn.submit.scheduler import Ask, Scheduler, ask, filled, first_lines, last_lines
+from torchmn.submit.scheduler import Ask, Scheduler, filled, first_lines, last_lines
 
 # Start of the last line of a job's log, from which `Follower` reads the exit status.
 ENDED = "torchmn: job ended with exit status"
@@ -126,14 +127,13 @@ def write_script(text: str, path: Path, *, mode: int = 0o700) -> Path | None:
     the new path of the old file, if any. Raises UsageError.
     """
     raise_if_folder(path)
-    kept = path.with_name(f"{path.name}~")
+    kept, draft = path.with_name(f"{path.name}~"), path.with_name(f".{path.name}.new")
     try:
+        write_whole(draft, text.encode(), mode=mode)
         has_other = path.exists() and path.read_bytes() != text.encode()
         if has_other:
             path.replace(kept)
-        path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(text.encode())
+        draft.replace(path)
     except OSError as error:
         raise UsageError(
             f"The job script {path} cannot be written ({error.strerror}): choose another file "

@@ -5,10 +5,11 @@ Keys at the top level apply to all schedulers; those in ``[pbs]``, ``[slurm]`` a
 """
 
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from torchmn.base.errors import TorchmnError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.submit.grid_engine import GridEngine
@@ -21,10 +22,6 @@ SCHEDULERS: dict[str, Scheduler] = {
     scheduler.name: scheduler for scheduler in (PBS(), Slurm(), GridEngine())
 }
 NAMES = tuple(SCHEDULERS)
-NO_KUBERNETES = (
-    "torchmn writes no manifests for Kubernetes: docs/how-to/kubernetes.md has one to copy, which "
-    "starts the ranks with torchrun."
-)
 
 
 def installed_schedulers(path: str | None) -> tuple[str, ...]:
@@ -56,7 +53,10 @@ def raise_if_unknown(name: str, *others: str, where: str = "") -> None:
     ``others`` are further names that are accepted; ``where`` is the file that has the name.
     """
     if name == "kubernetes":
-        raise UsageError(NO_KUBERNETES)
+        raise UsageError(
+            "torchmn writes no manifests for Kubernetes: docs/how-to/kubernetes.md has one to "
+            "copy, which starts the ranks with torchrun."
+        )
     if name not in (*NAMES, *others):
         raise UnknownNameError(f"scheduler{where}", name, (*NAMES, *others))
 
@@ -96,11 +96,6 @@ def raise_if_no_command(scheduler: Scheduler, path: str | None) -> None:
         )
 
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 PROJECT_FILE = "torchmn.toml"
 USER_FILE = ".config/torchmn/site.toml"
 
@@ -132,12 +127,12 @@ def read_site(path: Path | None) -> Site:
     if path is None:
         return Site()
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = msgspec.toml.decode(path.read_bytes())
     except OSError as error:
         raise UsageError(
             f"The site file {path} cannot be read ({error.strerror}): name another with --site."
         ) from None
-    except (ValueError, RecursionError) as error:  # TOML's own errors, no UTF-8, too deep
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, too deep
         raise UsageError(f"The site file {path} is not valid TOML: {error}.") from None
     scheduler = table.pop("scheduler", None)
     if scheduler is not None:

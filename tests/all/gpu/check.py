@@ -1,7 +1,9 @@
-"""`make check-gpu`: every test marked ``gpu`` in a process of its own, a table and a record.
+"""`make check-gpu`: all tests marked ``gpu``, several beside each other, a table and a record.
 
-A check that crashes, hangs or leaves an error in its CUDA context ends by itself: the next one has
-a new process. Without a GPU, or with a torch without CUDA, nothing runs and the exit status is 0.
+Checks of one process share one, file by file. One that fails there, or that a crash, a hang or an
+error left in the CUDA context has kept from ending, is run again in a process of its own, and that
+counts. Checks of rank processes have processes of their own. With fewer GPUs than ranks NCCL's
+ranks share one. Without a GPU, or with a torch without CUDA, nothing runs and the exit status is 0.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -28,16 +31,21 @@ from benchmarks.record import RECORDS, environment
 from rich.console import Console
 from rich.table import Table
 
+from tests.all.gpu.ranks import NCCL_VARIABLE
+from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
 from torchmn.cluster.gpus import count_gpus
 
 ROOT = Path(__file__).parents[3]
 RECORD = RECORDS / "gpu.jsonl"
 TESTS = ("tests/all/gpu/test_one_process.py", "tests/all/gpu/test_ranks.py",
          "tests/unit/comm/codecs/kernels/test_cuda.py")  # fmt: skip
-CHECK_LIMIT_S = 240.0
-TOTAL_LIMIT_S = 1140.0
-"""A minute is left for the table."""
-ONE_GPU = "NCCL refuses two ranks on one GPU, and this machine has one"
+CHECK_LIMIT_S = 150.0
+TOTAL_LIMIT_S = 460.0
+"""Of `make check-gpu`: eight minutes, of which some are left for the table."""
+MAX_AT_ONCE = 8
+CORES_OF_A_CHECK = 2
+HANGS = "what_hangs"
+"""Part of the names of checks that leave a GPU stuck for a while: they are run last."""
 _FACTS_LIMIT_S = 120.0
 _NO_TESTS = 5
 """The exit status of pytest that has found none."""
@@ -119,12 +127,15 @@ def collect(tests: Sequence[str], marks: str = "gpu and not several_gpus") -> li
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def run_check(name: str, limit_s: float) -> Outcome:
-    """Run one test in a process of its own, and end it and what it has started at its limit."""
+def run_checks(names: Sequence[str], limit_s: float) -> list[Outcome]:
+    """Run tests in one process, and end it and what it has started at its limit.
+
+    Those of several that have not passed are run again, each in a process of its own.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="torchmn-check-") as folder:
         report, output = Path(folder) / "report.xml", Path(folder) / "output"
-        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "gpu", name]
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "gpu", *names]
         command += ["-p", "no:cacheprovider", f"--junitxml={report}"]
         with output.open("w") as file:
             process = subprocess.Popen(
@@ -138,13 +149,34 @@ def run_check(name: str, limit_s: float) -> Outcome:
             end_with_children(process)
         seconds = round(time.monotonic() - began, 1)
         text = output.read_text(errors="replace")
-        if status is None:
-            message = f"no end within {limit_s:.0f} s; it was killed. {text[-_TAIL_CHARS:]}"
-            return Outcome(name, "failed", seconds, message)
-        outcome, message = read_report(report)
-        if outcome == "" or (outcome == "passed" and status):
-            outcome, message = "failed", _end_of(status, text)
-        return Outcome(name, outcome, seconds, message[:_MESSAGE_CHARS])
+        found = [] if status is None else read_report(report)
+    if len(names) == 1:
+        return [_outcome_of_one(names[0], found, status, seconds, text, limit_s)]
+    by_case = {each.check: each for each in found if each.outcome != "failed"}
+    outcomes = []
+    for name in names:
+        own = by_case.get(name.split("::", 1)[1])
+        if own is not None:
+            outcomes.append(replace(own, check=name))
+        else:
+            outcomes += run_checks([name], limit_s - (time.monotonic() - began))
+    return outcomes
+
+
+def _outcome_of_one(
+    name: str,
+    found: Sequence[Outcome],
+    status: int | None,
+    seconds: float,
+    text: str,
+    limit_s: float,
+) -> Outcome:
+    if status is None:
+        message = f"no end within {limit_s:.0f} s; it was killed. {text[-_TAIL_CHARS:]}"
+        return Outcome(name, "failed", seconds, message)
+    if not found or (found[0].outcome == "passed" and status):
+        return Outcome(name, "failed", seconds, _end_of(status, text))
+    return replace(found[0], check=name, seconds=seconds)
 
 
 def end_with_children(process: subprocess.Popen[Any]) -> None:
@@ -159,17 +191,23 @@ def end_with_children(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def read_report(report: Path) -> tuple[str, str]:
-    """Outcome and message of the one test in a report; empty if it was not written."""
+def read_report(report: Path) -> list[Outcome]:
+    """Outcomes of the tests in a report, by what follows the file; empty if it was not written."""
     try:
-        case = next(ElementTree.parse(report).getroot().iter("testcase"))
-    except (OSError, ElementTree.ParseError, StopIteration):
-        return "", ""
+        cases = [*ElementTree.parse(report).getroot().iter("testcase")]
+    except (OSError, ElementTree.ParseError):
+        return []
+    return [_outcome_of_case(case) for case in cases]
+
+
+def _outcome_of_case(case: ElementTree.Element) -> Outcome:
+    name, seconds = case.get("name", ""), round(float(case.get("time", 0)), 1)
     for kind, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "not run")):
         found = case.find(kind)
         if found is not None:
-            return outcome, found.get("message") or found.text or ""
-    return "passed", ""
+            message = found.get("message") or found.text or ""
+            return Outcome(name, outcome, seconds, message[:_MESSAGE_CHARS])
+    return Outcome(name, "passed", seconds)
 
 
 def _end_of(status: int, text: str) -> str:
@@ -180,25 +218,51 @@ def _end_of(status: int, text: str) -> str:
     return f"{how}: {text.strip()[-_TAIL_CHARS:]}"
 
 
+def in_groups(names: Iterable[str]) -> list[list[str]]:
+    """Checks that share a process: those of a file, where these start no ranks."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        file = name.split("::")[0]
+        groups.setdefault(name if file.endswith("test_ranks.py") else file, []).append(name)
+    return [*groups.values()]
+
+
 def run_all(
-    names: Sequence[str], *, check_limit_s: float, total_limit_s: float, console: Console
+    names: Sequence[str],
+    *,
+    check_limit_s: float,
+    total_limit_s: float,
+    console: Console,
+    num_at_once: int = 1,
 ) -> list[Outcome]:
-    """Run checks one after another; those for which no time is left are not run."""
+    """Run groups of checks beside each other, those of hangs last and two at once.
+
+    Those for which no time is left are not run.
+    """
     deadline = time.monotonic() + total_limit_s
-    outcomes = []
-    for number, name in enumerate(names):
+    num_ended = 0
+
+    def run(group: Sequence[str]) -> list[Outcome]:
+        nonlocal num_ended
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            outcomes.append(Outcome(name, "not run", 0.0, "the total time limit was over"))
-            continue
-        outcomes.append(run_check(name, min(check_limit_s, left_s)))
-        last = outcomes[-1]
-        console.print(
-            f"{number + 1}/{len(names)} {last.outcome} in {last.seconds:g} s: {name}",
-            highlight=False,
-            markup=False,
-        )
-    return outcomes
+            return [
+                Outcome(name, "not run", 0.0, "the total time limit was over") for name in group
+            ]
+        outcomes = run_checks(group, min(check_limit_s, left_s))
+        for each in outcomes:
+            num_ended += 1
+            words = f"{num_ended}/{len(names)} {each.outcome} in {each.seconds:g} s: {each.check}"
+            console.print(words, highlight=False, markup=False)
+        return outcomes
+
+    hanging = [name for name in names if HANGS in name]
+    others = in_groups(name for name in names if HANGS not in name)
+    with ThreadPoolExecutor(num_at_once) as pool:
+        found = [*pool.map(run, others)]
+    with ThreadPoolExecutor(min(2, num_at_once)) as pool:
+        found += pool.map(run, ([name] for name in hanging))
+    return [each for outcomes in found for each in outcomes]
 
 
 def show(facts: dict[str, Any], outcomes: Sequence[Outcome], console: Console) -> None:
@@ -233,6 +297,10 @@ def write(facts: dict[str, Any], outcomes: Sequence[Outcome], record: Path) -> N
         file.write(json.dumps(entry) + "\n")
 
 
+def _default_num_at_once() -> int:
+    return max(1, min(MAX_AT_ONCE, (os.cpu_count() or 1) // CORES_OF_A_CHECK))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 1 if a check has failed."""
     parser = argparse.ArgumentParser(prog="check-gpu", description=__doc__)
@@ -240,6 +308,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=CHECK_LIMIT_S, help="seconds of one check")
     parser.add_argument("--total", type=float, default=TOTAL_LIMIT_S, help="seconds of all")
     parser.add_argument("--record", type=Path, default=RECORD, help="file to append to")
+    parser.add_argument("--jobs", type=int, default=_default_num_at_once(), help="checks at once")
+    parser.add_argument(
+        "--nccl",
+        type=Path,
+        help="a libnccl.so.2 of 2.30 or later, for ranks that share a GPU where torch's is older",
+    )
     chosen = parser.parse_args(arguments)
     console = Console(width=150)
     facts = find_facts()
@@ -250,16 +324,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "error" in facts:
         outcomes = [Outcome("the GPU itself", "failed", 0.0, facts["error"])]
     else:
-        names, of_several = collect(chosen.tests), collect(chosen.tests, "several_gpus")
-        has_several = len(facts["gpus"]) > 1
+        os.environ[SHARE_GPU_VARIABLE] = "1"
+        if chosen.nccl is not None:
+            os.environ[NCCL_VARIABLE] = str(chosen.nccl.resolve())
         outcomes = run_all(
-            [*names, *of_several] if has_several else names,
+            [*collect(chosen.tests), *collect(chosen.tests, "several_gpus")],
             check_limit_s=chosen.limit,
             total_limit_s=chosen.total,
             console=console,
+            num_at_once=chosen.jobs,
         )
-        if not has_several:
-            outcomes += [Outcome(name, "not run", 0.0, ONE_GPU) for name in of_several]
     show(facts, outcomes, console)
     write(facts, outcomes, chosen.record)
     print(f"written: {chosen.record}")

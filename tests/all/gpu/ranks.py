@@ -18,10 +18,13 @@ import torch
 
 from tests.all.processes.runner import AS_ROOT, PYTHON_PATH, free_port
 from tests.limits import limit
-from torchmn.cluster.gpus import may_share_gpus
+from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
+from torchmn.cluster.gpus import may_share_gpus, shared_gpu_variables
 
 Over = Literal["gloo", "mpi", "nccl"]
 ROOT = Path(__file__).parents[3]
+NCCL_VARIABLE = "TORCHMN_TEST_NCCL"
+"""A file of NCCL 2.30 or later, which ranks that share a GPU preload."""
 LIMIT_S = 150.0
 _TAIL = 1500
 ENDS_AT_ONCE = ("stuck_stream", "missing_rank")
@@ -34,8 +37,8 @@ def needed(over: Over, size: int) -> str | None:
     num_gpus = torch.cuda.device_count()
     if over == "nccl" and num_gpus < size and not (num_gpus and may_share_gpus(os.environ)):
         return (
-            f"NCCL refuses two ranks on one GPU: {size} ranks need {size} GPUs, here is {num_gpus}"
-            " (TORCHMN_SHARE_GPU=1, see gpu-check.md)"
+            f"NCCL refuses two ranks on one GPU unless TORCHMN_SHARE_GPU=1: {size} ranks need "
+            f"{size} GPUs, here is {num_gpus}"
         )
     if over == "mpi" and find_mpirun(os.environ) is None:
         return "no mpirun: install it with 'make setup'"
@@ -67,10 +70,13 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
         str(timeout_s),
     ]
     env = {**os.environ, "PYTHONPATH": f"{PYTHON_PATH}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    if over != "nccl" or torch.cuda.device_count() >= size:
+        env.pop(SHARE_GPU_VARIABLE, None)
     if over != "nccl":
-        env.pop("TORCHMN_SHARE_GPU", None)
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
         env["CUDA_VISIBLE_DEVICES"] = first
+    elif NCCL_VARIABLE in env:
+        env["LD_PRELOAD"] = env[NCCL_VARIABLE]
     if over == "mpi":
         from torchmn.run.backend import find_mpirun
 
@@ -86,6 +92,7 @@ def _run(function: str, over: Over, folder: Path, size: int, route: str, timeout
                 {
                     **env,
                     **meeting,
+                    **shared_gpu_variables(env, str(rank)),
                     "RANK": str(rank),
                     "WORLD_SIZE": str(size),
                     "LOCAL_RANK": str(rank),

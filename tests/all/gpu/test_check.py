@@ -28,6 +28,10 @@ def test_after_all(): pass
 """
 
 
+GROUP = ("test_that_passes", "test_that_fails", "test_that_crashes", "test_that_skips",
+         "test_after_all")  # fmt: skip
+
+
 @pytest.fixture
 def checks(tmp_path: Path) -> Path:
     path = tmp_path / "test_small.py"
@@ -53,6 +57,22 @@ def test_each_check_has_its_row_whatever_the_others_do(checks: Path) -> None:
     assert rows[1].message.startswith("ended by SIGSEGV")
     assert rows[2].message.startswith("exit status 7")
     assert rows[3].message == "needs two GPUs"
+
+
+def test_those_that_share_a_process_do_not_hurt_each_other(checks: Path) -> None:
+    rows = check.run_checks([f"{checks}::{name}" for name in GROUP], 60)
+    assert [row.outcome for row in rows] == ["passed", "failed", "failed", "not run", "passed"]
+    assert "one is not two" in rows[1].message
+    assert rows[2].message.startswith("ended by SIGSEGV")
+
+
+def test_only_checks_without_ranks_share_a_process() -> None:
+    names = ["a/test_ranks.py::test_x", "a/test_one.py::x", "a/test_ranks.py::test_y"]
+    assert check.in_groups([*names, "a/test_one.py::y"]) == [
+        [names[0]],
+        ["a/test_one.py::x", "a/test_one.py::y"],
+        [names[2]],
+    ]
 
 
 def test_a_check_that_hangs_is_killed_with_what_it_has_started(checks: Path) -> None:

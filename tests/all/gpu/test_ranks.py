@@ -70,6 +70,15 @@ def test_training(function: str, over: Over) -> None:
 
 
 @on_gpu
+@pytest.mark.several_gpus
+@pytest.mark.parametrize(
+    "function", ["collectives", "sums", "every_step", "codec_int8", "codec_1bit", "diloco", "chain"]
+)
+def test_three_ranks_over_nccl(function: str) -> None:
+    run_work(function, "nccl", size=3)
+
+
+@on_gpu
 @pytest.mark.parametrize("function", ["every_step", "codec_int8", "grad_scaler"])
 def test_training_over_mpi(function: str) -> None:
     run_work(function, "mpi")

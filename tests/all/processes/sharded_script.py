@@ -438,7 +438,7 @@ def island_losses(
         optimizer.zero_grad()
         loss_of(side, model, step).backward()
         optimizer.step()
-        if optimizer.schedule.replica_consistency == "per_step" and step % 8 == 5:
+        if optimizer.schedule.traits.replica_consistency == "per_step" and step % 8 == 5:
             states.append(side.whole(model))
     optimizer.flush()
     states.append(side.whole(model))

@@ -80,7 +80,6 @@ def test_this_machine_alone(tmp_path: Path) -> None:
     [
         (("--quick", "--full"), "--quick and --full are mutually exclusive"),
         (("n1",), "Unexpected 'n1': hosts are named with --hosts a,b."),
-        (("--script", "train.py"), "torchmn doctor measures no loading of data: torchmn report"),
         (("--expect", "fast"), "The rate 'fast' is not a positive number"),
         (("--hosts", "a,,b"), "--hosts must be a list like a:4,b:2"),
     ],

@@ -38,7 +38,7 @@ def main():
     inner = torch.optim.SGD(model.parameters(), 0.01)
     schedule = ParameterServer(servers, max_staleness=2)
     optimizer = torchmn.create_multi_node_optimizer(inner, comm, model, schedule=schedule)
-    for step in range(0 if optimizer.schedule.is_server else 12):
+    for step in range(0 if optimizer.schedule.traits.serves else 12):
         optimizer.zero_grad()
         model(torch.ones(3, 30)).sum().backward()
         optimizer.step()

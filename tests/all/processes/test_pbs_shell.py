@@ -53,6 +53,17 @@ def shell(tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
     return start
 
 
+def test_no_order_is_left_if_pbs_tmrsh_cannot_be_run(
+    shell: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    """It has the secret of the job."""
+    (tmp_path / "bin" / "pbs_tmrsh").write_text("#!/no/such/shell")
+    process = shell("true")
+    _, err = process.communicate(timeout=limit(50))
+    assert (process.returncode, b"pbs_tmrsh cannot be run: No such file" in err) == (255, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
 def test_streams_exit_status_and_a_line_for_a_shell(
     shell: Callable[..., subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:

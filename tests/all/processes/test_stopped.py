@@ -79,8 +79,7 @@ def test_a_launcher(runner: Runner, launcher: str) -> None:
     assert re.search(rf"\(process {child.pid} on .*\) is stopped by a signal", summary)
 
 
-@pytest.mark.parametrize("module", ["rendezvous", "host_main"])
-def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
+def test_a_host_of_an_elastic_job(runner: Runner) -> None:
     """The job continues without the host, if there are others; here there are none."""
     process = begin(
         runner,
@@ -91,18 +90,14 @@ def test_a_process_of_an_elastic_job(runner: Runner, module: str) -> None:
         "--max-restarts",
         "0",
     )
-    (stopped,) = runner.processes(f"torchmn.run.elastic.{module}")
+    (stopped,) = runner.processes("torchmn.run.elastic.host_main")
     stopped.suspend()
-    if module == "host_main":
-        assert process.stderr is not None
-        words = "localhost was lost: its process has not answered for"
-        assert any(words in line for line in process.stderr)
-        process.terminate()
-        process.communicate(timeout=limit(50))
-        runner.wait_until_nothing_is_left()
-    else:
-        summary = end_of(process, runner)
-        assert f"was lost (its process {stopped.pid} is stopped by a signal)" in summary
+    assert process.stderr is not None
+    words = "localhost was lost: its process has not answered for"
+    assert any(words in line for line in process.stderr)
+    process.terminate()
+    process.communicate(timeout=limit(50))
+    runner.wait_until_nothing_is_left()
 
 
 MONITORED = """

@@ -32,8 +32,7 @@ class AppliesTwice(EveryStep):
 class IsEarly(EveryStep):
     """Declares that it is a step late, and is not."""
 
-    name = "double_buffering"
-    staleness_steps = 1
+    traits = DoubleBuffering.traits
 
 
 class IsTwoLate(DoubleBuffering):
@@ -83,8 +82,8 @@ class LosesPendingInState(DoubleBuffering):
 class _Forgetful:
     """Discards what was added under no_sync()."""
 
-    def attach(self, reducer, inner):
-        super().attach(reducer, inner)
+    def attach(self, reducer, inner, models):
+        super().attach(reducer, inner, models)
 
         def forget(parameter):
             if reducer.local_passes.are_on:
@@ -105,7 +104,7 @@ class CountsFinishedRanks(EveryStep):
     def backward_ended(self):
         super().backward_ended()
         for slot in self._reducer.exchange.sets[0].slots:
-            slot.parameter.grad.mul_(self.num_active / self._reducer.comm.size)
+            slot.parameter.grad.mul_(self._exchange.num_active / self._exchange.comm.size)
 
 
 class KeepsNoResidual(EveryStep):
@@ -138,8 +137,8 @@ class HidesWhatIsNotFinite(EveryStep):
 class RunsOnOldParameters(EveryStep):
     """Applies a step when the next backward pass has ended."""
 
-    def attach(self, reducer, inner):
-        super().attach(reducer, inner)
+    def attach(self, reducer, inner, models):
+        super().attach(reducer, inner, models)
         self._held = []
 
     def backward_ended(self):
@@ -147,9 +146,11 @@ class RunsOnOldParameters(EveryStep):
         super().backward_ended()
 
     def step(self, closure):
-        if not self._is_exchanged:
-            self._reducer.exchange_now()
-        self._is_exchanged = False
+        if not self._reducer.is_active:
+            super().step(closure)
+            return
+        self._reducer.exchange_if_late()
+        self._exchange.num_in_step = 0
         parameters = [p for group in self._inner.param_groups for p in group["params"]]
         self._held = [(p, p.grad.clone()) for p in parameters]
 
@@ -239,10 +240,11 @@ class ForgetsLocalPassesOfBlocks(_Forgetful, SmallBlocks):
 class LosesUpdatesOfFinishedRanks(SmallBlocks):
     """A rank that has left its loop contributes nothing to the next block."""
 
-    def shadow_step(self):
-        for fragment in self._fragments:
-            fragment.num_samples = 0.0
-        return super().shadow_step()
+    def step(self, closure):
+        if not self._reducer.is_active:
+            for fragment in self._fragments:
+                fragment.num_samples = 0.0
+        return super().step(closure)
 
 
 class ContinuesWithNaN(SmallBlocks):
@@ -282,16 +284,16 @@ class _Growing(PeriodicAverage):
 class KeepsItsBlockSize(_Growing):
     """Whatever the learning rate."""
 
-    def attach(self, reducer, inner):
-        super().attach(reducer, inner)
+    def attach(self, reducer, inner, models):
+        super().attach(reducer, inner, models)
         self._length.block_ended = lambda rate: False
 
 
 class GrowsByItsOwnRate(_Growing):
     """Each rank computes the length of the next block from its own learning rate."""
 
-    def attach(self, reducer, inner):
-        super().attach(reducer, inner)
+    def attach(self, reducer, inner, models):
+        super().attach(reducer, inner, models)
         block_ended = self._length.block_ended
         self._length.block_ended = lambda rate: block_ended(highest_rate(inner))
 
@@ -329,7 +331,7 @@ class LeavesBlocksSomewhereElse(_BlocksInBetween):
     """Rank 1 does not continue where the others do."""
 
     def _begin_next(self):
-        is_after_blocks = self.replica_consistency == "per_block"
+        is_after_blocks = self.traits.replica_consistency == "per_block"
         num_in_loops = super()._begin_next()
         if is_after_blocks and self._comm.rank == 1:
             self._inner.param_groups[0]["params"][0].data.mul_(1 + 2.0**-50)
@@ -342,6 +344,6 @@ class CompensatesBackwards(DoubleBuffering):
     def __init__(self):
         super().__init__(delay_compensation=100.0)
 
-    def attach(self, reducer, inner):
-        super().attach(reducer, inner)
-        self._compensation._factor *= -1
+    def attach(self, reducer, inner, models):
+        super().attach(reducer, inner, models)
+        self._late._factor *= -1

@@ -51,20 +51,22 @@ class AddsResidualsToADiscardedSum(ErrorFeedback):
 class KeepsAnOldUnit(EveryStep):
     """A rank that has left its loop counts weights in the unit of when it left."""
 
-    def shadow_step(self):
-        adopt = self._reducer.exchange.adopt_scale
-        self._reducer.exchange.adopt_scale = lambda means: None
+    def step(self, closure):
+        if self._reducer.is_active:
+            return super().step(closure)
+        adopt = self._exchange.adopt_scale
+        self._exchange.adopt_scale = lambda means: None
         try:
-            return super().shadow_step()
+            return super().step(closure)
         finally:
-            self._reducer.exchange.adopt_scale = adopt
+            self._exchange.adopt_scale = adopt
 
 
 class WeighsRanksEqually(EveryStep):
     """Whatever their weights."""
 
-    def attach(self, reducer, inner):
-        super().attach(reducer, inner)
+    def attach(self, reducer, inner, models):
+        super().attach(reducer, inner, models)
         begin = reducer._begin_exchange
 
         def begin_with_equal_weights():

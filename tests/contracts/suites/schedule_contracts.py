@@ -66,7 +66,7 @@ def check_means(comm: Communicator, make: MakeSchedule, codec: str | None) -> No
 def check_staleness(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """``p.grad`` is as late as declared when backward returns, and so are the steps."""
     run = TrackedRun(comm, make, codec)
-    late = run.optimizer.schedule.staleness_steps
+    late = run.optimizer.schedule.traits.staleness_steps
     means: list[tuple[Gradients, Gradients, int, str]] = []
     for step in range(NUM_STEPS):
         run.backward(step)
@@ -229,7 +229,7 @@ def check_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -
     names = {name for name, _ in run.model.named_parameters()}
     is_named = set(named) == {failing_rank} and set(named[failing_rank]) == names
     require(is_named, f"named: {named}")
-    if run.optimizer.schedule.staleness_steps:
+    if run.optimizer.schedule.traits.staleness_steps:
         return  # later gradients were taken at other parameters
     for (name, expected), got in zip(
         untouched.model.named_parameters(), run.model.parameters(), strict=True
@@ -240,7 +240,7 @@ def check_nonfinite(comm: Communicator, make: MakeSchedule, codec: str | None) -
 def check_options(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """A step is taken with the learning rate that `step` was called with."""
     run = TrackedRun(comm, make, codec)
-    late = run.optimizer.schedule.staleness_steps
+    late = run.optimizer.schedule.traits.staleness_steps
     for step in range(NUM_STEPS):
         run.step(step)
         for group in run.optimizer.param_groups:
@@ -259,7 +259,7 @@ def check_options(comm: Communicator, make: MakeSchedule, codec: str | None) -> 
 def check_trajectory(comm: Communicator, make: MakeSchedule, codec: str | None) -> None:
     """What is not late ends where `every_step` does: no layer runs with old parameters."""
     run, plain = TrackedRun(comm, make, codec), TrackedRun(comm, EveryStep, codec)
-    if run.optimizer.schedule.staleness_steps or codec not in (None, "float32"):
+    if run.optimizer.schedule.traits.staleness_steps or codec not in (None, "float32"):
         return
     for each in (run, plain):
         for step in range(NUM_STEPS):
@@ -484,7 +484,7 @@ def check_phases(comm: Communicator, make: MakeSchedule, codec: str | None) -> N
         phase = schedule.schedules[len(begun) - 1]
         require(schedule.current is phase, f"phase {schedule.current.name} after step {step}")
         require(schedule.num_samples <= num_samples, f"{schedule.num_samples} of {num_samples}")
-        if schedule.replica_consistency == "per_step":
+        if schedule.traits.replica_consistency == "per_step":
             counted = schedule.num_samples
             require(counted == num_samples, f"{counted} samples were counted of {num_samples}")
             run.require_replicas(f"after step {step}, in a phase of every step")
@@ -789,5 +789,5 @@ def check_all(comm: Communicator, schedule: str, codec: str | None) -> None:
     """All contracts for a schedule by name, with buckets so small that there are several."""
     comm.route.bucket_bytes = 5000
     for make in variants(comm, schedule):
-        for contract in SCHEDULE_CONTRACTS[make().replica_consistency]:
+        for contract in SCHEDULE_CONTRACTS[make().traits.replica_consistency]:
             contract(comm, make, codec)

@@ -38,7 +38,7 @@ def check_sums(comm: Communicator, make: MakeServer, codec: str | None) -> None:
     for pipeline in (False, True):
         run = _Run(comm, make(pipeline=pipeline), codec)
         with run.optimizer.join():
-            for step in range(2 * comm.rank + 1 if not run.optimizer.schedule.is_server else 0):
+            for step in range(2 * comm.rank + 1 if not run.optimizer.schedule.traits.serves else 0):
                 run.step(step)
         run.require_sum("after join()")
         run.require_replicas("after join()")
@@ -52,7 +52,7 @@ def check_flush(comm: Communicator, make: MakeServer, codec: str | None) -> None
     """
     run = _Run(comm, make(pipeline=True), codec, momentum=0.9)
     for turn in range(2):
-        for step in range(NUM_STEPS if not run.optimizer.schedule.is_server else 0):
+        for step in range(NUM_STEPS if not run.optimizer.schedule.traits.serves else 0):
             run.step(NUM_STEPS * turn + step)
         run.optimizer.flush()
         run.require_replicas(f"after flush() number {turn}")
@@ -66,7 +66,7 @@ def check_versions(comm: Communicator, make: MakeServer, codec: str | None) -> N
     run = _Run(comm, make(), codec)
     pulled: list[dict[int, int]] = []
     with run.optimizer.join():
-        for step in range(NUM_STEPS if not run.optimizer.schedule.is_server else 0):
+        for step in range(NUM_STEPS if not run.optimizer.schedule.traits.serves else 0):
             run.step(step)
             pulled.append(dict(run.server.versions))
     for rank, versions in enumerate(comm.allgather_obj(pulled)):
@@ -92,7 +92,7 @@ def check_bound(comm: Communicator, make: MakeServer, codec: str | None) -> None
         began: list[float] = []
         continued: list[float] = []
         with run.optimizer.join():
-            for step in range(NUM_STEPS if not run.optimizer.schedule.is_server else 0):
+            for step in range(NUM_STEPS if not run.optimizer.schedule.traits.serves else 0):
                 if comm.rank == 0:
                     time.sleep(_SLOW_S)
                 run.backward(step)
@@ -121,7 +121,7 @@ def check_zeros(comm: Communicator, make: MakeServer, codec: str | None) -> None
     run = _Run(comm, make(), codec)
     before = [p.detach().clone() for p in run.model.parameters()]
     with run.optimizer.join():
-        for _ in range(3 if not run.optimizer.schedule.is_server else 0):
+        for _ in range(3 if not run.optimizer.schedule.traits.serves else 0):
             run.optimizer.zero_grad()
             sums = [parameter.sum() for parameter in run.model.parameters()]
             (torch.stack(sums).sum() * 0).backward()
@@ -164,13 +164,13 @@ def check_state(comm: Communicator, make: MakeServer, codec: str | None) -> None
     """What is saved after flush() is what a newly created optimizer continues with."""
     run = _Run(comm, make(), codec, momentum=0.9)
     with run.optimizer.join():
-        for step in range(NUM_STEPS if not run.optimizer.schedule.is_server else 0):
+        for step in range(NUM_STEPS if not run.optimizer.schedule.traits.serves else 0):
             run.step(step)
     file = io.BytesIO()
     torch.save((run.model.state_dict(), run.optimizer.state_dict()), file)
     again = _Run(comm, make(), codec, momentum=0.9)
     with again.optimizer.join():
-        if not again.optimizer.schedule.is_server:
+        if not again.optimizer.schedule.traits.serves:
             again.step(77)  # so that there is something to forget
     file.seek(0)
     model_state, optimizer_state = torch.load(file, weights_only=True)
@@ -193,7 +193,7 @@ def check_nonfinite(comm: Communicator, make: MakeServer, codec: str | None) -> 
     failing_rank, names = 0, {name for name, _ in run.model.named_parameters()}
     refusal = ""
     with run.optimizer.join():
-        for step in range(NUM_STEPS if not run.optimizer.schedule.is_server else 0):
+        for step in range(NUM_STEPS if not run.optimizer.schedule.traits.serves else 0):
             if step == 3 and comm.rank == failing_rank:
                 run.optimizer.zero_grad()
                 sums = [parameter.sum() for parameter in run.model.parameters()]

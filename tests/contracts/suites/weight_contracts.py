@@ -292,5 +292,5 @@ def check_all(comm: Communicator, schedule: str, codec: str | None) -> None:
     """All contracts for a schedule by name, with buckets so small that there are several."""
     comm.route.bucket_bytes = 5000
     for make in variants(comm, schedule):
-        for contract in WEIGHT_CONTRACTS[make().replica_consistency]:
+        for contract in WEIGHT_CONTRACTS[make().traits.replica_consistency]:
             contract(comm, make, codec)

@@ -21,7 +21,7 @@ def test_traits_are_those_of_the_classes() -> None:
         assert traits.is_lossy == (create_codec(name) is not None)
     for name, kind in SCHEDULE_TRAITS.items():
         assert (kind.model == "blocks") == (
-            SCHEDULES[name]().has_own_steps and name != "parameter_server"
+            SCHEDULES[name]().traits.has_own_steps and name != "parameter_server"
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.observe.plan.tables import TEXT
-from torchmn.cli.main import app, main
+from torchmn.cli.main import app
 from torchmn.errors import UsageError
 
 
@@ -71,17 +71,6 @@ def test_nothing_to_predict_is_an_error(file: str, tmp_path: Path) -> None:
         answer(file, "--codecs", "power_sgd")
     with pytest.raises(UsageError, match="--hosts 'two' must be whole numbers"):
         answer(file, "--hosts", "two")
-
-
-@pytest.mark.parametrize("words", [("--batches", "64"), ("--time-codecs",)])
-def test_an_option_that_is_gone_names_what_to_use(
-    capsys: pytest.CaptureFixture[str], file: str, words: tuple[str, ...]
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["plan", file, *words])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert words[0] in line
-    assert "are gone: record a run" in line
 
 
 @pytest.mark.parametrize(

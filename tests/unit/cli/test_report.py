@@ -92,7 +92,6 @@ def test_wrong_requests(
     assert "it does not exist" in error_of(capsys, tmp_path / "none", "--text")
     assert "exclude each other" in error_of(capsys, runs[0], "--text", "--json")
     assert "--output is for the page" in error_of(capsys, runs[0], "--text", "--output", "x.html")
-    assert "the page has the same curves" in error_of(capsys, runs[0], "--tensorboard", tmp_path)
     assert "shows one run" in error_of(capsys, *runs, "--metrics", "file")
     assert "cannot be written" in error_of(capsys, runs[0], "--metrics", tmp_path / "no" / "file")
 

@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 
 from torchmn.cluster.cpus import Processors, cores_near_gpu
-from torchmn.cluster.gpus import count_gpus, gpu_localities, memory_nodes
+from torchmn.cluster.gpus import (
+    count_gpus,
+    gpu_localities,
+    memory_nodes,
+    shared_gpu_variables,
+)
 
 BUSES = {"0000:07:00.0": ("0-3", 0), "0000:0a:00.0": ("0-3", 0), "0000:87:00.0": ("4-7", 1)}
 EIGHT = Processors(logical=tuple(range(8)), physical=tuple((n // 4, n) for n in range(8)))
@@ -102,3 +107,17 @@ def test_visible_devices(tmp_path: Path, visible: str | None, expected: int) -> 
 def test_no_devices(tmp_path: Path) -> None:
     assert count_gpus({}, tmp_path) == 0
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "GPU-1"}, tmp_path) == 0
+
+
+def test_nccl_is_prepared_for_a_shared_gpu_only_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchmn.cluster.gpus.version", lambda package: "2.28.9")
+    assert shared_gpu_variables({"TORCHMN_SHARE_GPU": "0"}, "1") == {}
+    asked = {"TORCHMN_SHARE_GPU": "1"}
+    first, second = (shared_gpu_variables(asked, rank) for rank in "01")
+    assert first["NCCL_HOSTID"] != second["NCCL_HOSTID"]
+    assert shared_gpu_variables({**asked, "NCCL_HOSTID": "x"}, "1").keys() == {
+        "NCCL_MULTI_RANK_GPU_ENABLE",
+        "NCCL_SOCKET_IFNAME",
+    }
+    monkeypatch.setattr("torchmn.cluster.gpus.version", lambda package: "2.30.7")
+    assert shared_gpu_variables(asked, "1") == {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}

@@ -67,3 +67,11 @@ def test_qstat_says(tmp_path: Path, inside: dict[str, str], text: str, seconds: 
 )
 def test_durations(text: str, seconds: float | None) -> None:
     assert parse_duration(text) == seconds
+
+
+def test_a_time_in_another_form_ends_no_training(tmp_path: Path) -> None:
+    qstat = tmp_path / "qstat"
+    qstat.write_text("#!/bin/sh\nprintf ' Resource_List.walltime = 1:00:00\\n stime = 17:03\\n'\n")
+    qstat.chmod(0o755)
+    with pytest.warns(RuntimeWarning, match="export TORCHMN_JOB_END"):
+        assert job_end({"PATH": f"{tmp_path}:/bin:/usr/bin", "PBS_JOBID": "12"}) is None

@@ -13,10 +13,17 @@ from tests.limits import limit
 from torchmn.control import connection as channels
 from torchmn.control.codec import decode, encode
 from torchmn.control.connection import Channel
-from torchmn.control.messages import Exit, LogWarning, Message, Output, ScriptStarted, Terminate
+from torchmn.control.messages import (
+    Exit,
+    LogWarning,
+    Message,
+    Output,
+    Round,
+    RoundMember,
+    ScriptStarted,
+    Terminate,
+)
 from torchmn.errors import LaunchError
-from torchmn.run.elastic.rendezvous import RendezvousStarted, ServeRendezvous
-from torchmn.run.elastic.rendezvous_state import Limits
 from torchmn.run.host_checks import HostFacts, ProbeHost
 from torchmn.run.monitor.rank_monitor import Order
 
@@ -125,8 +132,11 @@ def test_wait_for_works_where_many_files_are_open(pair: tuple[Channel, Channel])
 # ---- orders and replies keep their values, and anything else is an error ----
 
 
-ORDER = ServeRendezvous(
-    secret="s", host="n0", hosts=["n0", "n1"], limits=Limits(min_hosts=1, max_hosts=2, grace_s=3)
+ORDER = Round(
+    number=1,
+    members=[RoundMember(host="n0", slots=1), RoundMember(host="n1", slots=2)],
+    num_restarts=0,
+    reason="",
 )
 
 
@@ -136,7 +146,6 @@ ORDER = ServeRendezvous(
         ORDER,
         ProbeHost(cwd="/a\nb", script="\udcff.py"),
         HostFacts(versions={"torch": "2"}, port=3),
-        RendezvousStarted(error="in use"),
         Order(rank=1, pid=2, server="a:1", secret="s", grace_s=0.5, descriptor=7),
     ],
 )
@@ -153,16 +162,16 @@ def test_values_survive_as_one_line(value: object) -> None:
         b"null",
         b"\xff",
         b"[" * 9999,
-        encode(RendezvousStarted()),
-        encode(ORDER).replace(b'"min_hosts": 1', b'"min_hosts": "1"'),
+        encode(Terminate(signum=15)),
+        encode(ORDER).replace(b'"slots": 1', b'"slots": "1"'),
         encode(ORDER).replace(b'"n1"', b"7"),
-        encode(ORDER).replace(b'"max_hosts": 2', b'"max_hosts": null'),
-        encode(ORDER).replace(b'"limits"', b'"other"'),
+        encode(ORDER).replace(b'"slots": 2', b'"slots": null'),
+        encode(ORDER).replace(b'"members"', b'"other"'),
     ],
 )
 def test_other_values_are_errors(line: bytes) -> None:
     with pytest.raises(ValueError, match="Not a message"):
-        decode(line, ServeRendezvous)
+        decode(line, Round)
 
 
 FIRST_IN_THREADS = """

@@ -10,10 +10,11 @@ import pytest
 
 from torchmn.cluster.units import GiB, MiB
 from torchmn.control.codec import decode, encode
+from torchmn.doctor.disks import DiskFacts, Folder
 from torchmn.doctor.findings import Finding, Request
 from torchmn.doctor.gpus import GpuFacts
 from torchmn.doctor.host_main import CHECKS
-from torchmn.doctor.limits import DiskFacts, Folder, LimitFacts
+from torchmn.doctor.limits import LimitFacts
 from torchmn.doctor.network import Interface, NetworkFacts, clock_findings
 from torchmn.doctor.processors import ProcessorFacts
 from torchmn.doctor.versions import VersionFacts

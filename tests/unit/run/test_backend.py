@@ -52,8 +52,12 @@ def test_an_mpirun_that_cannot_reach_the_hosts_is_not_chosen() -> None:
 @pytest.mark.parametrize(
     ("machine", "wanted", "words"),
     [
-        (Machine(), "nccl", "no CUDA GPU: use --backend gloo or mpi"),
-        (Machine(num_gpus=1), "nccl", "has 1 CUDA GPU: use -n 1 or --backend gloo"),
+        (Machine(), "nccl", "no CUDA GPU: start fewer ranks, or use backend gloo or mpi"),
+        (
+            Machine(num_gpus=1),
+            "nccl",
+            "for each of the 2 ranks, and this machine has 1 CUDA GPU: start fewer",
+        ),
         (Machine(), "mpi", "needs an mpirun and mpi4py"),
         (Machine(has_mpi4py=True), "mpi", "needs an mpirun, which"),
     ],

@@ -184,7 +184,7 @@ def _adds(first: int, second: int) -> int:
             (_adds, 2, 1, 2),
             {"backend": "nccl"},
             UnsupportedError,
-            'backend="nccl" needs a GPU for each of the 2 ranks, and this machine has no CUDA GPU',
+            "NCCL needs a GPU for each of the 2 ranks, and this machine has no CUDA GPU",
         ),
     ],
 )

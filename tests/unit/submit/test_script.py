@@ -1,6 +1,7 @@
 """The whole text of a job script, and that every part of it is quoted for the shell."""
 
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -12,9 +13,9 @@ import pytest
 
 from tests.limits import limit
 from tests.unit.submit.examples import tutorial
+from torchmn.cluster.commands import Answer, ask
 from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.request import PythonEnvironment
-from torchmn.submit.scheduler import Answer, ask
 from torchmn.submit.script import job_script, make_log_dir, submit, write_script
 from torchmn.submit.site import SCHEDULERS
 
@@ -198,6 +199,21 @@ def test_an_edited_script_is_kept(tmp_path: Path) -> None:
     kept = write_script("two\n", path)
     assert kept == tmp_path / "job.sh~"
     assert (kept.read_text(), path.read_text()) == ("one, edited\n", "two\n")
+
+
+def test_a_disk_that_is_full_costs_no_script(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it."""
+    path = tmp_path / "job.sh"
+    path.write_text("edited\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        with pytest.raises(UsageError, match="cannot be written"):
+            write_script("longer than ten bytes\n", path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [each.name for each in tmp_path.iterdir()] == ["job.sh"]
+    assert path.read_text() == "edited\n"
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:

@@ -1,110 +1,134 @@
-"""The batches that the ranks' loops have received: a script may leave one out on one rank.
+"""The batches that ranks have received and what forward saw of them, which must fit each other.
 
 A local ``continue`` (a loss that is NaN, a caught error), a loop that is left early, or a task that
 is chosen by a rank's own random numbers lets a rank exchange gradients of another batch than the
-others, and ends in a time limit at the end of the epoch. A loader that divides each batch among the
-ranks knows how many this rank has received since the exchange before.
+others, and ends in a time limit at the end of the epoch. A model that sees other samples than those
+of the batch, or some of them, makes means with wrong weights.
 
-Ranks are compared only where their loops train with each batch before they request the next one, in
-the thread that trains: no exchange so far was of more than one new batch. So nothing is said of
-batches that are kept, requested by a thread, accumulated or packed, nor where ranks may have
-different numbers of batches: in `join`, and under schedules that do not exchange at each step.
+Batches are compared where loops train with each batch before they request the next one, in the
+thread that trains: no exchange so far was of more than one new batch. What forward saw is compared
+wherever it is counted. Nothing is compared where ranks may have different numbers of batches: in
+`join`, and under schedules that do not exchange at each step.
 """
 
 from __future__ import annotations
 
 import math
-import threading
+import warnings
 from collections.abc import Sequence
 
-from torchmn.base.errors import RankMismatchError
+from torchmn.base.errors import RankMismatchError, UsageError
+from torchmn.cluster.units import counted
 from torchmn.comm.collectives import allgather_for
-from torchmn.data.divided_batches import DividedBatches, Loop
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.replica_divergence import UNKNOWN
+from torchmn.exchange.step_batches import Share
+from torchmn.exchange.weights import Contribution
 
 _LARGEST_SUM = 2**24  # of squares over all ranks, which float32 holds exactly
 _LARGEST = 4096
-# Exchanges of one batch each before one of several is taken for a batch that was left out.
-_MIN_REGULAR = 2
-
-
-class BatchWatch:
-    """The batches that one optimizer's exchanges are of, on this rank. Local.
-
-    Args:
-        batches: what loaders divide among the ranks.
-    """
-
-    def __init__(self, batches: DividedBatches) -> None:
-        self.is_joining = False  # whether ranks may receive different numbers of batches
-        self._batches = batches
-        self._thread = threading.get_ident()
-        self._received: dict[int, int] = {}  # by pass, at the exchange before
-        self._step = 0
-        # Exchanges of one new batch so far; None if there was one of several.
-        self._num_regular: int | None = 0
-
-    def take(self, step: int) -> tuple[list[Loop], int | None]:
-        """The loops with batches since the exchange before, and a number for what is compared.
-
-        The number is None if nothing is to be compared.
-        """
-        before = self._received
-        if not (before or self._batches.passes):
-            return [], 0
-        loops = [loop for loop in self._batches.loops() if loop.num_received]
-        if step > self._step + 1:  # there were steps without an exchange
-            self._num_regular = 0
-        self._step = step
-        self._received = {loop.number: loop.num_received for loop in loops}
-        new = {loop: loop.num_received - before.get(loop.number, 0) for loop in loops}
-        num_new, num_regular = sum(new.values()), self._num_regular
-        is_here = all(loop.thread == self._thread for loop in loops)
-        if num_regular is None or self.is_joining or not is_here:
-            self._num_regular = None if not self.is_joining else num_regular
-            return loops, None
-        self._num_regular = num_regular + num_new if num_new <= 1 else None
-        if num_new > 1 and num_regular < _MIN_REGULAR:
-            return loops, None
-        return loops, sum((2 * loop.loader + 1) * num for loop, num in new.items())
 
 
 class ReceivedBatches(Agreement):
-    """Which batches a rank has received since the exchange before. One object for each set."""
+    """Compares the batches of an exchange. One object for each set of buckets.
 
-    num_values = 2
+    The numbers: of ranks where no weight is right; of what forward saw; of the batches that were
+    received. The latter two with their squares, so that the sums show whether all are the same.
+    """
 
-    def __init__(self, watch: BatchWatch) -> None:
-        self._watch = watch
-        self._own: list[Loop] = []
+    num_values = 5
+    is_idle = True  # until there is a loader that divides batches
+
+    def __init__(self, contribution: Contribution, *, compares_counts: bool) -> None:
+        self._contribution, self._compares_counts = contribution, compares_counts
+        self._own: tuple[int, Share | None] = (0, None)
+        self._has_warned = False
+        if contribution.loaders is not None:
+            contribution.loaders.when_used(self, ReceivedBatches._loader_is_there)
+
+    def _loader_is_there(self) -> None:
+        self.is_idle = False
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        self._own, number = self._watch.take(context.step)
-        if not context.is_active:
-            return (0.0, 0.0)
-        if number is None:
-            return (UNKNOWN, 0.0)
-        number %= min(_LARGEST, math.isqrt(_LARGEST_SUM // self.comm.size)) - 1 | 1
-        return float(number), float(number**2)
+        own = self._contribution
+        batches, share = own.batches, own.share if self._compares_counts else None
+        if batches is None or not context.is_active:
+            return (0.0,) * self.num_values
+        self._own = batches.number, share
+        largest = min(_LARGEST, math.isqrt(_LARGEST_SUM // self.comm.size)) - 1 | 1
+        seen = received = UNKNOWN
+        if share is not None and share.seen is not None and not own.is_joining:
+            seen = float(share.seen % largest)
+        if batches.is_number_compared:
+            received = float(batches.number % largest)
+        is_miscounted = share is not None and share.is_miscounted
+        return float(is_miscounted), seen, seen**2, received, received**2
 
     def check(self, context: PassContext) -> bool:
         """See `Agreement.check`."""
-        total, squares = self.sums
-        return total >= 0 and self.num_active * squares != total**2
+        num_miscounted, seen, seen_squares, received, received_squares = self.sums
+        if received >= 0 and self.num_active * received_squares != received**2:
+            return True
+        is_seen = seen < 0 or self.num_active * seen_squares == seen**2
+        return not self._has_warned and (num_miscounted > 0 or not is_seen)
 
     def report(self, context: PassContext) -> None:
-        """See `Agreement.report`. Raises RankMismatchError."""
-        own = ", ".join(map(str, self._own)) or "no loop over a loader"
-        places = allgather_for(self.comm, "places of loops", own)
-        where = "; ".join(f"rank {rank} at {place}" for rank, place in enumerate(places))
-        raise RankMismatchError(
-            f"{self.comm.rank_label}: the ranks exchange gradients of different batches: {where}. "
-            "A rank has left out a batch, has left its loop, or has chosen another loader, by "
-            "something of its own: its loss, an error that it caught, its clock, its random "
-            "numbers. Decide by a value that all ranks share, such as "
-            "comm.allreduce(loss.detach(), 'mean'); in place of leaving out a batch call "
-            "optimizer.set_weight(0) before its backward(); or run the loop inside "
-            "optimizer.join(), where ranks may have different numbers of batches."
+        """See `Agreement.report`. Raises RankMismatchError, UsageError."""
+        label, batches = self.comm.rank_label, self._contribution.batches
+        number, share = self._own
+        own = "no loop over a loader", "", False, 0, False
+        if batches is not None:
+            are_several = share is not None and share.are_of_several
+            is_first = batches.is_in_first_pass
+            own = batches.places, _described(share), are_several, number, is_first
+        found = allgather_for(self.comm, "places of loops", own)
+        if len({row[3] for row in found}) > 1:
+            where = "; ".join(f"rank {rank} at {row[0]}" for rank, row in enumerate(found))
+            raise RankMismatchError(
+                f"{label}: the ranks exchange gradients of different batches: {where}. A rank has "
+                "left out a batch, has left its loop, or has chosen another loader, by something "
+                "of its own: its loss, an error that it caught, its clock, its random numbers. "
+                "Decide by a value that all ranks share, such as comm.allreduce(loss.detach(), "
+                "'mean'); in place of leaving out a batch call optimizer.set_weight(0) before its "
+                "backward(); or run the loop inside optimizer.join(), where ranks may have "
+                "different numbers of batches."
+            )
+        what = "; ".join(f"rank {rank} {row[1]}" for rank, row in enumerate(found) if row[1])
+        text = (
+            f"{label}: {(_SEVERAL if any(row[2] for row in found) else _PROPORTION).format(what)}"
         )
+        if any(row[4] for row in found):
+            raise UsageError(text)
+        self._has_warned = True
+        warnings.warn(text, stacklevel=2)  # too late to be refused
+
+
+def _described(share: Share | None) -> str:
+    """What forward saw, and of what, after "rank 1 "."""
+    if share is None or not share.parts:
+        return ""
+    if share.are_of_several:
+        parts = " and ".join(f"{own} of {total}" for own, total in share.parts)
+    else:
+        own, total = (sum(each) for each in zip(*share.parts, strict=True))
+        parts = f"{own} of {total} in {counted(len(share.parts), 'batch')}"
+    return f"saw {share.num_counted:g} samples and has {parts}"
+
+
+_PROPORTION = (
+    "what the model's forward saw is not in proportion to the ranks' parts of the batch of "
+    "scatter_loader, so that the mean of gradients would have wrong weights: {}. What a rank "
+    "counts is the first size of the first tensor that forward is given; here that is not the "
+    "batch, or there are other samples in it, or some were left out on one rank. Call "
+    "optimizer.set_weight(number_of_samples) before each backward(), with what the loss is a mean "
+    "over, or pass weight='rank' if this model is trained with other data than the loader's. "
+    "(Batches of different sizes that are accumulated in one step have no common weight: leave out "
+    "no_sync(), or give the loader drop_last=True.)"
+)
+_SEVERAL = (
+    "this step has batches of several loaders of scatter_loader, whose parts are not in proportion "
+    "on all ranks, and one weight cannot be right for a loss of each: {}. Use batch sizes that are "
+    "multiples of the number of ranks, with drop_last=True; or, if the loss is one mean over the "
+    "samples of all of them, call optimizer.set_weight(number_of_samples) before each backward()."
+)

@@ -38,15 +38,12 @@ from torchmn.exchange.schedules.local_updates.periodic_average import PeriodicAv
 from torchmn.exchange.schedules.parameter_server.schedule import ParameterServer
 
 SCHEDULES: dict[str, Callable[[], Schedule]] = {
-    make.name: make
-    for make in (
-        EveryStep,
-        DoubleBuffering,
-        PeriodicAverage,
-        BlockMomentum,
-        DiLoCo,
-        ParameterServer,
-    )
+    EVERY_STEP: EveryStep,
+    DOUBLE_BUFFERING: DoubleBuffering,
+    "periodic_average": PeriodicAverage,
+    "block_momentum": BlockMomentum,
+    "diloco": DiLoCo,
+    "parameter_server": ParameterServer,
 }
 """Those by name have their defaults: blocks of 512 samples per rank, without overlap."""
 
@@ -142,15 +139,13 @@ def create_multi_node_optimizer(
     codec = _or_auto(codec)
     if isinstance(name, str) and name not in SCHEDULES:
         raise UnknownNameError("schedule", name, [AUTO, *SCHEDULES])
-    tuner = None
     candidates: list[Schedule] = []
     if isinstance(name, Auto) or isinstance(codec, Auto):
         space = _search_space(name, codec, comm)
-        tuner = Autotuner(space)
         candidates = [make() for make in space.schedules.values()]
-        name, codec = next(iter(space.schedules)), space.codecs[0]
+        name, codec = Autotuner(space), space.codecs[0]
     chosen = SCHEDULES[name]() if isinstance(name, str) else name
-    if reduction == "sum" and chosen.has_own_steps:
+    if reduction == "sum" and chosen.traits.has_own_steps:
         raise UnsupportedError(
             f"reduction='sum' adds the ranks' gradients of one step, and under {chosen.name} each "
             "rank steps with its own. Let the loss be a mean over the batch, or use a schedule of "
@@ -173,24 +168,15 @@ def create_multi_node_optimizer(
     chains = find_chains(models, comm, max_grad_norm)
     form = own_codec(codec, comm)
     is_counted = weight is None
-    may_differ = is_counted and reduction == "mean" and chosen.averages_gradients
-    made = _kind(
-        optimizer,
-        comm,
-        models,
-        chosen,
-        form,
-        options,
-        tuner=tuner,
-    )
+    may_differ = is_counted and reduction == "mean" and chosen.traits.averages_gradients
+    made = _kind(optimizer, comm, models, chosen, form, options)
     for chain in chains:
         chain.register_no_sync(made.no_sync)
-    if may_differ or (is_counted and chosen.counts_samples):
-        made.follow_batches()
+    if may_differ or (is_counted and chosen.traits.counts_samples):
+        made.sample_weights.follow_loaders()
     compare_random_numbers(comm, models)
-    if (
-        tuner is None and codec is not None and not isinstance(chosen, ParameterServer)
-    ):  # it pushes between all ranks
+    pushes = isinstance(chosen, ParameterServer)  # between all ranks
+    if codec is not None and not (pushes or isinstance(chosen, Autotuner)):
         warn_if_it_encodes_nothing(form, comm)
     return made
 
@@ -198,7 +184,7 @@ def create_multi_node_optimizer(
 def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> None:
     """Raise UnsupportedError: one of these needs parameters that are whole on every rank."""
     for schedule in schedules:
-        if not schedule.exchanges_shards:
+        if not schedule.traits.takes_shards:
             raise UnsupportedError(
                 f"{comm.rank_label}: {schedule.name} updates parameters on other ranks, and "
                 "those of this model are sharded (DTensors), of which each rank holds a part. Use "

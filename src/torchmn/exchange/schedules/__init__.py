@@ -1,6 +1,6 @@
 """Schedules: when ranks exchange gradients or parameters."""
 
-from torchmn.exchange.schedules.base import Schedule
+from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
 from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.exchange.schedules.local_updates.base import LocalUpdateSchedule
@@ -22,5 +22,6 @@ __all__ = [
     "PeriodicAverage",
     "Phases",
     "Schedule",
+    "Traits",
     "Warmup",
 ]

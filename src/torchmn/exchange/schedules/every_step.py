@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.base.errors import RankMismatchError
+from torchmn.base.names import EVERY_STEP
 from torchmn.cluster.units import listed
 from torchmn.comm.collectives import allgather_for
-from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.reducer import GradientReducer
-from torchmn.exchange.schedules.base import Schedule
+from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.sparse_gradients import sparse_gradient
 
 
@@ -35,47 +35,33 @@ class EveryStep(Schedule):
         >>> optimizer = torchmn.create_multi_node_optimizer(sgd, comm, model, schedule=EveryStep())
     """
 
-    name = "every_step"
+    traits = Traits(name=EVERY_STEP)
 
     def __init__(self, *, exact: bool = False) -> None:
         self.exact = exact
-        self._is_exchanged = False
         self._has_warned = False
-        self._exchange: GradientExchange | None = None
 
-    @property
-    def num_active(self) -> int:
-        """How many ranks had data in the last exchange. On a GPU the host waits for it."""
-        return 0 if self._exchange is None else self._exchange.num_active
-
-    @property
-    def num_samples(self) -> float:
-        """Samples of all ranks in the last exchange, where they are counted; as `num_active`."""
-        return 0.0 if self._exchange is None else self._exchange.num_samples
-
-    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+    def attach(
+        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
+    ) -> None:
         """See `Schedule.attach`."""
-        super().attach(reducer, inner)
-        self._exchange, self._local_passes = reducer.exchange, reducer.local_passes
+        super().attach(reducer, inner, models)
         if self.exact and reducer.codec is not None:
             reducer.reconfigure(reducer.comm, None)
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
-        reducer = self._reducer
-        if self._is_exchanged and not self._has_warned:
+        exchange = self._exchange
+        if exchange.num_in_step and not self._has_warned:
             self._warn_of_second_pass()
-        reducer.exchange.assign(reducer.exchange.send())
-        self._is_exchanged = True
+        exchange.assign(exchange.send())
 
     def _warn_of_second_pass(self) -> None:
         """Warn once, on rank 0, if gradients were added to means."""
-        reducer = self._reducer
-        packing, comm = reducer.exchange.filled, reducer.comm
-        if not packing.is_accumulating:
+        if not self._exchange.filled.is_accumulating:
             return
         self._has_warned = True
-        if comm.rank == 0:
+        if self._exchange.comm.rank == 0:
             warnings.warn(
                 "More than one backward pass before step(): each one exchanges all gradients. The "
                 "result is right. To exchange once, wrap all passes but the last in "
@@ -85,28 +71,18 @@ class EveryStep(Schedule):
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. A rank without any backward pass takes part here."""
+        reducer, exchange, local = self._reducer, self._exchange, self._local_passes
+        if not reducer.is_active:
+            reducer.shadow_exchange()
+            share_with_late_ranks(reducer)
+            return None
         if closure is None:
-            self.exchange_if_late()
-            share_with_late_ranks(self._reducer)
-        self._is_exchanged = False
-        result = self._inner.step(closure)
-        self._is_exchanged = False
-        return result
-
-    def exchange_if_late(self) -> None:
-        """See `Schedule.exchange_if_late`."""
-        if not self._is_exchanged or self._local_passes.exist:
-            self._reducer.exchange_now(is_late=True)
-
-    def shadow_step(self) -> int:
-        """See `Schedule.shadow_step`."""
-        means = self._reducer.shadow_exchange()
-        share_with_late_ranks(self._reducer)
-        return means.num_active
-
-    def on_zero_grad(self) -> None:
-        """See `Schedule.on_zero_grad`."""
-        self._is_exchanged = False
+            if exchange.num_in_step == 0 or local.states:
+                reducer.exchange_now(is_late=True)
+            if exchange.are_late_on_some or local.were_changed:
+                share_with_late_ranks(reducer)
+        exchange.num_in_step = 0
+        return self._inner.step(closure)
 
     def flush(self) -> None:
         """See `Schedule.flush`: nothing is pending, but on a GPU the last checks are."""

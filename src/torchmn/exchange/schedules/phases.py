@@ -15,10 +15,11 @@ workers share the data from the beginning.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
@@ -28,7 +29,7 @@ from torchmn.comm.local_tensors import local_part
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import broadcast_optimizer_state, parameters_of
 from torchmn.exchange.resharding import reshard_object, warnings_of
-from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
+from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.exchange.schedules.local_updates.base import LocalUpdateSchedule
 
@@ -63,15 +64,12 @@ class Phases(Schedule):
         'every_step'
     """
 
-    counts_samples = True
-
     def __init__(self, phases: Mapping[float, Phase]) -> None:
         self.starts = sorted(phases)
         """From how many samples on each phase is used."""
         self.schedules = [phases[start] for start in self.starts]
         _check(self.starts, self.schedules)
-        self.name = "+".join(schedule.name for schedule in self.schedules)
-        self.num_sets = self.schedules[-1].num_sets
+        self._name = "+".join(schedule.name for schedule in self.schedules)
         self.began_at = [0.0]
         """Samples over all workers at which each phase so far has begun."""
         self._num_every_step_samples = 0.0
@@ -96,55 +94,52 @@ class Phases(Schedule):
         return self.began_at[-1] + self._num_every_step_samples
 
     @property
-    def averages_gradients(self) -> bool:
-        """See `Schedule.averages_gradients`."""
-        return any(schedule.averages_gradients for schedule in self.schedules)
+    def traits(self) -> Traits:
+        """See `Schedule.traits`: parameters are as the phase under way has them."""
+        return replace(
+            self.current.traits,
+            name=self._name,
+            num_sets=1,
+            averages_gradients=any(s.traits.averages_gradients for s in self.schedules),
+            has_own_steps=any(s.traits.has_own_steps for s in self.schedules),
+            counts_samples=True,
+        )
 
-    @property
-    def has_own_steps(self) -> bool:
-        """See `Schedule.has_own_steps`."""
-        return any(schedule.has_own_steps for schedule in self.schedules)
-
-    @property
-    def replica_consistency(self) -> ReplicaConsistency:
-        """That of the phase under way."""
-        return self.current.replica_consistency
-
-    @property
-    def is_within_block(self) -> bool:
-        """See `Schedule.is_within_block`."""
-        return self.current.is_within_block
-
-    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+    def attach(
+        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
+    ) -> None:
         """See `Schedule.attach`. Raises UsageError, UnsupportedError: as the schedules do."""
-        super().attach(reducer, inner)
-        self._comm: Communicator = reducer.comm
+        super().attach(reducer, inner, models)
         self._codec: Codec | None = reducer.codec
         for schedule in reversed(self.schedules):  # the first one last: it begins
             is_as_made = reducer.comm is self._comm and reducer.codec is self._codec
             if reducer.is_suspended or not is_as_made:
                 reducer.reconfigure(self._comm, self._codec)
-            schedule.attach(reducer, inner)
+            schedule.attach(reducer, inner, models)
 
     # ---- the schedule ----
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
+        if not self._exchange.num_in_step:  # its mean was dropped, by zero_grad
+            self._unapplied = None
         phase = self.current
         phase.backward_ended()
         if isinstance(phase, EveryStep):
-            self._num_every_step_samples += phase.num_samples
+            self._num_every_step_samples += self._exchange.num_samples
             # Not in step(), which a GradScaler may skip; but a closure may be called again, and
             # late ranks first take over the gradients of this phase, in step().
-            if (
-                not (self._is_stepping or self._reducer.exchange.are_late_on_some)
-                and self._is_over()
-            ):
+            if not (self._is_stepping or self._exchange.are_late_on_some) and self._is_over():
                 self._begin_next()
                 self._unapplied = phase
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
+        if not self._reducer.is_active:
+            self._step_without_data()
+            return None
+        if not self._exchange.num_in_step:
+            self._unapplied = None
         phase = self._unapplied or self.current
         if not isinstance(phase, EveryStep):
             result = phase.step(closure)
@@ -157,43 +152,33 @@ class Phases(Schedule):
                 self._is_stepping = False
             self._unapplied = None
             if phase is self.current and not self._reducer.is_needed:  # one rank alone
-                self._num_every_step_samples += self._reducer.contribution.num_samples
+                self._num_every_step_samples += self._contribution.num_samples
         if self._is_over():
             self._begin_next()
         return result
 
-    def exchange_if_late(self) -> None:
-        """See `Schedule.exchange_if_late`."""
-        (self._unapplied or self.current).exchange_if_late()
-
-    def shadow_step(self) -> int:
-        """See `Schedule.shadow_step`."""
+    def _step_without_data(self) -> None:
+        """Take part in a step of the others. *Collective.*"""
         self._unapplied = None
-        phase = self.current
-        if not isinstance(phase, EveryStep):
-            num_active = phase.shadow_step()
-        elif not self._reducer.is_needed:
-            return 0
-        else:
-            num_active = phase.shadow_step()
-            self._num_every_step_samples += phase.num_samples
+        phase, exchange = self.current, self._exchange
+        if isinstance(phase, EveryStep) and not self._reducer.is_needed:
+            exchange.num_active = 0
+            return
+        phase.step(None)
+        num_active = exchange.num_active
+        if isinstance(phase, EveryStep):
+            self._num_every_step_samples += exchange.num_samples
             # When all ranks have left, the optimizer copies parameters and state.
             self._num_missed_steps = self._num_missed_steps + 1 if num_active else 0
         if self._is_over():
             num_in_loops = self._begin_next()
             if not isinstance(phase, EveryStep):  # ranks that flush take part as if they had left
-                return num_in_loops
-        return num_active
+                num_active = num_in_loops
+        exchange.num_active = num_active
 
-    def on_zero_grad(self) -> None:
-        """See `Schedule.on_zero_grad`."""
-        self._unapplied = None
-        for schedule in self.schedules:
-            schedule.on_zero_grad()
-
-    def before_load(self) -> None:
-        """See `Schedule.before_load`."""
-        self.current.before_load()
+    def before_access(self, access: Literal["read", "load"]) -> None:
+        """See `Schedule.before_access`."""
+        self.current.before_access(access)
 
     def flush(self) -> None:
         """See `Schedule.flush`."""
@@ -236,7 +221,7 @@ class Phases(Schedule):
             self._num_every_step_samples = 0.0
         if isinstance(before, LocalUpdateSchedule) and isinstance(self.current, EveryStep):
             average_inner_state(self._comm, self._inner, is_active=self._reducer.is_active)
-            self._reducer.contribution.reset()
+            self._contribution.reset()
         self._open()
         return num_in_loops
 
@@ -381,6 +366,6 @@ class Warmup(Phases):
 
     def __init__(self, warmup_samples: float, schedule: Phase) -> None:
         super().__init__({0: EveryStep(exact=True), warmup_samples: schedule})
-        self.name = f"warmup+{schedule.name}"
+        self._name = f"warmup+{schedule.name}"
         self.warmup_samples = warmup_samples
         self.schedule = schedule

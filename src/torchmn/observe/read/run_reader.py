@@ -8,6 +8,7 @@ whole run. They are found by seeking, since steps are in order in a file.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from operator import attrgetter
@@ -18,6 +19,7 @@ import msgspec
 import numpy as np
 
 from torchmn.base.errors import DataError
+from torchmn.cluster.units import grouped
 from torchmn.control.codec import decode_union
 from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
 from torchmn.record.records import (
@@ -131,11 +133,11 @@ def _read_run(folder: Path, max_nbytes: int, last_steps: int | None) -> Run:
 
 def _rank_files(folder: Path) -> dict[int, list[Path]]:
     """The files of each rank, in order."""
-    found: dict[int, list[tuple[int, Path]]] = {}
-    for path in folder.iterdir():
-        match = _FILE.fullmatch(path.name)
-        if match:
-            found.setdefault(int(match[1]), []).append((int(match[2] or 0), path))
+    found = grouped(
+        (int(match[1]), (int(match[2] or 0), path))
+        for path in folder.iterdir()
+        if (match := _FILE.fullmatch(path.name))
+    )
     return {rank: [path for _, path in sorted(paths)] for rank, paths in found.items()}
 
 
@@ -224,46 +226,30 @@ class _Table:
         self._clear()
 
     def _clear(self) -> None:
-        self._settings = dict(self._start.settings)
         self._columns: list[tuple[float, ...]] = []
         self._phases: list[list[float]] = []
         self._buckets: list[tuple[float, ...]] = []
         self._sent: dict[str, float] = {}
         self._received: dict[str, float] = {}
-        self._values: dict[str, tuple[list[int], list[float]]] = {}
-        self._memory: list[tuple[float, float, float]] = []
-        self._clocks: list[tuple[float, float, float]] = []
-        self._gradient_times: list[GradientTimes] = []
-        self._end: RunEnd | None = None
+        self._others: dict[type[Line], list[Any]] = defaultdict(list)
 
     def add(self, text: bytes) -> None:
-        if len(self._gradient_times) == MAX_GRADIENT_TIMES and b'"GradientTimes"' in text[:40]:
+        num_times = len(self._others[GradientTimes])
+        if num_times == MAX_GRADIENT_TIMES and b'"GradientTimes"' in text[:40]:
             return
         line = _decode(text)
         if line is None:
             self._num_damaged += text.endswith(b"\n")
         elif isinstance(line, Step):
             self._add_step(line)
-        elif isinstance(line, Value):
-            steps, values = self._values.setdefault(line.name, ([], []))
-            steps.append(line.step)
-            values.append(line.value)
-        elif isinstance(line, Memory):
-            self._memory.append((line.at_s, line.rss_nbytes, line.device_nbytes))
-        elif isinstance(line, ClockOffset):
-            self._clocks.append((line.at_s, line.offset_s, line.error_s))
-        elif isinstance(line, GradientTimes):
-            self._gradient_times.append(line)
-        elif isinstance(line, SettingsChanged):
-            self._settings.update(line.settings)
         elif isinstance(line, RunStart):
             if self._num_starts and line == self._start:  # of a later file of the same process
                 return
             self._num_starts += 1
             self._start = line
             self._clear()
-        elif isinstance(line, RunEnd):
-            self._end = line
+        else:
+            self._others[type(line)].append(line)
 
     def _add_step(self, line: Step) -> None:
         row = len(self._columns)
@@ -294,24 +280,33 @@ class _Table:
             phases=np.array(self._phases, dtype=np.float32).reshape(-1, len(PHASES)),
             buckets=Buckets(**_columns(self._buckets, ("row", *_BUCKET_COLUMNS))),
         )
-        clocks = _transposed(sorted(set(self._clocks)), 3)
-        memory = _transposed(sorted(set(self._memory)), 3)
+        others = self._others
+        clocks = {(each.at_s, each.offset_s, each.error_s) for each in others[ClockOffset]}
+        memory = {(each.at_s, each.rss_nbytes, each.device_nbytes) for each in others[Memory]}
+        at_s, process, device = _transposed(sorted(memory), 3)
+        values = grouped((each.name, each) for each in others[Value])
+        settings = dict(self._start.settings)
+        for changed in others[SettingsChanged]:
+            settings |= changed.settings
         return RankRecord(
             start=self._start,
-            settings=self._settings,
+            settings=settings,
             steps=steps,
             sent=self._sent,
             received=self._received,
             values={
-                name: (np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
-                for name, (steps, values) in self._values.items()
+                name: (
+                    np.array([each.step for each in found], dtype=np.int64),
+                    np.array([each.value for each in found], dtype=np.float64),
+                )
+                for name, found in values.items()
             },
-            memory=(memory[0], memory[1], memory[2]),
-            clock=Clock(at_s=clocks[0], offset_s=clocks[1], error_s=clocks[2]),
-            gradient_times=self._gradient_times,
+            memory=(at_s, process, device),
+            clock=Clock(**_columns(sorted(clocks), ("at_s", "offset_s", "error_s"))),
+            gradient_times=others[GradientTimes],
             first_step=first_step,
             last_step=last_step,
-            end=self._end,
+            end=next(reversed(others[RunEnd]), None),
             num_damaged=self._num_damaged,
             is_sampled=is_sampled,
             num_starts=self._num_starts,

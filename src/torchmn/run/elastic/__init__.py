@@ -1,1 +1,1 @@
-"""Elastic jobs, which continue with fewer or more hosts: rounds of torchrun's agents."""
+"""Elastic jobs, which continue in rounds with fewer or more hosts."""

@@ -1,29 +1,53 @@
 """``python -m torchmn.run.elastic.host_main``: one host of an elastic job.
 
-Reads its order from the standard input, reports to the rendezvous, and runs torchrun's agent for
-the ranks of this host, round after round. It
-ends with the job, with the launcher (the end of standard input) and with the rendezvous, and kills
-all processes below it.
+Reads its order from the standard input, connects to the launcher, and runs the agents of this
+host's ranks, round after round. It ends with the job, with the launcher (the end of the connection
+or of standard input) and after a signal, and kills all processes below it.
 """
 
 import hashlib
+import hmac
+import math
 import os
+import selectors
 import signal
+import socket
+import subprocess
 import sys
-from types import FrameType
-from typing import NoReturn
+import time
+from typing import Literal
 
 from torchmn.base.errors import LaunchError, TorchmnError
+from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
-from torchmn.control.messages import HostHello, Round
-from torchmn.control.processes import adopt_orphans, kill_descendants
-from torchmn.run.elastic.host import Host, round_secret
+from torchmn.control.connection import Channel
+from torchmn.control.heartbeat import answer
+from torchmn.control.messages import (
+    HeartbeatRequest,
+    HostFinished,
+    HostHello,
+    HostReady,
+    Restart,
+    Round,
+    Shutdown,
+)
+from torchmn.control.processes import (
+    adopt_orphans,
+    kill_descendants,
+    reap_children,
+    send,
+    signal_socket,
+)
 from torchmn.run.elastic.rendezvous import ROLE
 from torchmn.run.host_checks import find_problem, versions
+from torchmn.run.job import worker_command
+from torchmn.run.rank_environment import rank_variables
 
-_STOP_MARGIN_S = 3.0
+_POLL_S = 0.2
+_STOP_MARGIN_S = 3.0  # how much longer than its script an agent may take to end
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class RunHost(Record, frozen=True, kw_only=True):
@@ -39,66 +63,143 @@ class RunHost(Record, frozen=True, kw_only=True):
     env: dict[str, str]
 
 
-class _Signalled(Exception):
-    """A signal came while torch's agent, which has its own handlers, did not run yet."""
+def round_secret(secret: str, number: int) -> str:
+    """The secret of a round's ranks: those of an earlier round cannot authenticate to this one."""
+    return hmac.new(secret.encode(), f"round {number}".encode(), hashlib.sha256).hexdigest()
+
+
+class Host:
+    """Runs the agents of this host as the rendezvous requests. One thread."""
+
+    def __init__(self, order: RunHost, channel: Channel, wakeup: socket.socket) -> None:
+        self._order = order
+        self._channel = channel
+        self._wakeup = wakeup
+        self._state: Literal["waiting", "running", "finished"] = "waiting"
+        self._agents: set[int] = set()  # their processes
+        self._has_failed = False
+        self._kill_at = math.inf  # when the agents, which were asked to end, are killed
+        self._leave: Shutdown | None = None
+
+    def run(self) -> str:
+        """Serve to the end of the job; why it ended or continues without this host, if it does."""
+        while True:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
+                if self._leave is None:
+                    selector.register(0, selectors.EVENT_READ, self._on_input)
+                    selector.register(self._channel, selectors.EVENT_READ, self._on_messages)
+                for key, _ in selector.select(_POLL_S):
+                    key.data()
+            self._channel.flush()
+            if self._agents:
+                self._enforce_end()
+            elif self._leave is not None:
+                return self._leave.text
+            elif self._state == "running":
+                self._round_ended()
+
+    def _on_signals(self) -> None:
+        for signum in self._wakeup.recv(64):
+            if signum in _ENDING_SIGNALS:
+                self._go(Shutdown(signum=signum, text=""))
+        for pid, returncode in reap_children():
+            if pid in self._agents:
+                self._agents.discard(pid)
+                self._has_failed |= returncode != 0
+
+    def _on_input(self) -> None:
+        if not os.read(0, 1 << 12):
+            self._go(Shutdown(signum=signal.SIGTERM, text="the launcher died"))
+
+    def _on_messages(self) -> None:
+        for message in self._channel.collect():
+            if isinstance(message, HeartbeatRequest):
+                answer(self._channel)
+            elif isinstance(message, Round):
+                self._start(message)
+            elif isinstance(message, Restart) and self._state == "finished":
+                self._wait_for_round()
+            elif isinstance(message, Restart):
+                self._end_agents(signal.SIGTERM)
+            elif isinstance(message, Shutdown):
+                self._go(message)
+        if not self._channel.is_open:
+            text = "the launcher was lost: its process ended, or there is no route to it"
+            self._go(Shutdown(signum=signal.SIGTERM, text=text))
+
+    def _start(self, found: Round) -> None:
+        slots = [member.slots for member in found.members]
+        inter_rank = [member.host for member in found.members].index(self._order.host)
+        secret = round_secret(self._order.secret, found.number)
+        env = {**os.environ, SECRET_VARIABLE: secret, ROUND_VARIABLE: str(found.number)}
+        self._state, self._has_failed, self._kill_at = "running", False, math.inf
+        for intra_rank in range(slots[inter_rank]):
+            agent = subprocess.Popen(
+                worker_command(),
+                env={**env, **rank_variables(slots, inter_rank, intra_rank)},
+                stdin=subprocess.DEVNULL,
+            )
+            agent.returncode = 0  # this class reaps; without it Popen would warn
+            self._agents.add(agent.pid)
+
+    def _enforce_end(self) -> None:
+        if self._has_failed:
+            self._end_agents(signal.SIGTERM)
+        if time.monotonic() > self._kill_at:
+            for pid in self._agents:
+                send(pid, signal.SIGKILL)
+
+    def _round_ended(self) -> None:
+        """All agents have ended: by themselves and well, or so that another round can begin."""
+        if self._has_failed or self._kill_at < math.inf:
+            self._wait_for_round()
+        else:
+            self._state = "finished"
+            self._channel.post(HostFinished())
+
+    def _wait_for_round(self) -> None:
+        self._state = "waiting"
+        self._channel.post(HostReady())
+
+    def _end_agents(self, signum: int) -> None:
+        if self._kill_at == math.inf:
+            self._kill_at = time.monotonic() + self._order.grace_s + _STOP_MARGIN_S
+            for pid in self._agents:
+                send(pid, signum)
+
+    def _go(self, leave: Shutdown) -> None:
+        if self._leave is None:
+            self._leave = leave
+            self._end_agents(leave.signum)
 
 
 def main() -> int:
     """Run this host's part of the job; the exit code is 0 if it ended regularly."""
     adopt_orphans()
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(signum, _raise_signalled)
-    for signum in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, lambda *_: None)  # the launcher forwards them; not ignored: inherited
-    host: list[Host] = []
+    # the launcher forwards SIGUSR1 and SIGUSR2, which are not ignored: that would be inherited
+    wakeup = signal_socket(signal.SIGCHLD, *_ENDING_SIGNALS, signal.SIGUSR1, signal.SIGUSR2)
     try:
-        order = decode(sys.stdin.readline(), RunHost)
-        os.environ.update(order.env)
-        problem = find_problem(order.cwd, order.script)
-        if problem:
-            raise LaunchError(problem)
-        _take_part(order, host)
+        text = _take_part(decode(sys.stdin.readline(), RunHost), wakeup)
     except TorchmnError as error:
-        return _say(str(error))
-    except _Signalled:
-        pass
-    except Exception as error:
-        if type(error).__name__ != "SignalException":  # torch's, which only its agent imports
-            raise
+        text = str(error)
     finally:
-        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(signum, signal.SIG_IGN)
         kill_descendants(os.getpid())
-    leave = host[0].leave if host else None
-    return _say(leave.text) if leave is not None and leave.text else 0
+    if text:
+        say(text)
+    return 1 if text else 0
 
 
-def _take_part(order: RunHost, hosts: list[Host]) -> None:
-    secret = order.secret
+def _take_part(order: RunHost, wakeup: socket.socket) -> str:
+    os.environ.update(order.env)
+    if problem := find_problem(order.cwd, order.script):
+        raise LaunchError(problem)
+    os.environ[JOB_VARIABLE] = hashlib.sha256(f"job {order.secret}".encode()).hexdigest()
     identity = HostHello(host=order.host, slots=order.slots, versions=versions())
-    channel = connect_authenticated(order.rendezvous, secret=secret, role=ROLE, identity=identity)
-    host = Host(channel, stdin=sys.stdin.fileno())
-    hosts.append(host)
-    os.environ[JOB_VARIABLE] = hashlib.sha256(f"job {secret}".encode()).hexdigest()
-
-    def on_round(found: Round) -> None:
-        os.environ[SECRET_VARIABLE] = round_secret(secret, found.number)
-        os.environ[ROUND_VARIABLE] = str(found.number)
-
-    host.start()
-    from torchmn.run.elastic.torch_agent import run_agent  # torch, after we have reported
-
-    stop_limit_s = order.grace_s + _STOP_MARGIN_S
-    run_agent(host, order.host, order.slots, stop_limit_s=stop_limit_s, on_round=on_round)
-
-
-def _raise_signalled(signum: int, _: FrameType | None) -> NoReturn:
-    raise _Signalled(signum)
-
-
-def _say(text: str) -> int:
-    print(f"torchmn: {text}", file=sys.stderr, flush=True)
-    return 1
+    channel = connect_authenticated(
+        order.rendezvous, secret=order.secret, role=ROLE, identity=identity
+    )
+    return Host(order, channel, wakeup).run()
 
 
 if __name__ == "__main__":

@@ -1,14 +1,12 @@
-"""An elastic job, and the commands of its processes."""
+"""An elastic job, and the commands of its hosts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchmn.base.errors import LaunchError, UsageError
+from torchmn.base.errors import UsageError
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, SUPERVISOR_VARIABLE
-from torchmn.control.codec import decode, encode
-from torchmn.control.processes import python_module
+from torchmn.control.codec import encode
 from torchmn.run.elastic.host_main import RunHost
-from torchmn.run.elastic.rendezvous import RendezvousStarted, ServeRendezvous
 from torchmn.run.elastic.rendezvous_state import JOIN_TIMEOUT_S, Limits
 from torchmn.run.job import Command, Job
 from torchmn.run.starters.remote import is_carried, remote_shell_name, to_host
@@ -20,20 +18,6 @@ class ElasticJob:
 
     job: Job
     limits: Limits
-
-    def parse_address(self, line: str) -> str:
-        """``host:port`` from the first line of the rendezvous. Raises LaunchError."""
-        try:
-            started = decode(line, RendezvousStarted)
-        except ValueError:
-            raise LaunchError(
-                "The rendezvous did not start"
-                + (f": it answered {line[:80]!r}" if line else "")
-                + f". Its output is in {self.job.log_dir / 'launcher.log'}."
-            ) from None
-        if started.error:
-            raise LaunchError(f"The rendezvous cannot listen on this host: {started.error}.")
-        return started.address
 
 
 def parse_elastic(text: str) -> tuple[int, int, float]:
@@ -52,22 +36,6 @@ def parse_elastic(text: str) -> tuple[int, int, float]:
         )
     minimum, maximum, *seconds = map(int, parts)
     return minimum, maximum, float(seconds[0] if seconds else JOIN_TIMEOUT_S)
-
-
-def rendezvous_process(elastic: ElasticJob, env: Mapping[str, str], address: str) -> Command:
-    """The rendezvous server, at an address of this host that all hosts can reach."""
-    order = ServeRendezvous(
-        secret=elastic.job.secret,
-        host=address,
-        hosts=[each.name for each in elastic.job.hosts],
-        limits=elastic.limits,
-    )
-    return Command(
-        python_module("torchmn.run.elastic.rendezvous"),
-        env,
-        name="the rendezvous",
-        stdin=encode(order),
-    )
 
 
 def host_process(

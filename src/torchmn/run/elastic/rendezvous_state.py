@@ -2,7 +2,7 @@
 
 Hosts gather for a round, run, and gather again when a rank failed, a host was lost, or one that
 came back may join. No sockets and no clock here: events come in, with the time in seconds, and
-messages for hosts and for the launcher go out.
+messages for hosts and decisions for the launcher go out.
 """
 
 import signal
@@ -12,26 +12,12 @@ from typing import Literal
 
 from torchmn.base.errors import UsageError
 from torchmn.cluster.units import counted
-from torchmn.control.messages import (
-    ElasticMessage,
-    HostHello,
-    HostLost,
-    JobEnded,
-    Restart,
-    Round,
-    RoundEnding,
-    RoundMember,
-    Shutdown,
-    UserMessage,
-)
+from torchmn.control.messages import HostHello, Message, Restart, Round, RoundMember, Shutdown
 from torchmn.run.host_checks import differences
 
-LAUNCHER = ""  # the recipient of messages for the launcher; no host has an empty name
 _STOP_MARGIN_S = 30.0
-# How long a host that is connected may take until its agent runs, which imports torch.
-_START_LIMIT_S = 60.0
 
-State = Literal["starting", "ready", "running", "stopping", "finished"]
+State = Literal["ready", "running", "stopping", "finished"]
 
 
 JOIN_TIMEOUT_S = 120
@@ -66,12 +52,42 @@ class Limits:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class UserMessage:
+    """A message for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundEnding:
+    """The round ends, its ranks are terminated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLost:
+    """The connection to this host is lost."""
+
+    host: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnded:
+    """The job is over; ``text`` is the reason if it failed."""
+
+    text: str
+
+
+Decision = Round | RoundEnding | HostLost | UserMessage | JobEnded
+
+
 @dataclass
 class _Host:
     """A host that is connected."""
 
     member: HostHello
-    state: State = "starting"
+    state: State = "ready"
 
 
 class RendezvousState:
@@ -90,38 +106,44 @@ class RendezvousState:
         self._reasons: list[str] = []
         self._has_failure = False
         self._has_loss = False
-        self._messages: list[tuple[str, ElasticMessage]] = []
+        self._messages: list[tuple[str, Message]] = []
+        self._decisions: list[Decision] = []
 
     @property
     def is_over(self) -> bool:
         """Whether nothing will run any more."""
         return self._phase == "over"
 
-    def drain_messages(self) -> list[tuple[str, ElasticMessage]]:
-        """The messages since the last call: (host, message)."""
+    def drain_messages(self) -> list[tuple[str, Message]]:
+        """The messages for hosts since the last call: (host, message)."""
         messages, self._messages = self._messages, []
         return messages
 
+    def drain_decisions(self) -> list[Decision]:
+        """What the launcher is to do or to show since the last call."""
+        decisions, self._decisions = self._decisions, []
+        return decisions
+
     # ---- events -------------------------------------------------------------------------------
 
-    def on_host_joined(self, member: HostHello) -> bool:
-        """A host has connected. Returns whether it may take part."""
+    def on_host_joined(self, member: HostHello, now: float) -> bool:
+        """A host has connected, and is ready. Returns whether it may take part."""
         problem = self._find_problem(member)
         if problem:
             self._post(member.host, Shutdown(signum=signal.SIGTERM, text=problem))
-            self._post(LAUNCHER, UserMessage(text=f"{member.host} cannot take part: {problem}."))
+            text = f"{member.host} cannot take part: {problem}."
+            self._decisions.append(UserMessage(text=text))
             return False
         self._connected[member.host] = _Host(member)
         self._absent.discard(member.host)
         if self._phase == "running":
-            self._post(
-                LAUNCHER,
-                UserMessage(text=f"{member.host} joined; waiting for the next checkpoint."),
-            )
+            text = f"{member.host} joined; waiting for the next checkpoint."
+            self._decisions.append(UserMessage(text=text))
+        self._start_if_complete(now)
         return True
 
     def on_host_ready(self, host: str, now: float) -> None:
-        """A host runs no ranks and waits: at the start, when requested, or after a failure."""
+        """A host runs no ranks any more and waits: when requested, or after a failure."""
         host_state = self._connected[host]
         was_running = host_state.state == "running"
         host_state.state = "ready"
@@ -142,6 +164,8 @@ class RendezvousState:
 
     def on_host_finished(self, host: str) -> None:
         """All ranks of a host have succeeded."""
+        if self._connected[host].state != "running":  # it is to end them, and comes back
+            return
         self._connected[host].state = "finished"
         left = [self._connected[name] for name in self._members if name in self._connected]
         if self._phase == "running" and all(host_state.state == "finished" for host_state in left):
@@ -152,7 +176,7 @@ class RendezvousState:
         host_state = self._connected.pop(host, None)
         if host_state is None or self._phase == "over":
             return
-        self._post(LAUNCHER, HostLost(host=host, text=why))
+        self._decisions.append(HostLost(host=host, text=why))
         if host in self._members and host_state.state != "finished":
             self._has_loss = True
             self._gather(f"{host} was lost", now)
@@ -184,12 +208,9 @@ class RendezvousState:
             ]
             for name in late:
                 self.on_host_lost(name, f"its ranks did not stop within {stop_s:g} s", now)
-        late_s = now - self._since - self._limits.join_timeout_s
-        if self._phase == "gathering" and late_s > 0:
+        if self._phase == "gathering" and now > self._since + self._limits.join_timeout_s:
             self._start_if_complete(now)
-            has_enough = len(self._connected) >= self._limits.min_hosts
-            is_starting = has_enough and late_s < _START_LIMIT_S
-            if self._phase == "gathering" and not self._is_stopping and not is_starting:
+            if self._phase == "gathering" and not self._is_stopping:
                 self._end_for_lack_of_hosts()
         return late
 
@@ -217,7 +238,7 @@ class RendezvousState:
         if self._phase == "over":
             return
         self._reasons.append(why)
-        self._post(LAUNCHER, RoundEnding(reason=why))
+        self._decisions.append(RoundEnding())
         if self._phase == "running":
             self._phase, self._since = "gathering", now
         for name, host_state in self._connected.items():
@@ -260,7 +281,7 @@ class RendezvousState:
         for name in chosen:
             self._connected[name].state = "running"
             self._post(name, message)
-        self._post(LAUNCHER, message)
+        self._decisions.append(message)
         self._reasons, self._has_failure, self._has_loss = [], False, False
 
     def _described(self, name: str) -> RoundMember:
@@ -282,7 +303,7 @@ class RendezvousState:
         self._phase = "over"
         for name in self._connected:
             self._post(name, Shutdown(signum=signum, text=text))
-        self._post(LAUNCHER, JobEnded(text=text))
+        self._decisions.append(JobEnded(text=text))
 
-    def _post(self, host: str, message: ElasticMessage) -> None:
+    def _post(self, host: str, message: Message) -> None:
         self._messages.append((host, message))

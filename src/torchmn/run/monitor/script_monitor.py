@@ -7,8 +7,8 @@ a collective that exceeds its time limit, and ends a process that is blocked in 
 the other ranks will never reach.
 
 It is installed explicitly, by the launcher's bootstrap (`torchmn.run.monitor.bootstrap`) or by
-`install_crash_handler`, and observes `torchmn.base.events`: making a communicator changes nothing in the
-process.
+`install_crash_handler`, and observes `torchmn.base.events`: making a communicator changes nothing
+in the process.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def install_from_environment(environ: MutableMapping[str, str]) -> ScriptMonitor
         connection = socket.socket(fileno=int(descriptor))
     except OSError:  # a program between the agent and this one has closed it
         return None
-    if _maker_of(connection) not in (None, int(agent)):  # and has opened another one
+    if _maker_of(connection) != int(agent):  # and has opened another one
         connection.detach()
         return None
     return install(connection)
@@ -305,10 +305,8 @@ def status_of(code: object) -> int:
     return code & 0xFF if isinstance(code, int) else int(code is not None)
 
 
-def _maker_of(connection: socket.socket) -> int | None:
-    """The process that made a pair of sockets; ``None`` if the system does not tell."""
-    if not hasattr(socket, "SO_PEERCRED"):
-        return None
+def _maker_of(connection: socket.socket) -> int:
+    """The process that made a pair of sockets."""
     size = struct.calcsize("3i")
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", packed)[0])

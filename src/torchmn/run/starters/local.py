@@ -10,10 +10,11 @@ def commands(
     job: Job, env: Mapping[str, str], inter_rank: int = 0, *, input_path: str = ""
 ) -> list[Command]:
     """One agent for each rank of a host. The supervisor sends them the address of rank 0."""
+    slots = [host.slots for host in job.hosts]
     return [
         Command(
             worker_command(input_path),
-            {**env, **rank_variables(job, inter_rank, intra_rank)},
+            {**env, **rank_variables(slots, inter_rank, intra_rank)},
             name=f"the agent of rank {rank}",
             ranks=range(rank, rank + 1),
         )

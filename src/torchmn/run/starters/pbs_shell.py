@@ -19,6 +19,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from torchmn.base.errors import LaunchError, TorchmnError, shell_code
+from torchmn.base.terminal import say
 from torchmn.cluster.network import local_address_for
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
@@ -60,7 +61,7 @@ def main(args: list[str]) -> int:
         host, *command = args
         return _call(host, " ".join(command))
     except TorchmnError as error:
-        print(f"torchmn: {error}", file=sys.stderr, flush=True)
+        say(str(error))
         return _LOST_STATUS
 
 
@@ -74,21 +75,30 @@ def _call(host: str, command: str) -> int:
         command=command, address=channels.address_of(listener), secret=secrets.token_hex(32)
     )
     file = _write_order(order)
-    path = os.environ.get("PYTHONPATH")
-    prefix = ("env", f"PYTHONPATH={path}") if path else ()
-    starter = subprocess.Popen(
-        [PBS_COMMAND, host, *prefix, *python_module(PBS_SHELL), "--serve", str(file)],
-        stdin=subprocess.DEVNULL,
-        preexec_fn=kill_on_parent_death(),
-    )
     try:
-        with closing(AuthenticatedListener(listener, secret=order.secret, role=_ROLE)) as accepting:
-            found = _accept_streams(accepting, starter, host, order.address)
-        return _relay(found, host)
+        starter = _start(host, file)
+        try:
+            with closing(AuthenticatedListener(listener, secret=order.secret, role=_ROLE)) as own:
+                found = _accept_streams(own, starter, host, order.address)
+            return _relay(found, host)
+        finally:
+            starter.kill()
+            starter.wait()
     finally:
         file.unlink(missing_ok=True)
-        starter.kill()
-        starter.wait()
+
+
+def _start(host: str, file: Path) -> subprocess.Popen[bytes]:
+    path = os.environ.get("PYTHONPATH")
+    prefix = ("env", f"PYTHONPATH={path}") if path else ()
+    try:
+        return subprocess.Popen(
+            [PBS_COMMAND, host, *prefix, *python_module(PBS_SHELL), "--serve", str(file)],
+            stdin=subprocess.DEVNULL,
+            preexec_fn=kill_on_parent_death(),
+        )
+    except OSError as error:
+        raise LaunchError(f"{PBS_COMMAND} cannot be run: {error.strerror}.") from None
 
 
 def _write_order(order: RunForShell) -> Path:
@@ -98,6 +108,7 @@ def _write_order(order: RunForShell) -> Path:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
             out.write(encode(order))
     except OSError as error:
+        file.unlink(missing_ok=True)
         raise LaunchError(
             f"No file can be written in {file.parent} ({error.strerror}), by which other hosts get "
             "their orders: start the job from a folder that all hosts share and you can write to."

@@ -157,8 +157,8 @@ class Exchange:
         it is in ``state_dict()``.
         """
         for optimizer in self.optimizers:
-            if optimizer.schedule.replica_consistency == "per_step":
-                optimizer.schedule.remove_eager_step()
+            if optimizer.schedule.traits.replica_consistency == "per_step":
+                optimizer.schedule.before_access("read")
             else:
                 optimizer.flush()
 
@@ -307,7 +307,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
     @property
     def counts_samples(self) -> bool:
         """Whether means or blocks depend on the number of samples."""
-        return self._counts_samples
+        return self.sample_weights.are_counted
 
     @property
     def _needs_closure(self) -> bool:
@@ -323,11 +323,11 @@ class FrameworkOptimizer(MultiNodeOptimizer):
         state = super().state_dict()
         comm = self.communicator
         own: dict[str, Any] = {}
-        if self.schedule.replica_consistency != "per_step":
+        if self.schedule.traits.replica_consistency != "per_step":
             own = state
         elif (
             self.reducer.codec is not None
-            or self._has_local_passes
+            or self.reducer.local_passes.may_exist
             or not isinstance(self.schedule, EveryStep)
         ):
             own = {"torchmn": state["torchmn"]}

@@ -20,7 +20,8 @@ import atexit
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -30,7 +31,6 @@ from torch.optim import LBFGS, Optimizer
 from torchmn.base import events
 from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.base.torch_private import STEP_HOOKS
-from torchmn.comm import Communicator
 from torchmn.comm.codecs import StripeCodec
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import abort_pending_receives
@@ -38,7 +38,8 @@ from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import parameters_of
-from torchmn.exchange.schedules.base import ReplicaConsistency, Schedule
+from torchmn.exchange.schedules.base import Schedule, Traits
+from torchmn.exchange.schedules.changed_parameters import ParameterSample
 from torchmn.exchange.schedules.parameter_server.messages import (
     Messages,
     ServerClient,
@@ -46,7 +47,6 @@ from torchmn.exchange.schedules.parameter_server.messages import (
 )
 from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import (
-    PulledParameters,
     ShardMemory,
     assign_shards,
     device_copy,
@@ -76,15 +76,15 @@ class ParameterServer(Schedule):
         'parameter_server'
     """
 
-    name = "parameter_server"
-    exchanges_shards = False
-    num_sets = 0
-    staleness_steps = 0  # of p.grad; that of the parameters is `staleness`
-    replica_consistency: ReplicaConsistency = "none"
-    counts_samples = False
-    _reducer: GradientReducer
-    _inner: Optimizer
-    _comm: Communicator
+    # Nothing is stale in p.grad; how late the parameters are tells `staleness`.
+    traits = Traits(
+        name="parameter_server",
+        num_sets=0,
+        takes_shards=False,
+        averages_gradients=False,
+        has_own_steps=True,
+        replica_consistency="none",
+    )
     _server_class: type[ShardServer] = ShardServer
 
     def __init__(
@@ -108,8 +108,6 @@ class ParameterServer(Schedule):
         self.max_staleness = max_staleness
         self.pipeline = pipeline
         self.delay_compensation = delay_compensation
-        self.is_server = False
-        """Whether this rank serves and does not train."""
         self.versions: dict[int, int] = {}
         """Of each server's parameters, when this rank last pulled them. They only increase."""
         self.lost: set[int] = set()
@@ -144,10 +142,12 @@ class ParameterServer(Schedule):
 
     # ---- life ----
 
-    def attach(self, reducer: GradientReducer, inner: Optimizer) -> None:
+    def attach(
+        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
+    ) -> None:
         """See `Schedule.attach`. Raises UnsupportedError: see `_raise_if_unsupported`."""
-        self._reducer, self._inner, self._comm = reducer, inner, reducer.comm
-        comm = reducer.comm
+        super().attach(reducer, inner, models)
+        comm = self._comm
         self._raise_if_unsupported()
         options = comm.allgather_obj(repr(self))
         if len(set(options)) > 1:
@@ -157,8 +157,9 @@ class ParameterServer(Schedule):
             )
         num_servers = comm.size if self.servers == "all" else self.servers
         servers = list(range(comm.size - num_servers, comm.size))
-        self.is_server = self.servers != "all" and comm.rank in servers
-        self._parameters = list(reducer.exchange.trained())
+        serves = self.servers != "all" and comm.rank in servers
+        self.traits = replace(self.traits, serves=serves)
+        self._parameters = list(self._exchange.trained())
         shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
         self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
@@ -166,7 +167,7 @@ class ParameterServer(Schedule):
             for server, shard in shards.items()
             for name, parameter in shard
         ]
-        self._pulled_parameters = PulledParameters(self._parameters)
+        self._known = ParameterSample(self._parameters)
         codec = reducer.codec
         self._codec = codec if isinstance(codec, StripeCodec) else None
         if self._codec is not None:
@@ -247,13 +248,18 @@ class ParameterServer(Schedule):
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`: gradients stay this rank's own until `step`."""
 
-    def step(self, closure: Callable[[], float] | None) -> None:
+    def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. Local, but for the bound on staleness.
 
         Hooks of the inner optimizer's step are called here, around the push. A gradient that is
         not finite is never sent to the servers, whatever ``on_nonfinite`` is. Raises UsageError:
         the script has changed parameters since the last step, which servers would not see.
         """
+        if not self._reducer.is_active:  # it has left its loop, or only serves
+            self._finish()
+            self._is_finished_by_join = True  # join() also calls flush()
+            self._exchange.num_active = 0
+            return None
         self._raise_if_misused(closure)
         self._raise_if_changed()
         self._collect()
@@ -274,10 +280,11 @@ class ParameterServer(Schedule):
                 replies = self._client.request(kind, requests)
             self._pulled(replies)
         self._call_hooks(STEP_HOOKS[1])
+        return None
 
     def _pack(self) -> dict[int, dict[str, Any]]:
         """Copy the gradients into the servers' memory; returns the metadata of each push."""
-        zero_fill, codec = self._reducer.exchange.zero_fill, self._codec
+        zero_fill, codec = self._exchange.zero_fill, self._codec
         keeps_residuals = codec is not None and codec.keeps_residuals
         metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
@@ -322,7 +329,7 @@ class ParameterServer(Schedule):
         with torch.no_grad():
             for _, _, parameter, slot in self._places:
                 parameter.copy_(slot)
-        self._pulled_parameters.note()
+        self._known.note()
         for server, reply in replies.items():
             self.versions[server] = reply.version
         lost = {worker for reply in replies.values() for worker in reply.lost} - self.lost
@@ -339,7 +346,7 @@ class ParameterServer(Schedule):
         """Raise UsageError if the script has changed parameters since they were pulled. Local."""
         if not self._is_open:
             return
-        changed = self._pulled_parameters.changed()
+        changed = self._known.changed()
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise UsageError(
@@ -355,7 +362,7 @@ class ParameterServer(Schedule):
         if self._is_open:
             return
         self._is_open, self._is_finished_by_join = True, False
-        self._pulled_parameters.note()
+        self._known.note()
         self._clock = 0
         if self._server is not None:
             self._server.open(self._episode)
@@ -371,12 +378,6 @@ class ParameterServer(Schedule):
             self._is_finished_by_join = False
             return
         self._finish()
-
-    def shadow_step(self) -> int:
-        """See `Schedule.shadow_step`: this rank has left its loop, or only serves."""
-        self._finish()
-        self._is_finished_by_join = True  # join() also calls flush()
-        return 0
 
     def _finish(self) -> None:
         self._raise_if_changed()
@@ -435,7 +436,7 @@ class ParameterServer(Schedule):
         reducer, problem = self._reducer, None
         if nonfinite:
             problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-        reducer.exchange.nonfinite.record(problem)
+        self._exchange.nonfinite.record(problem)
         self._call_hooks(STEP_HOOKS[0])
 
     def _call_hooks(self, which: str) -> None:
@@ -473,7 +474,7 @@ class ParameterServer(Schedule):
 
     def _raise_if_misused(self, closure: Callable[[], float] | None) -> None:
         rank_label = self._comm.rank_label
-        if self.is_server:
+        if self.traits.serves:
             raise UsageError(
                 f"{rank_label}: this rank only serves (servers={self.servers}) and does not "
                 "train: call optimizer.serve() instead of the training loop."
@@ -483,7 +484,7 @@ class ParameterServer(Schedule):
                 f"{rank_label}: parameter_server does not support step(closure): workers do not "
                 "step together. Compute loss and gradients before step()."
             )
-        if self._reducer.contribution.weight != 1.0:
+        if self._contribution.weight != 1.0:
             raise UnsupportedError(
                 f"{rank_label}: parameter_server does not support weights: each worker's gradient "
                 "is a separate update. Use weight='rank' and scale the loss instead."

@@ -263,7 +263,7 @@ def test_a_plain_state_starts_from_scratch() -> None:
             train(model, optimizer, comm.rank, step)
         optimizer.flush()
         optimizer.load_state_dict(sgd(mlp()).state_dict())
-        assert (schedule.replica_consistency, schedule.num_samples) == ("per_step", 0)
+        assert (schedule.traits.replica_consistency, schedule.num_samples) == ("per_step", 0)
         assert schedule.schedule.num_samples == 0
         train(model, optimizer, comm.rank, 5)
         assert schedule.num_samples == 8

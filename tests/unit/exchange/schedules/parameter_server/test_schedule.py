@@ -145,14 +145,18 @@ class TestServersOfTheirOwn:
         def job(comm: Communicator) -> tuple[bool, list[torch.Tensor], int]:
             model = mlp(comm.rank)
             optimizer = make(comm, model, ParameterServer(2))
-            if optimizer.schedule.is_server:
+            if optimizer.schedule.traits.serves:
                 with pytest.raises(UsageError, match=r"call optimizer\.serve\(\)"):
                     optimizer.step()
                 assert optimizer.serve()
             else:
                 with optimizer.join():
                     train(optimizer, model, comm.rank, range(5))
-            return optimizer.schedule.is_server, values(model), len(optimizer.state_dict()["state"])
+            return (
+                optimizer.schedule.traits.serves,
+                values(model),
+                len(optimizer.state_dict()["state"]),
+            )
 
         outcome = run_ranks(job, 4)
         assert [o[0] for o in outcome] == [False, False, True, True]
@@ -360,7 +364,7 @@ class TestWaiting:
         def job(comm: Communicator) -> None:
             model = mlp()
             optimizer = make(comm, model, ParameterServer(1, max_staleness=2))
-            if optimizer.schedule.is_server:
+            if optimizer.schedule.traits.serves:
                 with pytest.raises(TimeLimitError):
                     optimizer.flush()
                 return
@@ -399,7 +403,7 @@ class TestWaiting:
             optimizer = make(comm, model, ParameterServer(1, max_staleness=0))
             steps = partial(train, optimizer, model, comm.rank, range(50))
             began = time.monotonic()
-            use = optimizer.flush if optimizer.schedule.is_server else steps
+            use = optimizer.flush if optimizer.schedule.traits.serves else steps
             with pytest.raises(CommunicationError) as caught:
                 use()
             assert time.monotonic() - began < limit(15)

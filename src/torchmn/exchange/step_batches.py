@@ -1,0 +1,224 @@
+"""Which batches of loaders an exchange is of: what this rank has received, what forward saw of it.
+
+With the mean of a rank's part as its loss, the weights of ranks must be as their parts of the
+batch. The loaders know the parts. What a step is of is known as well where the loop trains with
+each batch before it requests the next one: the batches received since the exchange before. Where
+the first exchange of a pass finds several (batches are kept in a list, requested early, or
+accumulated), the count of forward is the weight, and must be of parts that were handed out. Parts
+of several sizes in one step have no weight that is right for each of them, and are refused.
+
+Ranks compare two numbers, which are the same where each has trained with its own part of the same
+batches: which batches were received, and which multiple of the part forward saw.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torchmn.data.divided_batches import DividedBatches, LoaderPass, Part
+
+# Exchanges of one batch each before one of several is taken for a batch that was left out.
+_MIN_REGULAR = 2
+
+
+class Counted(NamedTuple):
+    """What the model's forward has seen since the exchange before."""
+
+    num_samples: float = 0.0
+    num_forwards: int = 0
+    squares: float = 0.0  # the sum of the squares of the samples of each forward pass
+
+
+NOTHING = Counted()
+
+
+class Share(NamedTuple):
+    """What the batches of loaders say of one exchange on this rank."""
+
+    weight: float  # in samples
+    num_counted: float = 0.0
+    parts: Sequence[Part] = ()  # of batches since the exchange before, or the last of each loader
+    # Which multiple of the part forward saw, and whether that is all that was received; None:
+    # unknown.
+    seen: int | None = None
+    # Whether no weight is right, whatever the other ranks have, and whether that is for parts of
+    # several loaders, which are in no common proportion.
+    is_miscounted: bool = False
+    are_of_several: bool = False
+
+
+@dataclass
+class _Found:
+    """What an exchange is of."""
+
+    passes: list[LoaderPass] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)  # received since the exchange before
+    is_kept: bool = True
+    is_of_thread: bool = True
+    # Of the loops that go on: how many batches they have received, and a number for which.
+    num_new: int = 0
+    number: int = 0
+
+
+class StepBatches:
+    """Follows the batches of a communicator's loaders for one optimizer, exchange by exchange.
+
+    Args:
+        batches: of the loaders.
+        size: the number of ranks.
+    """
+
+    def __init__(self, batches: DividedBatches, size: int) -> None:
+        # A number for the batches that were received for the last exchange, and whether ranks
+        # compare it: not where their loops may be at different batches.
+        self.number, self.is_number_compared = 0, False
+        self._batches, self._size = batches, size
+        self._thread = threading.get_ident()
+        # By pass: the batches that the loop had received at the exchange before.
+        self._before: dict[LoaderPass, int] = {}
+        for each in batches.passes:
+            if not each.is_over:  # the batch in hand may be the first that this optimizer sees
+                self._before[each] = max(0, each.num_received - 1)
+            elif each.is_in_step:
+                self._before[each] = each.num_received
+        self._last: _Found | None = None
+        self._last_share = Share(0.0)
+        self._num_waiting = 0  # batches that are kept and were in no exchange, as it seems
+        self._num_regular: int | None = 0  # exchanges of one batch; None if one was of several
+        self._step = 0
+        self._first: list[LoaderPass] = []  # what the first exchange was of
+
+    @property
+    def is_in_first_pass(self) -> bool:
+        """Whether the last exchange was of the passes that the first one was of."""
+        return self._last is None or all(each in self._first for each in self._last.passes)
+
+    @property
+    def places(self) -> str:
+        """Where the loops over loaders are that go on, for errors."""
+        places = [str(each) for each in self._before if not each.is_over]
+        return ", ".join(places) or "no loop over a loader"
+
+    def look(self, counted: Counted) -> Share | None:
+        """What the next exchange is of, if it is of batches of loaders. Local; notes nothing."""
+        found = self._find()
+        return self._share(found, counted) if found.passes else None
+
+    def take(
+        self, counted: Counted, step: int = 0, *, is_used: bool = True, is_joining: bool = False
+    ) -> Share | None:
+        """As `look`, for an exchange that begins. Local.
+
+        Args:
+            counted: what forward has seen.
+            step: steps of the optimizer so far.
+            is_used: whether this rank had a backward pass and no weight was given.
+            is_joining: whether ranks may receive different numbers of batches.
+        """
+        found, batches = self._find(), self._batches
+        num_regular = 0 if step > self._step + 1 else self._num_regular  # 0: without exchanges
+        self._step, self.number, self.is_number_compared = step, found.number, False
+        if not is_joining:
+            self._num_regular = None
+            if num_regular is not None and found.is_of_thread:
+                self.is_number_compared = found.num_new <= 1 or num_regular >= _MIN_REGULAR
+                if found.num_new <= 1:
+                    self._num_regular = num_regular + found.num_new
+        if not found.passes:
+            return None
+        share = self._share(found, counted)
+        if found.is_kept:
+            self._num_waiting = max(0, self._num_waiting + len(found.parts) - 1)
+        elif found.num_new and len(batches.passes) > 1:
+            batches.settle()
+        self._before = {}
+        for each in batches.passes:
+            self._before[each] = each.num_received
+        if self._last is None:
+            self._first = found.passes
+        self._last, self._last_share = found, share
+        # Without a gradient of this rank it has no weight, whatever the others have.
+        return share if is_used or counted.num_samples else Share(0.0)
+
+    def _find(self) -> _Found:
+        found, last = _Found(), self._last
+        new: dict[LoaderPass, list[Part]] = {}
+        num_loops = 0
+        for each in self._batches.passes:
+            start, end = self._before.get(each, 0), each.num_received
+            parts = [*zip(each.own[start:end], each.all[start:end], strict=True)]
+            if not parts:
+                continue
+            new[each] = parts
+            found.is_of_thread &= each.thread == self._thread
+            if not each.is_over:
+                num_loops += 1
+                found.num_new += len(parts)
+                found.number += (2 * each.loader + 1) * len(parts)
+                if each.is_in_step is None:
+                    each.is_in_step = end == 1 and found.is_of_thread and not self._num_waiting
+        if num_loops < len(new):  # of loops that go on, or else of those that have just ended
+            chosen = {each: new[each] for each in new if num_loops and not each.is_over}
+            new = chosen or {each: new[each] for each in new if each.is_in_step} or new
+        for each, parts in new.items():
+            found.passes.append(each)
+            found.parts += parts
+            found.is_kept &= not each.is_in_step
+        if not new and last is not None:  # of the same batch, or of one that was kept
+            found.passes, found.is_of_thread = last.passes, last.is_of_thread
+            if not last.is_kept and not all(each.is_over for each in last.passes):
+                found.parts, found.is_kept = last.parts, False
+        return found
+
+    def _share(self, found: _Found, counted: Counted) -> Share:
+        if found.is_kept:
+            return self._of_kept(found, counted)
+        num, parts = counted.num_samples, found.parts
+        weight, total = parts[-1]
+        own = weight
+        if len(parts) > 1:
+            if self._have_one_proportion(parts):
+                weight = sum(each for each, _ in parts)
+            elif len(found.passes) > 1:
+                latest = [each.latest for each in found.passes]
+                return Share(weight, num, latest, is_miscounted=True, are_of_several=True)
+        # Else batches were left out, or were accumulated, which then shows.
+        is_all = num >= weight
+        if is_all:
+            own = weight
+        if not (num and own):
+            return Share(weight, num, parts, is_miscounted=num > 0)
+        multiple, rest = divmod(num, own)
+        # Constants, for instance, are right where parts are equal, if forward saw as many.
+        is_miscounted = rest > 0 and total % self._size > 0
+        seen = 4 * int(num - own if rest else multiple) + 2 * (rest > 0) + is_all
+        return Share(weight, num, parts, seen, is_miscounted)
+
+    def _of_kept(self, found: _Found, counted: Counted) -> Share:
+        """The count as the weight, if it is of batches that were handed out."""
+        parts, sizes, num = found.parts, self._batches.sizes, counted.num_samples
+        latest = parts or self._last_share.parts
+        # What a thread requests is not the same on all ranks at a step.
+        if found.is_of_thread and self._have_one_proportion(sizes):
+            seen = self._share(replace(found, is_kept=False), counted).seen if parts else None
+            if seen is not None and seen % 2 == 0:  # of some of them: how many are left
+                received, total = (sum(each) for each in zip(*parts, strict=True))
+                seen = 2 * round(total - num * total / received)
+            return Share(latest[-1][0], num, latest, seen)
+        if not counted.num_forwards and not parts:
+            return self._last_share  # a second backward pass of the same forward pass
+        each = num / max(1, counted.num_forwards)
+        is_known = any(each % own == 0 if own else not each for own, _ in sizes)
+        is_known &= counted.num_forwards * counted.squares == num**2  # all saw as many
+        return Share(num, num, latest, is_miscounted=not is_known)
+
+    def _have_one_proportion(self, parts: Collection[Part]) -> bool:
+        """Whether the parts of each rank are the same fraction of all of these batches.
+
+        Parts of one batch differ by at most one sample.
+        """
+        totals = {total for _, total in parts}
+        return len(totals) == 1 or all(total % self._size == 0 for total in totals)
