@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from torchmn.base.errors import DataError, RankMismatchError, UsageError
-from torchmn.cluster.units import counted
+from torchmn.base.errors import DataError, UsageError
 from torchmn.comm.collectives import bcast_for
 from torchmn.data import rank_seeds, rng_state
 from torchmn.data.counted_loader import CountedLoader, PassSampler, counted_copy
 from torchmn.data.dataset_comparison import contents, raise_if_datasets_differ, warn_if_changed
 from torchmn.data.divided_batches import LoaderPass, divided_batches
+from torchmn.data.equal_arguments import raise_if_ranks_differ
 from torchmn.data.global_sampler import EmptyBatchCollate, GlobalSampler
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, has_drawn_since, replayed
 from torchmn.data.scatter import shard_bounds
@@ -110,8 +110,17 @@ def scatter_loader(
     """
     is_one = isinstance(loader, DataLoader) or not isinstance(loader, Sequence)
     loaders: list[Any] = [loader] if is_one else list(loader)
-    gathered = comm.allgather_obj([_facts(each, comm) for each in loaders])
-    _raise_if_unfit(gathered)
+    problems = [_problem(each, comm) for each in loaders]
+    facts = {"the number of loaders": len(loaders)}
+    for number, each in enumerate(loaders if not any(problems) else ()):
+        facts |= {f"{name} of loader {number}": value for name, value in _facts(each).items()}
+    raise_if_ranks_differ(
+        comm,
+        "scatter_loader",
+        facts,
+        problem=next(filter(None, problems), ""),
+        cure="Pass DataLoaders of the same data sets with the same options on every rank.",
+    )
     datasets = [(each.dataset, each.num_workers == 0) for each in loaders]
     raise_if_datasets_differ("scatter_loader", datasets, comm)
     divided_batches(comm).note()
@@ -489,18 +498,14 @@ def _is_drawn_at_once(batches: Any) -> bool:
     return length is not None and length * int(batch_size or 1) <= _MAX_SAMPLES
 
 
-def _facts(loader: Any, comm: Communicator) -> dict[str, Any]:
-    """What must be the same on all ranks, and what is wrong with it."""
-    problem = _problem(loader, comm)
-    if problem:
-        return {"problem": problem}
+def _facts(loader: Any) -> dict[str, int | None]:
+    """What must be the same on all ranks."""
     read_ahead = loader.num_workers * (loader.prefetch_factor or 0)
     return {
-        "problem": "",
-        "samples in its data set": _length(loader.dataset),
-        "batches": _length(loader.batch_sampler),
+        "the number of samples": _length(loader.dataset),
+        "the number of batches": _length(loader.batch_sampler),
         # What is not drawn at once is drawn while the loop runs, on all ranks at the same steps.
-        "batches read ahead by its workers": (
+        "what its workers read ahead": (
             0 if _is_drawn_at_once(loader.batch_sampler) else read_ahead
         ),
     }
@@ -558,25 +563,3 @@ def _problem(loader: Any, comm: Communicator) -> str:
             "DataLoader of the whole data set; scatter_dataset is not needed."
         )
     return ""
-
-
-def _raise_if_unfit(gathered: list[list[dict[str, Any]]]) -> None:
-    """Raise the same error on all ranks."""
-    for rank, theirs in enumerate(gathered):
-        for each in theirs:
-            if each["problem"]:
-                raise UsageError(f"scatter_loader: rank {rank} passed {each['problem']}")
-    for rank, theirs in enumerate(gathered):
-        if len(theirs) != len(gathered[0]):
-            raise RankMismatchError(
-                f"scatter_loader: rank 0 passed {counted(len(gathered[0]), 'loader')} and "
-                f"rank {rank} {len(theirs)}. Pass the same loaders on every rank."
-            )
-        for index, (first, own) in enumerate(zip(gathered[0], theirs, strict=True)):
-            for name, value in own.items():
-                if value != first[name]:
-                    raise RankMismatchError(
-                        f"scatter_loader: loader {index} of rank 0 has {first[name]} {name} and "
-                        f"that of rank {rank} {value}. Pass a DataLoader of the same data set with "
-                        "the same options on every rank."
-                    )
