@@ -51,7 +51,7 @@ class Contribution:
         self._set_weight = self._set_samples = 0.0
         self._counted = self._squares = 0.0
         self._num_forwards = 0
-        self._has_counted = False
+        self.has_counted = False
         """Whether a forward pass was counted since the last exchange and `zero_grad`."""
         self._before_zero_grad = NOTHING
         """What was counted before `zero_grad`, as one forward pass."""
@@ -73,7 +73,7 @@ class Contribution:
 
     @property
     def _num_counted(self) -> float:
-        return self._counted if self._has_counted else self._before_zero_grad.num_samples
+        return self._counted if self.has_counted else self._before_zero_grad.num_samples
 
     @property
     def weight(self) -> float:
@@ -99,7 +99,7 @@ class Contribution:
 
     @property
     def _is_counted(self) -> bool:
-        return self._has_counted or self._before_zero_grad is not NOTHING
+        return self.has_counted or self._before_zero_grad is not NOTHING
 
     @property
     def is_known(self) -> bool:
@@ -133,7 +133,7 @@ class Contribution:
             self.share = share if self.follows_batches and not self.is_set else None
 
     def _seen(self) -> Counted:
-        if self._has_counted:
+        if self.has_counted:
             return Counted(self._counted, self._num_forwards, self._squares)
         return self._before_zero_grad
 
@@ -154,17 +154,17 @@ class Contribution:
         It may come between a forward pass and its backward pass. Others, of an evaluation or of a
         batch that was left out, have no part in the gradients of the passes that follow.
         """
-        if self._has_counted:
+        if self.has_counted:
             self._before_zero_grad = Counted(self._counted, 1, self._counted**2)
             self._forget_count()
 
     def _forget_count(self) -> None:
         self._counted = self._squares = 0.0
-        self._num_forwards, self._has_counted = 0, False
+        self._num_forwards, self.has_counted = 0, False
 
     def resume(self, num_samples: float) -> None:
         """Continue counting from ``num_samples``."""
-        self._counted, self._has_counted = num_samples, True
+        self._counted, self.has_counted = num_samples, True
 
     def end_step(self) -> None:
         """If a rank has no data in the next step, its weight there is zero."""
@@ -187,4 +187,4 @@ class Contribution:
             self._counted += num_samples
             self._squares += num_samples**2
             self._num_forwards += 1
-            self.was_ever_known = self._has_counted = True
+            self.was_ever_known = self.has_counted = True
