@@ -265,13 +265,15 @@ class GradientExchange:
 
         It returns at once or, with sparse gradients, when all is summed.
         """
-        return self._handed_over(self.filled.sums.start_remaining())
+        sums = self.filled.sums
+        return self._handed_over(sums.start_remaining())
 
     def send(self) -> Sums:
         """Sum what is left on the calling thread, if nothing else is under way; else `start`."""
         if not self._engine.is_idle:
             return self.start()
-        return self._handed_over(self.filled.sums.reduce_remaining())
+        sums = self.filled.sums
+        return self._handed_over(sums.reduce_remaining())
 
     def give_up(self) -> Sums:
         """End the exchange with zeros, and wait for it; the same buckets are filled next."""

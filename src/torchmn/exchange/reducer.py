@@ -139,11 +139,12 @@ class GradientReducer:
     def progress(self) -> dict[str, Any]:
         """The count of steps and what belongs to it, the same on all ranks. Local."""
         self.settle()
+        exchange = self.exchange
         return {
             "step": self.step,
-            "scale": self.exchange.scale,
+            "scale": exchange.scale,
             "has_untrained": bool(self.parameters.untrained),
-            "problems": [asdict(problem) for problem in self.exchange.nonfinite.problems],
+            "problems": [asdict(problem) for problem in exchange.nonfinite.problems],
         }
 
     def find_untrained(self) -> None:
@@ -278,8 +279,9 @@ class GradientReducer:
             pass_ = self.passes.current
             if pass_ is None or current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
-            slot = self.exchange.filling.slot_at[index]
-            if slot is None or self.exchange.packing is None or not pass_.packs_early:
+            exchange = self.exchange
+            slot = exchange.filling.slot_at[index]
+            if slot is None or exchange.packing is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
             self._early.arrived(slot)
 
