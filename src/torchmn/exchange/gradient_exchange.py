@@ -44,7 +44,7 @@ _COUNTS_ZEROS = (
 )
 
 _NOT_TAKEN = "No step was made with these gradients."
-_CHANGED_AND_LATE = (
+CHANGED_AND_LATE = (
     "in the step before, gradients were changed between backward() and step(), as by "
     "clip_grad_norm_, and a rank without a backward pass had none to change. Its parameters are "
     "others now. Clip by create_multi_node_optimizer(max_grad_norm=...), or call backward() on all "
@@ -392,7 +392,7 @@ class GradientExchange:
             sums.footer.report(sums.context)
             self.discard(sums)
             if self.are_late_on_some and self.was_applied and self._was_changed:
-                raise RankMismatchError(f"{self.comm.rank_label}: {_CHANGED_AND_LATE}")
+                raise RankMismatchError(f"{self.comm.rank_label}: {CHANGED_AND_LATE}")
         except TorchmnError as error:
             applied = TAKEN if self.was_applied else _NOT_TAKEN
             raise type(error)(f"{error} {applied}") from error

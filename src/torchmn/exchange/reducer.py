@@ -180,11 +180,13 @@ class GradientReducer:
         ``are_replicas``: whether parameters are up to date now and the same on all ranks.
         """
         self.step += 1
+        self.local_passes.may_exist = False
         self.exchange.num_in_step = 0
         self.replicas.step_ended()
-        if are_replicas and self.is_needed:
+        is_needed = self.is_needed
+        if are_replicas and is_needed:
             self.replicas.note(self.step, self.comm.size)
-        if not self.is_needed:  # no backward pass does it
+        if not is_needed:  # no backward pass does it
             self.contribution.reset()
         self.contribution.end_step()
 
@@ -420,10 +422,13 @@ class GradientReducer:
         """Gradients were cleared. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
+        local.may_exist = False
         self.exchange.num_in_step = 0
         if passes.current is not None:
             passes.clear()
-        self.contribution.zero_grad()
+        own = self.contribution
+        if own.has_counted:
+            own.zero_grad()
 
     # ---- at the end of backward ----
 
@@ -460,7 +465,7 @@ class GradientReducer:
 
     def exchange_if_late(self) -> None:
         """Before a step uses gradients: take part, if no backward pass of this rank has done it."""
-        if self.exchange.num_in_step == 0 or self.local_passes.exist:
+        if self.exchange.num_in_step == 0 or self.local_passes.states:
             self.exchange_now(is_late=True)
 
     def _lay_out_again(self) -> None:
