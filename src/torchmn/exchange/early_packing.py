@@ -7,6 +7,7 @@ whose gradients come in the order of the pass before costs one call of Python.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
@@ -108,8 +109,8 @@ class EarlyPacking:
         """Raise if a small gradient was accumulated again after it was packed."""
         arrivals = bucket.arrivals
         if len(arrivals) > len(bucket.small) and bucket.small[0].is_packed:
-            number = arrivals.repeated()
-            self._refuse(next(slot for slot in bucket.small if slot.number == number))
+            [(repeated, _)] = Counter(map(id, arrivals)).most_common(1)
+            self._refuse(next(slot for slot in bucket.small if id(slot.parameter) == repeated))
 
     def _refuse(self, slot: Slot) -> NoReturn:
         raise UnsupportedError(
