@@ -126,7 +126,7 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
         if local.were_changed:
             warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
         return
-    if exchange.are_sharded or exchange.are_joint:
+    if exchange.parameters.are_sharded or exchange.are_joint:
         if reducer.is_active and not reducer.is_late and exchange.were_changed:
             raise RankMismatchError(f"{comm.rank_label}: {_NOT_SHARED}")
         return
@@ -137,7 +137,7 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     if changed:
         raise RankMismatchError(f"{comm.rank_label}: on {listed('rank', changed)} {_CHANGED}")
     source = [is_late for is_late, _ in states].index(False)
-    parameters = [parameter for _, parameter in exchange.trained()]
+    parameters = [parameter for _, parameter in exchange.parameters.trained()]
     own = None
     if comm.rank == source:
         own = [_sent(p.grad) for p in parameters]

@@ -257,8 +257,9 @@ class LocalUpdateSchedule(Schedule):
             result = self._node.step(closure)
         else:
             result = self._inner.step(closure)
-            own, mesh = self._contribution, self._exchange.mesh
-            (num_samples,) = mesh.means(own.num_samples)  # its ranks end their blocks together
+            own, parameters = self._contribution, self._exchange.parameters
+            # The ranks of the model end their blocks together.
+            (num_samples,) = parameters.mesh.means(own.num_samples)
             self._count_samples(num_samples, own.mean_samples)
         self._progress(self.overlap_steps)
         return result

@@ -159,7 +159,7 @@ class ParameterServer(Schedule):
         servers = list(range(comm.size - num_servers, comm.size))
         serves = self.servers != "all" and comm.rank in servers
         self.traits = replace(self.traits, serves=serves)
-        self._parameters = list(self._exchange.trained())
+        self._parameters = list(reducer.parameters.trained())
         shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
         self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
