@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import batch, equal, loss_of, mlp, near, values
+from tests.unit.models import batch, equal, loss_of, mlp, near, optimizer_of, sgd, values, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError, UsageError
@@ -40,10 +40,6 @@ def keep(model: nn.Module) -> None:
     pass
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, change: Change, rank: int, size: int
 ) -> None:
@@ -63,8 +59,7 @@ def train(
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_as_one_process(world_size: int, change: Change) -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        model, optimizer = wrap(comm, weight="samples")
         train(model, optimizer, change, comm.rank, comm.size)
         optimizer.flush()
         return values(model)
@@ -104,9 +99,7 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
     def rank_main(comm):
         model = mlp(dtype=torch.float32)
         chosen = Phases({0: EveryStep(), 8: EveryStep()}) if schedule == "phases" else schedule
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule=chosen, weight="samples"
-        )
+        optimizer = optimizer_of(comm, model, schedule=chosen, weight="samples")
         found = train_scaled(model, optimizer, comm.rank, comm.size)
         optimizer.flush()
         return found
@@ -123,7 +116,7 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
 def test_a_grad_scaler_on_a_rank_without_gradients_is_refused(unscales: bool) -> None:
     def rank_main(comm):
         model = mlp(dtype=torch.float32)
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        optimizer = optimizer_of(comm, model, weight="samples")
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         scaler.scale(torch.zeros(()))
         if comm.rank == 0:
@@ -196,8 +189,7 @@ def test_a_rank_that_has_left_its_loop() -> None:
     """It takes part in what the others share, and the late one of them gets the gradients."""
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        model, optimizer = wrap(comm, weight="samples")
         with optimizer.join():
             for step in range(4 if comm.rank else 1):
                 optimizer.zero_grad()
@@ -213,8 +205,7 @@ def test_a_rank_that_has_left_its_loop() -> None:
 
 def test_a_closure() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        model, optimizer = wrap(comm, weight="samples")
 
         def closure():
             optimizer.zero_grad()
@@ -243,8 +234,7 @@ def test_sparse_gradients() -> None:
         model = nn.Embedding(5, 2, sparse=True).double()
         with torch.no_grad():
             model.weight.fill_(1.0)
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(inner, comm, model, weight="samples")
+        optimizer = optimizer_of(comm, model, weight="samples")
         if comm.rank == 0:
             model(torch.tensor([1, 3, 3])).sum().backward()
             model.weight.grad *= 0.5
@@ -265,10 +255,7 @@ def test_double_buffering_refuses_it(change: Change) -> None:
     """Whether a rank was late is known one step later there."""
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule="double_buffering", weight="samples"
-        )
+        model, optimizer = wrap(comm, schedule="double_buffering", weight="samples")
         train(model, optimizer, change, comm.rank, comm.size)
 
     with pytest.raises(RankMismatchError, match="max_grad_norm"):
@@ -277,14 +264,8 @@ def test_double_buffering_refuses_it(change: Change) -> None:
 
 def test_double_buffering_with_unchanged_gradients() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            sgd(model),
-            comm,
-            model,
-            schedule="double_buffering",
-            weight="samples",
-            max_grad_norm=0.01,
+        model, optimizer = wrap(
+            comm, schedule="double_buffering", weight="samples", max_grad_norm=0.01
         )
         train(model, optimizer, keep, comm.rank, comm.size)
         optimizer.flush()
@@ -308,8 +289,7 @@ def test_a_last_pass_that_is_left_out_after_others(change: Change) -> None:
     """What the script changes is the rank's own gradient then: all ranks refuse it."""
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         parts = [batch(comm.rank, 0), batch(comm.rank, 1, size=0 if comm.rank == 1 else 4)]
         accumulate(optimizer, model, parts)
         change(model)
@@ -325,8 +305,7 @@ def test_a_last_pass_that_is_left_out_after_others(change: Change) -> None:
 
 def test_all_passes_under_no_sync_then_a_change() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         with optimizer.no_sync():
             loss_of(model, batch(comm.rank, 0)).backward()
         clip(model)
@@ -342,8 +321,7 @@ def double(parameter: torch.Tensor) -> None:
 
 def test_all_passes_under_no_sync_then_a_hook_that_changes_them() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(double)
         with optimizer.no_sync():
@@ -416,9 +394,7 @@ def test_a_rank_that_is_late_when_a_phase_ends(phases: dict, route: str) -> None
 
     def rank_main(comm):
         model, made = mlp(), Phases({at: copy.copy(each) for at, each in phases.items()})
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule=made, codec="float16"
-        )
+        optimizer = optimizer_of(comm, model, schedule=made, codec="float16")
         seen = []
         for step in range(8):
             optimizer.zero_grad()
@@ -444,8 +420,7 @@ COUNTS_ZEROS = "rank 1 of 2.*called step\\(\\) without backward(.|\n)*weight 1(.
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "auto"])
 def test_a_rank_that_leaves_backward_out_is_told_once_that_it_counts(schedule: str) -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        model, optimizer = wrap(comm, schedule=schedule)
         for step in range(4):
             optimizer.zero_grad()
             if comm.rank != 1 or step % 2:
@@ -465,7 +440,7 @@ def test_a_rank_that_may_leave_backward_out_is_told_nothing(case: str) -> None:
     def rank_main(comm):
         model = mlp()
         options = {"no batch counted": {"weight": "samples"}, "sum": {"reduction": "sum"}}
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, **options.get(case, {}))
+        optimizer = optimizer_of(comm, model, **options.get(case, {}))
         for step in range(3):
             optimizer.zero_grad()
             is_left_out = case == "all late" or (comm.rank == 1 and step == 1)

@@ -108,9 +108,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             in_groups=lambda: parameters_of(inner),
             num_sets=traits.num_sets,
             on_backward_end=schedule.backward_ended,
-            zero_fill=options.zero_fill,
-            reduction=options.reduction,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            options=options,
             contribution=Contribution(
                 is_by_samples=options.weight == "samples", loaders=loaders, size=comm.size
             ),
