@@ -419,7 +419,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
         exchange = self.reducer.exchange
-        return exchange.problems
+        return exchange.nonfinite.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
