@@ -164,7 +164,7 @@ class ServerClient:
 
     def __init__(
         self,
-        messages: Messages | None,
+        messages: Messages,
         memory: Mapping[int, ShardMemory],
         own_server: ShardServer | None,
         codec: StripeCodec | None,
@@ -227,7 +227,7 @@ class ServerClient:
     ) -> Iterator[tuple[int, str, Any]]:
         """Send a request to other ranks; yields what comes back until all are in ``answers``."""
         messages, outgoing, memory = self._messages, self._outgoing, self._memory
-        if messages is None:
+        if not outgoing:
             return
         is_push, is_pull = kind == "push", kind in _WITH_PARAMETERS
         try:
@@ -253,7 +253,7 @@ class ServerClient:
         """Tell all servers that this worker leaves; servers that are lost are ignored."""
         if self._own_server is not None:
             self._own_server.leave(self._rank)
-        if self._messages is None or self._broken is not None:
+        if self._broken is not None:
             return
         for server in self._outgoing:
             with suppress(CommunicationError):

@@ -125,7 +125,6 @@ class ParameterServer(Schedule):
         """Parameters of which a gradient was pushed."""
         self._server: ShardServer | None = None
         self._threads: list[WorkerThread] = []
-        self._messages: Messages | None = None
 
     def __repr__(self) -> str:
         text = (
@@ -175,10 +174,8 @@ class ParameterServer(Schedule):
                 ly.dtype: ly for m in self._memory.values() for ly in m.layouts
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
-        if comm.size > 1:
-            self._messages = Messages(
-                comm.groups.new_transport("servers"), comm.timeout_s, comm.trust
-            )
+        transport = comm.groups.new_transport("servers")
+        self._messages = Messages(transport, comm.timeout_s, comm.trust)
         if comm.rank in servers:
             self._start_server(shards[comm.rank])
         self._client = ServerClient(
@@ -201,12 +198,11 @@ class ParameterServer(Schedule):
             delay_compensation=self.delay_compensation,
             timeout_s=comm.timeout_s,
         )
-        if self._messages is not None:
-            self._threads = [
-                WorkerThread(self._server, worker, self._messages, self._codec)
-                for worker in range(comm.size)
-                if worker != comm.rank
-            ]
+        self._threads = [
+            WorkerThread(self._server, worker, self._messages, self._codec)
+            for worker in range(comm.size)
+            if worker != comm.rank
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -228,19 +224,18 @@ class ParameterServer(Schedule):
         deadline = time.monotonic() + (0.0 if is_stuck else _GRACE_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        transport = self._messages.transport if self._messages is not None else None
+        transport = self._messages.transport
         if is_stuck or any(thread.is_alive() for thread in self._threads):
             for thread in self._threads:
                 thread.end()
-            if transport is not None:
-                abort_pending_receives(transport)
+            abort_pending_receives(transport)
             # A thread that returns from a wait while the interpreter exits would end the process
             # with a signal; by now all of them return.
             for thread in self._threads:
                 thread.join(5 * _GRACE_S)
         self._engine.close()
         self._client.close()
-        if transport is not None and not any(t.is_alive() for t in self._threads):
+        if not any(t.is_alive() for t in self._threads):
             self._comm.groups.close_transport(transport)
 
     # ---- a step ----
