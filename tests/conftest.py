@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -145,17 +146,23 @@ def _leaves_no_thread() -> Iterator[None]:
         pytest.fail(f"the test left threads running: {', '.join(names)}")
 
 
-def _living_children() -> dict[int, str]:
+def _children_of(pid: str) -> list[str]:
+    """As Linux keeps them; psutil looks at every process of the machine, which takes 3 ms."""
+    children = []
+    for file in Path("/proc", pid, "task").glob("*/children"):
+        with suppress(OSError):  # the thread has ended meanwhile
+            children += file.read_text().split()
+    return children
+
+
+def _living_children(pid: str = "self") -> dict[int, str]:
     found = {}
-    for child in psutil.Process().children(recursive=True):
-        try:
-            words = " ".join(child.cmdline())
-            if child.status() != psutil.STATUS_ZOMBIE and not any(
-                name in words for name in LIBRARIES_START
-            ):
-                found[child.pid] = words
-        except psutil.NoSuchProcess:
-            continue
+    for child in _children_of(pid):
+        with suppress(OSError):  # it has ended meanwhile
+            words = Path("/proc", child, "cmdline").read_text().replace("\0", " ")
+            if words and not any(name in words for name in LIBRARIES_START):  # none of a zombie
+                found[int(child)] = words
+            found |= _living_children(child)
     return found
 
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
 
+from tests.limits import limit
 from torchmn.cluster import Topology
 from torchmn.errors import LaunchError, TorchmnError
 from torchmn.run.backend import SESSION_VARIABLE, find_mpirun
@@ -94,7 +95,7 @@ class MpiPool:
             connection.send(None)
             connection.close()
         try:
-            self._process.wait(timeout=10)
+            self._process.wait(timeout=limit(10))
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

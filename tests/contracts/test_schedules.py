@@ -15,6 +15,7 @@ from tests.contracts.suites.schedule_contracts import (
     check_all,
     check_option,
 )
+from tests.limits import limit
 from tests.mpi_pool import MpiPool
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import CODECS
@@ -111,7 +112,7 @@ def test_every_route_and_schedule_is_there() -> None:
 def test_a_wrong_one_is_caught(wrong: type) -> None:
     codec = "int4" if wrong in (broken.KeepsNoResidual, broken.KeepsNoBlockResidual) else None
     with pytest.raises(ContractError):
-        run_ranks(lambda comm: CAUGHT_BY[wrong](comm, wrong, codec), 3, timeout_s=5)
+        run_ranks(lambda comm: CAUGHT_BY[wrong](comm, wrong, codec), 3, timeout_s=limit(5))
 
 
 @pytest.mark.parametrize("wrong", [broken_codecs.KeepsNoResidual, broken_codecs.WrongStripe])

@@ -5,6 +5,7 @@ import pytest
 from tests.contracts.broken import servers as broken
 from tests.contracts.suites import server_contracts as contracts
 from tests.contracts.suites.communicator_contracts import ContractError
+from tests.limits import limit
 from tests.mpi_pool import MpiPool
 from torchmn.cluster import Topology
 from torchmn.testing import run_ranks
@@ -49,7 +50,7 @@ def test_contracts_over_mpi(mpi_pool: MpiPool, servers: int | str, codec: str) -
 @pytest.mark.parametrize("wrong", CAUGHT_BY, ids=lambda cls: cls.__name__)
 def test_a_wrong_one_is_caught(wrong: type) -> None:
     with pytest.raises(ContractError):
-        run_ranks(lambda comm: CAUGHT_BY[wrong](comm, wrong, None), 3, timeout_s=5)
+        run_ranks(lambda comm: CAUGHT_BY[wrong](comm, wrong, None), 3, timeout_s=limit(5))
 
 
 def test_every_contract_has_one_that_breaks_it() -> None:

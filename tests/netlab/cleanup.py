@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.limits import limit
 from torchmn.control.processes import send
 from torchmn.errors import LaunchError
 
@@ -90,7 +91,7 @@ def end_lab(lab: RunningLab) -> None:
     Raises LaunchError: it has not ended within ten seconds.
     """
     send(lab.supervisor, signal.SIGTERM)
-    deadline = time.monotonic() + END_S
+    deadline = time.monotonic() + limit(END_S)
     while time.monotonic() < deadline:
         if lab.folder not in [other.folder for other in running_labs()]:
             return
@@ -125,7 +126,7 @@ def take_down(folder: Path) -> None:
     Raises LaunchError: processes are still alive after ten seconds.
     """
     (folder / OPEN).unlink(missing_ok=True)
-    deadline = time.monotonic() + END_S
+    deadline = time.monotonic() + limit(END_S)
     while inside := processes_inside(folder):
         if time.monotonic() > deadline:
             raise LaunchError(f"Processes {inside} in test hosts could not be killed.")

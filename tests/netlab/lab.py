@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from tests.limits import limit
 from tests.netlab.cleanup import END_S
 from tests.netlab.construction import (
     INTERFACE,
@@ -96,7 +97,7 @@ class Host(HostParts):
             command, env=env, cwd=cwd, cores=cores, stdin=null, stdout=pipe, stderr=pipe
         ) as process:
             try:
-                output, errors = process.communicate(timeout=timeout_s)
+                output, errors = process.communicate(timeout=limit(timeout_s))
             except BaseException:
                 process.kill()
                 raise
@@ -210,7 +211,7 @@ def _end_supervisor(supervisor: subprocess.Popen[str]) -> None:
     # Forked children of this process may also hold the pipe open, so always send a signal.
     supervisor.terminate()
     try:
-        supervisor.wait(timeout=2 * END_S)
+        supervisor.wait(timeout=limit(2 * END_S))
     except subprocess.TimeoutExpired:
         supervisor.kill()
         supervisor.wait()

@@ -72,6 +72,7 @@ def test_docstrings(name: str) -> None:
     assert results.failed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("name", ALONE)

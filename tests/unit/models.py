@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from tests.contracts.suites.communicator_contracts import seeded
+from torchmn import MultiNodeOptimizer, create_multi_node_optimizer
+from torchmn.comm import Communicator
 
 
 def fill(model: nn.Module, seed: int = 0) -> nn.Module:
@@ -42,6 +44,34 @@ def batch(rank: int, step: int, size: int = 4, dtype: torch.dtype = torch.float6
 def loss_of(model: nn.Module, x: Tensor | SimpleNamespace) -> Tensor:
     """The mean over samples, not linear in the parameters."""
     return model(x).pow(2).mean()
+
+
+def sgd(model: nn.Module, lr: float = 0.1, momentum: float = 0.9) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr, momentum=momentum)
+
+
+def optimizer_of(
+    comm: Communicator, model: nn.Module, lr: float = 0.1, momentum: float = 0.9, **options: object
+) -> MultiNodeOptimizer:
+    """A multi-node optimizer over SGD."""
+    inner = sgd(model, lr, momentum)
+    return create_multi_node_optimizer(inner, comm, model, **options)  # type: ignore[arg-type]
+
+
+def wrap(comm: Communicator, **options: object) -> tuple[nn.Sequential, MultiNodeOptimizer]:
+    """A small model and the multi-node optimizer that trains it."""
+    model = mlp()
+    return model, optimizer_of(comm, model, **options)
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]
+) -> None:
+    """Steps as users write them."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, batch(rank, step)).backward()
+        optimizer.step()
 
 
 def closure_of(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.all.processes.test_examples import EXAMPLES, run
-from tests.unit.examples.datasets.makers import write_npz
+from tests.unit.examples.datasets.makers import write_mnist_folder, write_npz
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -43,3 +43,21 @@ def test_cifar10_with_one_bit_and_with_block_momentum(tmp_path: Path) -> None:
         assert errors[0] == errors[1]
     _, stderr = run([script, *fixed, "-q", "1", "-b", "16"], exit_code=1)
     assert "Block momentum cannot be used with quantization" in stderr
+
+
+def test_mnist_text_until_it_no_longer_improves(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    write_mnist_folder(tmp_path / "mnist", is_packed=False)
+    run([EXAMPLES / "cntk/make_data.py", "mnist", "--data-root", tmp_path, "--out", data])
+    options = ["-datadir", data, "-outputdir", tmp_path / "models", "-m", "2", "-n", "9"]
+    launcher = [*LAUNCHER, "--log-dir", tmp_path / "logs"]
+    lines, _ = run([*launcher, EXAMPLES / "cntk/train_mnist_ctf.py", *options])
+    found = epochs(lines)
+    assert found[0::2] == sorted(found[0::2])
+    assert set(found) == set(found[0::2])  # both ranks print the same
+    errors = [float(m[1]) for line in lines if (m := TEST.match(line))]
+    best, num_worse = float("inf"), 0
+    for error in errors[: len(errors) // 2]:
+        num_worse = 0 if error < best else num_worse + 1
+        best = min(best, error)
+    assert num_worse == 2 or len(found) == 18

@@ -129,3 +129,22 @@ def test_data_and_model_parallelism_at_once() -> None:
     one = launched("train_mnist_dual.py", 1, "--model-workers", "1")
     assert launched("train_mnist_dual.py", 4) == pytest.approx(one, abs=5e-5)
     assert one[1] < one[0]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_layers_divided_among_workers() -> None:
+    one, three = (launched("train_mnist_split.py", n) for n in (1, 3))
+    assert three == one
+    assert one[1] < one[0]
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(180)
+def test_mnist_script_with_two_workers(tmp_path: Path) -> None:
+    launcher = ["-m", "torchmn", "run", "-n", "2", "--log-dir", tmp_path / "workers"]
+    script = EXAMPLES / "mnist/train_mnist.py"
+    options = [*TWO_STEPS, "--batchsize", "400", "--warmup", "0.5", "--out", tmp_path]
+    lines, _ = run([*launcher, script, *options])
+    assert lines[0] == "Num process (COMM_WORLD): 2"
+    check_reports(lines, tmp_path, num_epochs=1, num_iterations=2)

@@ -62,7 +62,7 @@ def torchmn_run(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    out, err = process.communicate(timeout=timeout_s)
+    out, err = process.communicate(timeout=limit(timeout_s))
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

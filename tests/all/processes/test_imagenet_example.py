@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from tests.unit.examples.datasets.makers import unpack_flowers
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(180)]
@@ -54,7 +55,7 @@ def start(flowers: Path, out: Path, num_workers: int, *options: str) -> subproce
 
 def train(flowers: Path, out: Path, num_workers: int, *options: str) -> str:
     with start(flowers, out, num_workers, *options) as process:
-        printed, _ = process.communicate(timeout=100)
+        printed, _ = process.communicate(timeout=limit(100))
     assert process.returncode == 0, printed
     return printed
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from tests.all.processes.runner import PYTHON_PATH
+from tests.limits import limit
 from tests.marks import ON_TEST_HOSTS
 from tests.netlab import netlab
 
@@ -75,7 +76,7 @@ class TestPods:
                 pods.append(
                     host.popen(container["command"], cwd=tmp_path, env=env, stderr=subprocess.PIPE)
                 )
-            errors = [pod.communicate(timeout=90)[1] for pod in pods]
+            errors = [pod.communicate(timeout=limit(90))[1] for pod in pods]
         assert [pod.returncode for pod in pods] == [0, 0], errors
         for rank in range(4):
             seen = json.loads((tmp_path / f"rank{rank}.json").read_text())

@@ -14,7 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ import pytest
 import torch
 
 from tests.limits import limit
+from tests.unit.examples.datasets.makers import unpack_flowers
 
 from .ported_scripts import IMAGENET, LANGUAGE_MODEL, MNIST, PORTS, VAE, Port
 
@@ -110,7 +110,7 @@ def _prepare(port: Port, folder: Path) -> None:
     if port in (MNIST, VAE):
         _write_mnist(folder / "data" / "MNIST" / "raw")
     elif port is IMAGENET:
-        _write_photos(folder / "photos")
+        unpack_flowers(Path(DATA), folder / "photos", train=NUM_PHOTOS, val=30)
         for num_ranks in (0, *NUM_RANKS):
             (folder / str(num_ranks) / "photos").symlink_to(folder / "photos")
     else:
@@ -126,24 +126,6 @@ def _write_mnist(raw: Path) -> None:
             content = bytearray(gzip.decompress((Path(DATA) / "mnist" / f"{file}.gz").read_bytes()))
             content[4:8] = np.array([num], dtype=">i4").tobytes()
             (raw / file).write_bytes(content[: header + num * item])
-
-
-def _write_photos(folder: Path) -> None:
-    archive = Path(DATA) / "flower-photos-160" / "flower_photos_160.tar"
-    counts: dict[str, int] = {}
-    with tarfile.open(archive) as tar:
-        for member in tar.getmembers():
-            parts = member.name.removeprefix("./").split("/")
-            if not member.isfile() or parts[0] not in ("train", "val"):
-                continue
-            kind = "/".join(parts[:2])
-            counts[kind] = counts.get(kind, 0) + 1
-            if counts[kind] <= (NUM_PHOTOS if parts[0] == "train" else 30):
-                target = folder / "/".join(parts)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                source = tar.extractfile(member)
-                assert source is not None
-                target.write_bytes(source.read())
 
 
 def _write_text(folder: Path) -> None:

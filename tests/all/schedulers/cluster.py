@@ -132,7 +132,7 @@ class Cluster(ABC):
         self, process: subprocess.Popen[str], command: Sequence[object], timeout_s: float
     ) -> subprocess.CompletedProcess[str]:
         try:
-            out, err = process.communicate(timeout=timeout_s)
+            out, err = process.communicate(timeout=limit(timeout_s))
         except subprocess.TimeoutExpired:
             process.kill()
             out, err = process.communicate()

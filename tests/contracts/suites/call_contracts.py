@@ -206,7 +206,7 @@ def check_subgroup(comm: Communicator) -> None:
     _check_together(comm)
 
 
-CALL_CONTRACTS: tuple[Callable[[Communicator], None], ...] = (
+CONTRACTS: tuple[Callable[[Communicator], None], ...] = (
     check_mismatch,
     check_rejection,
     check_handles,
@@ -216,9 +216,9 @@ CALL_CONTRACTS: tuple[Callable[[Communicator], None], ...] = (
 )
 
 
-def check_calls(comm: Communicator) -> None:
+def check_all(comm: Communicator) -> None:
     """Every contract of this file, one after another."""
-    for contract in CALL_CONTRACTS:
+    for contract in CONTRACTS:
         contract(comm)
 
 

@@ -406,10 +406,21 @@ CONTRACTS: tuple[Callable[[Communicator], None], ...] = (
 )
 
 
+OF_COLLECTIVES = (check_tensor_collectives, check_reductions, check_objects, check_bcast_data)
+"""Of calls that do not use the route."""
+
+
 def check_all(comm: Communicator) -> None:
     """Every contract, one after another."""
     for contract in CONTRACTS:
         contract(comm)
+
+
+def check_route(comm: Communicator) -> None:
+    """Those that another route may break."""
+    for contract in CONTRACTS:
+        if contract not in OF_COLLECTIVES:
+            contract(comm)
 
 
 def _same(got: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:

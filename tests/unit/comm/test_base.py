@@ -36,7 +36,7 @@ def errors_of(call: Callable[[Communicator], object], world_size: int = 3) -> li
         comm.barrier()
         return caught
 
-    return run_ranks(rank_main, world_size, timeout_s=5)
+    return run_ranks(rank_main, world_size, timeout_s=limit(5))
 
 
 def model_of(*shapes: tuple[str, list[int]], dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -27,7 +27,7 @@ from torchmn.testing import run_ranks, run_threads
 
 
 def alone() -> TorchDistributedTransport:
-    return TorchDistributedTransport(HashStore(), 0, 1, timeout_s=5)
+    return TorchDistributedTransport(HashStore(), 0, 1, timeout_s=limit(5))
 
 
 def test_only_rank_0_prints_where_ranks_are_quiet(capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +36,7 @@ def test_only_rank_0_prints_where_ranks_are_quiet(capsys: pytest.CaptureFixture[
     before = sys.stdout
 
     def rank_main(rank: int) -> None:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=5)
+        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(5))
         comm = create_communicator(
             "naive", transport=transport, topology=Topology(("localhost",) * 2), quiet=True
         )
@@ -103,10 +103,12 @@ def test_ranks_with_different_arguments_raise() -> None:
     store = HashStore()
 
     def rank_main(rank: int) -> None:
-        transport = TorchDistributedTransport(store, rank, 2, timeout_s=5)
+        transport = TorchDistributedTransport(store, rank, 2, timeout_s=limit(5))
         text = "different name: rank 0: 'flat'; rank 1: 'naive'"
         with pytest.raises(RankMismatchError, match=text):
-            create_communicator("naive" if rank else "flat", transport=transport, timeout_s=5)
+            create_communicator(
+                "naive" if rank else "flat", transport=transport, timeout_s=limit(5)
+            )
         transport.close()
 
     run_threads(rank_main, 2)
@@ -122,6 +124,7 @@ def test_a_rank_knows_its_place() -> None:
     assert places == [(0, 0, 2, 0, 2), (1, 0, 1, 1, 2), (2, 1, 2, 0, 2)]
 
 
+@pytest.mark.slow
 def test_a_script_without_a_main_guard_raises_in_its_workers(tmp_path: Path) -> None:
     script = tmp_path / "a script.py"
     script.write_text(

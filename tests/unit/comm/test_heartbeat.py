@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.limits import limit
 from torchmn.comm.heartbeat import raise_if_any_failed, run_on_one_rank
 from torchmn.errors import DataError, TorchmnError, UsageError
 from torchmn.testing import run_ranks
@@ -27,13 +28,15 @@ def test_the_result_reaches_all(worker: int) -> None:
 
 
 def test_work_may_take_longer_than_the_time_limit() -> None:
+    timeout_s = limit(0.8)
+
     def work(heartbeat) -> str:
         for _ in range(15):
-            time.sleep(0.1)
+            time.sleep(timeout_s / 8)
             heartbeat()
         return "done"
 
-    assert run_ranks(lambda c: run_on_one_rank(c, 1, work), 2, timeout_s=0.8) == ["done"] * 2
+    assert run_ranks(lambda c: run_on_one_rank(c, 1, work), 2, timeout_s=timeout_s) == ["done"] * 2
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_large_sums_between_nodes_of_different_sizes(ranks_per_node) -> None:
             "hierarchical",
             transport=TcpTransport.connect(inner, TimeLimit(10)),
             topology=Topology.blocks(ranks_per_node),
-            timeout_s=5,
+            timeout_s=limit(5),
         )
         try:
             buffers = [torch.full((LARGE,), float(rank + 1 + index)) for index in range(3)]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.limits import limit
 from torchmn import (
     SerialIterator,
     StandardUpdater,
@@ -124,4 +125,4 @@ def test_a_state_that_raises_at_the_end_raises_on_all_ranks() -> None:
         with pytest.raises(RuntimeError if comm.rank == 0 else DataError, match="exhausted"):
             next(iterator)
 
-    run_ranks(rank_main, 2, timeout_s=5)
+    run_ranks(rank_main, 2, timeout_s=limit(5))

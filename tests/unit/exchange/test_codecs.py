@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import fill
+from tests.unit.models import fill, optimizer_of
 from torchmn import create_multi_node_optimizer
 from torchmn.testing import run_ranks
 
@@ -17,9 +17,7 @@ def test_large_gradients_do_not_overflow_in_the_sum(name: str) -> None:
 
     def rank_main(comm):
         model = fill(nn.Linear(1, 3, bias=False))
-        create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model, codec="float16"
-        )
+        optimizer_of(comm, model, codec="float16")
         model(torch.full((1, 1), 40000.0)).sum().backward()
         assert model.weight.grad.tolist() == [[40000.0]] * 3
 

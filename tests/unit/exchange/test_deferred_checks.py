@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.models import batch, loss_of, mlp, near
-from torchmn import create_multi_node_optimizer
+from tests.limits import limit
+from tests.unit.models import batch, loss_of, mlp, near, optimizer_of
 from torchmn.comm.streams import Deferred, HostStreams
 from torchmn.errors import NonFiniteGradientError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
@@ -62,8 +62,7 @@ def late(comm):
 
 
 def made(comm, model, **options):
-    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return create_multi_node_optimizer(sgd, comm, model, **options)
+    return optimizer_of(comm, model, **options)
 
 
 def train(comm, *, weights=(1.0,) * NUM_RANKS, num_steps=4, **options) -> list[Tensor]:
@@ -204,7 +203,7 @@ def test_a_late_rank_beside_clipping_is_noticed_one_step_late() -> None:
             loss_of(model, batch(comm.rank, 0)).backward()
 
     try:
-        run_ranks(rank_main, NUM_RANKS, timeout_s=5)
+        run_ranks(rank_main, NUM_RANKS, timeout_s=limit(5))
     except RankMismatchError:
         pytest.fail("a rank that has changed nothing raised")
 

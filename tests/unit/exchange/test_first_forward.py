@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from torchmn import create_multi_node_optimizer
+from tests.unit.models import optimizer_of
 from torchmn.comm.training_start import training_start
 from torchmn.exchange.first_forward import watch_first_forward
 from torchmn.testing import run_ranks
@@ -136,8 +136,7 @@ def test_an_optimizer_sees_it_and_its_first_step_is_the_latest() -> None:
         begun: list[str] = []
         training_start.function = lambda: begun.append(step)
         model = nn.Linear(3, 1)
-        sgd = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(sgd, comm, model)
+        optimizer = optimizer_of(comm, model)
         step = "step"
         (model.weight @ X.T).sum().backward()
         assert not begun

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import batch, equal, grads, loss_of, mlp, near
+from tests.unit.models import batch, equal, grads, loss_of, near, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.exchange.gradient_memory import GradientMemory
@@ -72,13 +72,7 @@ class TestReuse:
 
 def test_views_of_the_bucket_are_overwritten_by_the_next_pass() -> None:
     def rank_main(comm, *, is_view):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1),
-            comm,
-            model,
-            gradient_as_bucket_view=is_view,
-        )
+        model, optimizer = wrap(comm, gradient_as_bucket_view=is_view)
         held = []
         for step in range(3):
             optimizer.zero_grad()
@@ -99,10 +93,7 @@ def test_a_bucket_in_use_by_the_script_gets_new_memory(holder: str) -> None:
     """And only then: without it the same memory holds every mean, with no copy."""
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
+        model, optimizer = wrap(comm)
         addresses, held, copy = [], None, None
         for step in range(6):
             optimizer.zero_grad()
@@ -126,10 +117,7 @@ def test_gradients_that_were_not_cleared_survive_a_move() -> None:
     """One gradient is kept, the others accumulate: as in one process."""
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
+        model, optimizer = wrap(comm)
         loss_of(model, batch(0, 0)).backward()
         kept = model[0].weight.grad
         before = kept.clone()

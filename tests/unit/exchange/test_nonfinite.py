@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import batch, equal, fill, loss_of, mlp, values
+from tests.unit.models import batch, equal, fill, loss_of, mlp, optimizer_of, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import NonFiniteGradientError
 from torchmn.testing import run_ranks
@@ -74,8 +74,7 @@ def test_warn_and_ignore_still_step(choice: str, num_warnings: int) -> None:
 def test_large_gradients_whose_sum_overflows_are_fine(world_size: int) -> None:
     def rank_main(comm):
         model = fill(nn.Linear(2000, 1, bias=False))
-        inner = torch.optim.SGD(model.parameters(), 1e-30)
-        optimizer = create_multi_node_optimizer(inner, comm, model)
+        optimizer = optimizer_of(comm, model, lr=1e-30)
         (model(torch.ones(1, 2000)).sum() * 1e36).backward()
         assert torch.equal(model.weight.grad, torch.full((1, 2000), 1e36))
         optimizer.step()
@@ -99,9 +98,7 @@ def test_what_float16_cannot_hold_names_the_rank_that_sent_it() -> None:
 def test_one_rank_alone_refuses_too(has_closure: bool) -> None:
     def rank_main(comm):
         model = mlp()
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model
-        )
+        optimizer = optimizer_of(comm, model)
         before = values(model)
 
         def closure(scale=float("inf")):
@@ -126,8 +123,7 @@ def test_one_rank_alone_refuses_too(has_closure: bool) -> None:
 def test_one_rank_alone_refuses_what_other_parts_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     def rank_main(comm):
         model = mlp()
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(inner, comm, model)
+        optimizer = optimizer_of(comm, model)
         mesh = optimizer.reducer.parameters.mesh
         monkeypatch.setattr(mesh, "any", lambda flag: True)  # as if another rank had found some
         loss_of(model, batch(0, 0)).backward()
@@ -141,8 +137,7 @@ def test_one_rank_alone_refuses_what_other_parts_refuse(monkeypatch: pytest.Monk
 def test_a_closure_is_clipped_and_refused_before_its_step() -> None:
     def rank_main(comm):
         model = mlp()
-        inner = torch.optim.SGD(model.parameters(), 1.0)
-        optimizer = create_multi_node_optimizer(inner, comm, model, max_grad_norm=1e-3)
+        optimizer = optimizer_of(comm, model, lr=1.0, max_grad_norm=1e-3)
         before = values(model)
 
         def closure(scale=1.0):

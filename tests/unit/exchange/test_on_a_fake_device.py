@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.limits import limit
 from tests.unit.comm.fake_device import FakeDevice, FakeNccl, FakeStreams, Meeting
-from torchmn import create_multi_node_optimizer
+from tests.unit.models import optimizer_of
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.comm.object_codec import Trust
@@ -99,8 +99,7 @@ def parts(rank: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def make_optimizer(comm: Communicator, model: nn.Module, **options):
-    sgd = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return create_multi_node_optimizer(sgd, comm, model, **options)
+    return optimizer_of(comm, model, **options)
 
 
 def on_device(optimizer, comm: Communicator, streams: FakeStreams, nccl: FakeNccl) -> None:

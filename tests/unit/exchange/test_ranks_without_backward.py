@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import batch, equal, loss_of, mlp, near, values
+from tests.unit.models import batch, equal, loss_of, mlp, near, optimizer_of, sgd, values, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError, UsageError
@@ -40,10 +40,6 @@ def keep(model: nn.Module) -> None:
     pass
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, change: Change, rank: int, size: int
 ) -> None:
@@ -63,8 +59,7 @@ def train(
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_as_one_process(world_size: int, change: Change) -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        model, optimizer = wrap(comm, weight="samples")
         train(model, optimizer, change, comm.rank, comm.size)
         optimizer.flush()
         return values(model)
@@ -91,7 +86,9 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
             model.zero_grad()  # the schedule is not notified of this, as by the optimizer's own
             if len(own):
                 scaler.scale(loss_of(model, own)).backward()
-            if unscales and len(own):
+            else:
+                optimizer.skip_backward()
+            if unscales:
                 scaler.unscale_(optimizer)
                 clip(model)
             scaler.step(optimizer)
@@ -102,9 +99,7 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
     def rank_main(comm):
         model = mlp(dtype=torch.float32)
         chosen = Phases({0: EveryStep(), 8: EveryStep()}) if schedule == "phases" else schedule
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule=chosen, weight="samples"
-        )
+        optimizer = optimizer_of(comm, model, schedule=chosen, weight="samples")
         found = train_scaled(model, optimizer, comm.rank, comm.size)
         optimizer.flush()
         return found
@@ -117,28 +112,84 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
     assert near(results[0][1], expected, 1e-5)
 
 
-def test_a_grad_scaler_that_unscales_on_a_rank_without_gradients_is_refused() -> None:
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_grad_scaler_on_a_rank_without_gradients_is_refused(unscales: bool) -> None:
     def rank_main(comm):
         model = mlp(dtype=torch.float32)
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        optimizer = optimizer_of(comm, model, weight="samples")
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         scaler.scale(torch.zeros(()))
         if comm.rank == 0:
             scaler.scale(loss_of(model, batch(0, 0, 2, dtype=torch.float32))).backward()
             return
-        scaler.unscale_(optimizer)
-        with pytest.raises(UsageError, match=r"rank 1 of 2.*leave unscale_\(\) and clipping out"):
+        if unscales:
+            scaler.unscale_(optimizer)
+        with pytest.raises(UsageError, match=r"rank 1 of 2.*optimizer.skip_backward\(\) in place"):
             scaler.step(optimizer)
+        optimizer.skip_backward()
 
     run_ranks(rank_main, 2)
+
+
+def test_to_ask_whether_a_step_unscales_exchanges_nothing() -> None:
+    """Libraries may ask more often than a GradScaler, which asks once in a step."""
+
+    def rank_main(comm):
+        model = mlp(dtype=torch.float32)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(torch.zeros(()))  # it has no scale before
+        for step in range(3):
+            optimizer.zero_grad()
+            if comm.rank == step % 2:
+                own = batch(0, step, dtype=torch.float32) * (float("inf") if step == 1 else 1)
+                scaler.scale(loss_of(model, own)).backward()
+            else:
+                optimizer.skip_backward()
+            asked = [optimizer._step_supports_amp_scaling for _ in range(3)]
+            assert asked == [False] * 3
+            scaler.step(optimizer)
+            asked = [optimizer._step_supports_amp_scaling for _ in range(3)]
+            scaler.update()
+        assert optimizer.reducer.num_passes == 3
+        return scaler.get_scale(), values(model)
+
+    first, second = run_ranks(rank_main, 2)
+    assert first[0] == second[0] == 32.0
+    assert equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "diloco"])
+def test_a_rank_that_skips_its_backward_pass_adds_nothing(schedule: str) -> None:
+    """Means are those of the ranks that had one, without a word about it from the scripts."""
+
+    def rank_main(comm, *, skips):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        for step in range(4):
+            optimizer.zero_grad()
+            if skips and comm.rank == 1:
+                optimizer.skip_backward()
+            else:
+                optimizer.set_weight(float(comm.rank != 1))
+                loss_of(model, batch(comm.rank, step)).backward()
+            clip(model)
+            optimizer.step()
+        optimizer.flush()
+        return values(model)
+
+    expected = run_ranks(lambda comm: rank_main(comm, skips=False), 3)
+    results = run_ranks(lambda comm: rank_main(comm, skips=True), 3)
+    if schedule != "diloco":  # there a rank steps by itself, or not at all
+        assert all(equal(held, expected[0]) for held in results)
+    assert all(equal(held, results[0]) for held in results)
 
 
 def test_a_rank_that_has_left_its_loop() -> None:
     """It takes part in what the others share, and the late one of them gets the gradients."""
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        model, optimizer = wrap(comm, weight="samples")
         with optimizer.join():
             for step in range(4 if comm.rank else 1):
                 optimizer.zero_grad()
@@ -154,8 +205,7 @@ def test_a_rank_that_has_left_its_loop() -> None:
 
 def test_a_closure() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        model, optimizer = wrap(comm, weight="samples")
 
         def closure():
             optimizer.zero_grad()
@@ -184,8 +234,7 @@ def test_sparse_gradients() -> None:
         model = nn.Embedding(5, 2, sparse=True).double()
         with torch.no_grad():
             model.weight.fill_(1.0)
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(inner, comm, model, weight="samples")
+        optimizer = optimizer_of(comm, model, weight="samples")
         if comm.rank == 0:
             model(torch.tensor([1, 3, 3])).sum().backward()
             model.weight.grad *= 0.5
@@ -206,10 +255,7 @@ def test_double_buffering_refuses_it(change: Change) -> None:
     """Whether a rank was late is known one step later there."""
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule="double_buffering", weight="samples"
-        )
+        model, optimizer = wrap(comm, schedule="double_buffering", weight="samples")
         train(model, optimizer, change, comm.rank, comm.size)
 
     with pytest.raises(RankMismatchError, match="max_grad_norm"):
@@ -218,14 +264,8 @@ def test_double_buffering_refuses_it(change: Change) -> None:
 
 def test_double_buffering_with_unchanged_gradients() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(
-            sgd(model),
-            comm,
-            model,
-            schedule="double_buffering",
-            weight="samples",
-            max_grad_norm=0.01,
+        model, optimizer = wrap(
+            comm, schedule="double_buffering", weight="samples", max_grad_norm=0.01
         )
         train(model, optimizer, keep, comm.rank, comm.size)
         optimizer.flush()
@@ -249,8 +289,7 @@ def test_a_last_pass_that_is_left_out_after_others(change: Change) -> None:
     """What the script changes is the rank's own gradient then: all ranks refuse it."""
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         parts = [batch(comm.rank, 0), batch(comm.rank, 1, size=0 if comm.rank == 1 else 4)]
         accumulate(optimizer, model, parts)
         change(model)
@@ -266,8 +305,7 @@ def test_a_last_pass_that_is_left_out_after_others(change: Change) -> None:
 
 def test_all_passes_under_no_sync_then_a_change() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         with optimizer.no_sync():
             loss_of(model, batch(comm.rank, 0)).backward()
         clip(model)
@@ -283,8 +321,7 @@ def double(parameter: torch.Tensor) -> None:
 
 def test_all_passes_under_no_sync_then_a_hook_that_changes_them() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(double)
         with optimizer.no_sync():
@@ -357,9 +394,7 @@ def test_a_rank_that_is_late_when_a_phase_ends(phases: dict, route: str) -> None
 
     def rank_main(comm):
         model, made = mlp(), Phases({at: copy.copy(each) for at, each in phases.items()})
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, schedule=made, codec="float16"
-        )
+        optimizer = optimizer_of(comm, model, schedule=made, codec="float16")
         seen = []
         for step in range(8):
             optimizer.zero_grad()
@@ -385,8 +420,7 @@ COUNTS_ZEROS = "rank 1 of 2.*called step\\(\\) without backward(.|\n)*weight 1(.
 @pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "auto"])
 def test_a_rank_that_leaves_backward_out_is_told_once_that_it_counts(schedule: str) -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        model, optimizer = wrap(comm, schedule=schedule)
         for step in range(4):
             optimizer.zero_grad()
             if comm.rank != 1 or step % 2:
@@ -406,7 +440,7 @@ def test_a_rank_that_may_leave_backward_out_is_told_nothing(case: str) -> None:
     def rank_main(comm):
         model = mlp()
         options = {"no batch counted": {"weight": "samples"}, "sum": {"reduction": "sum"}}
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, **options.get(case, {}))
+        optimizer = optimizer_of(comm, model, **options.get(case, {}))
         for step in range(3):
             optimizer.zero_grad()
             is_left_out = case == "all late" or (comm.rank == 1 and step == 1)

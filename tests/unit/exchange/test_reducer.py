@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from tests.limits import limit
-from tests.unit.models import batch, equal, fill, grads, local_grads, loss_of, mlp, near, values
+from tests.unit.models import (
+    batch,
+    equal,
+    fill,
+    grads,
+    local_grads,
+    loss_of,
+    mlp,
+    near,
+    values,
+)
 from torchmn import create_multi_node_optimizer
 from torchmn.testing import run_ranks
 
@@ -127,46 +135,3 @@ def test_a_model_without_anything_to_train() -> None:
         assert near(grads(model), mean_over_ranks(model, comm.size))
 
     run_ranks(rank_main, 2, name="hierarchical")
-
-
-def test_what_is_deleted_is_freed() -> None:
-    """torch's own hook on a parameter would keep all that the exchange holds forever."""
-
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule="auto")
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
-        return [weakref.ref(owner) for owner in (optimizer, next(model.parameters()))]
-
-    kept = sum(run_ranks(rank_main, 2, name="hierarchical"), [])
-    gc.collect()
-    assert [reference() for reference in kept] == [None] * 4
-
-
-@pytest.mark.parametrize("options", [{"schedule": "double_buffering"}, {"codec": "int8"}])
-def test_what_is_closed_is_freed_while_the_communicator_lives(options: dict) -> None:
-    """The last exchange ran on the engine's thread, which waits for the next one."""
-
-    def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, **options)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
-        optimizer.close()
-        kept = [weakref.ref(owner) for owner in (optimizer, *model.parameters())]
-        del model, optimizer
-        while not comm.engine.is_idle:
-            pass
-        comm.barrier()
-        if comm.rank == 0:
-            gc.collect()
-        comm.barrier()
-        return [reference() for reference in kept]
-
-    for alive in run_ranks(rank_main, 2):
-        assert alive == [None] * len(alive)

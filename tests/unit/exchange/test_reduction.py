@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.models import batch, equal, fill, mlp, near, values
+from tests.unit.models import batch, equal, fill, mlp, near, optimizer_of, values
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
@@ -71,13 +71,7 @@ def test_codecs_lose_of_a_sum_what_they_lose_of_a_mean(codec: str) -> None:
 
     def applied(comm, reduction: str, codec: str | None = codec) -> list[Tensor]:
         model = wide()
-        optimizer = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.0),
-            comm,
-            model,
-            codec=codec,
-            reduction=reduction,
-        )
+        optimizer = optimizer_of(comm, model, lr=0.0, codec=codec, reduction=reduction)
         total = [torch.zeros_like(p) for p in model.parameters()]
         for step in range(12):
             optimizer.zero_grad()

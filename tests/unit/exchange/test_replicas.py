@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.limits import limit
 from tests.unit.models import equal, fill, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
@@ -34,7 +35,7 @@ def messages(build: Callable, world_size: int = 3, **options: Callable) -> list[
             create_multi_node_optimizer(inner, comm, model, **given)
         return str(caught.value)
 
-    texts = run_ranks(rank_main, world_size, timeout_s=5)
+    texts = run_ranks(rank_main, world_size, timeout_s=limit(5))
     for rank, text in enumerate(texts):
         assert text.startswith(f"rank {rank} of {world_size}")
         assert "All ranks must build the same model and the same optimizer." in text

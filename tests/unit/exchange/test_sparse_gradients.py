@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import near
+from tests.limits import limit
+from tests.unit.models import near, optimizer_of
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import NonFiniteGradientError, UnsupportedError
 from torchmn.exchange import sparse_gradients
@@ -100,7 +101,7 @@ def test_is_one_process_on_the_whole_batch(num_ranks, way, monkeypatch) -> None:
 def test_rows_that_no_rank_has_touched_are_not_in_the_gradient() -> None:
     def rank_main(comm):
         model = Words()
-        create_multi_node_optimizer(sgd(model), comm, model)
+        optimizer_of(comm, model)
         x = tokens(0)
         model(x.chunk(comm.size)[comm.rank]).backward()
         grad = model.words.weight.grad
@@ -113,7 +114,7 @@ def test_rows_that_no_rank_has_touched_are_not_in_the_gradient() -> None:
 def test_ranks_without_data_and_parameters_without_gradients() -> None:
     def rank_main(comm):
         model = Words()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, zero_fill=False)
+        optimizer = optimizer_of(comm, model, zero_fill=False)
         expected = Words()
         expected(tokens(1)).backward()
         with optimizer.join():
@@ -139,7 +140,7 @@ def test_ranks_without_data_and_parameters_without_gradients() -> None:
 def test_a_row_that_is_not_finite_is_refused_on_all_ranks() -> None:
     def rank_main(comm):
         model = Words()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        optimizer = optimizer_of(comm, model)
         loss = model.words(tokens(0)).sum() + model.out.weight.sum()
         (loss * (float("inf") if comm.rank == 1 else 1.0)).backward()
         with pytest.raises(NonFiniteGradientError):
@@ -151,7 +152,7 @@ def test_a_row_that_is_not_finite_is_refused_on_all_ranks() -> None:
 def test_a_sparse_gradient_of_another_layer_is_refused() -> None:
     def rank_main(comm):
         model = nn.ParameterList([nn.Parameter(torch.randn(5, 2))])
-        create_multi_node_optimizer(sgd(model), comm, model)
+        optimizer_of(comm, model)
         loss = nn.functional.embedding(torch.tensor([1, 2]), model[0], sparse=True).sum()
         with pytest.raises(UnsupportedError, match=r"is sparse .*sparse=False"):
             loss.backward()
@@ -190,4 +191,4 @@ def test_a_gradient_that_is_sparse_in_two_dims_is_refused_on_all_ranks() -> None
         with pytest.raises(UnsupportedError, match="on rank 1\\."):
             mean_sparse_gradients(comm, [parameter], 1.0, zero_fill=False, reduction="mean")
 
-    run_ranks(rank_main, 2, timeout_s=5)
+    run_ranks(rank_main, 2, timeout_s=limit(5))

@@ -18,16 +18,14 @@ from tests.unit.models import (
     loss_of,
     mlp,
     near,
+    optimizer_of,
     values,
+    wrap,
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import UsageError
 from torchmn.exchange.agreements.weights import weight_scale
 from torchmn.testing import run_ranks
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize("codec", ["float16", "bfloat16"])
@@ -37,9 +35,7 @@ def test_samples_do_not_push_gradients_out_of_range(codec: str) -> None:
     def rank_main(comm):
         model = nn.Linear(1, 1, bias=False)
         fill(model)
-        create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model, codec=codec, weight="samples"
-        )
+        optimizer_of(comm, model, codec=codec, weight="samples")
         size = 64 if comm.rank == 0 else 16
         model(torch.full((size, 1), 30000.0 if comm.rank == 0 else 10000.0)).mean().backward()
         assert float(model.weight.grad) == pytest.approx(26000, rel=1e-2)
@@ -51,9 +47,7 @@ def test_half_precision_parameters_with_samples() -> None:
     def rank_main(comm):
         model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
         fill(model)
-        create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model, weight="samples"
-        )
+        optimizer_of(comm, model, weight="samples")
         x = torch.full((32, 1), 40000.0, dtype=torch.float16)
         (model(x) / 32).sum().backward()
         assert float(model.weight.grad) == pytest.approx(40000, rel=1e-2)
@@ -67,9 +61,7 @@ def test_weights_that_are_zero_everywhere_as_nothing_was_counted(codec: str | No
 
     def rank_main(comm):
         model = mlp(dtype=torch.float32)
-        optimizer = create_multi_node_optimizer(
-            sgd(model), comm, model, weight="samples", codec=codec
-        )
+        optimizer = optimizer_of(comm, model, weight="samples", codec=codec)
         for step in range(4):
             optimizer.zero_grad()
             model.train(step % 2 == 1)  # what is evaluated is not counted
@@ -93,8 +85,7 @@ def test_a_weight_of_zero_that_all_ranks_set_gives_gradients_of_zero(codec: str 
 
     def trained(comm, *, has_empty_batches):
         model = mlp(dtype=torch.float32)
-        plain = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(plain, comm, model, codec=codec)
+        optimizer = optimizer_of(comm, model, momentum=0, codec=codec)
         for step in range(6):
             is_empty = step % 2 == 1
             if is_empty and not has_empty_batches:
@@ -117,8 +108,7 @@ def test_a_weight_of_zero_that_all_ranks_set_gives_gradients_of_zero(codec: str 
 @pytest.mark.parametrize("schedule", ["double_buffering", "periodic_average", "diloco"])
 def test_weights_of_zero_under_other_schedules(schedule: str) -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        model, optimizer = wrap(comm, schedule=schedule)
         for step in range(5):
             optimizer.zero_grad()
             optimizer.set_weight(0 if step in (1, 2) else 3)
@@ -155,8 +145,7 @@ def test_a_closure_whose_batch_has_weight_zero_on_all_ranks() -> None:
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
 def test_weights_that_are_none_are_refused(weight: float) -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         with pytest.raises(UsageError, match="must be a non-negative finite number"):
             optimizer.set_weight(weight)
 
@@ -213,8 +202,7 @@ def test_the_unit_of_weights() -> None:
 
 def test_an_infinite_gradient_of_an_empty_batch_is_not_exchanged() -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         optimizer.set_weight(1 - comm.rank)
         x = seeded(0, 2, 5) / 10
         loss_of(model, x if comm.rank == 0 else x * float("inf")).backward()

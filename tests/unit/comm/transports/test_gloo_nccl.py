@@ -32,6 +32,7 @@ run_ranks(rank_main, 3, timeout_s=1)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_in_different_collectives_raise() -> None:
     """gloo ends the process when the sizes of two messages with one tag differ."""

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.limits import limit
-from tests.unit.models import batch, equal, loss_of, mlp, values
-from torchmn import create_multi_node_optimizer
+from tests.unit.models import equal, mlp, optimizer_of, train, values
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.optimizer import multi_node_optimizer
@@ -46,14 +45,11 @@ def test_a_toy_agreement(monkeypatch: pytest.MonkeyPatch, size: int, schedule: s
     def rank_main(comm, *, differs):
         model, dropout = mlp(), torch.nn.Dropout(0.5)
         dropouts[model[0].weight] = dropout
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+        optimizer = optimizer_of(comm, model, schedule=schedule)
         for step in range(6):
             if differs and step == 4 and comm.rank == 1:
                 dropout.p = 0.25
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
+            train(model, optimizer, comm.rank, [step])
         optimizer.flush()
         return values(model)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from tests.contracts.suites.resume_contracts import described
-from tests.unit.exchange.auto.test_tuner import MAX_STEPS, train, wrap
-from tests.unit.models import batch, equal, loss_of, mlp, values
-from torchmn import create_multi_node_optimizer
+from tests.unit.exchange.auto.test_tuner import MAX_STEPS
+from tests.unit.models import batch, equal, loss_of, mlp, optimizer_of, train, values, wrap
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import ErrorFeedback, Quantized
 from torchmn.errors import UsageError
@@ -66,13 +65,11 @@ def test_residuals_without_a_codec_are_dropped_with_a_warning() -> None:
     def rank_main(comm):
         codec = ErrorFeedback(Quantized(bits=1))
         model = torch.nn.Linear(40, 30)
-        one = create_multi_node_optimizer(
-            torch.optim.SGD(model.parameters(), 0.1), comm, model, codec=codec
-        )
+        one = optimizer_of(comm, model, codec=codec)
         model(torch.ones(2, 40)).pow(2).mean().backward()
         one.step()
         state = described(one.state_dict())
-        other = create_multi_node_optimizer(torch.optim.SGD(model.parameters(), 0.1), comm, model)
+        other = optimizer_of(comm, model)
         other.load_state_dict(state)
 
     with pytest.warns(RuntimeWarning, match="has residuals of a codec, which are dropped"):
@@ -86,14 +83,14 @@ def test_auto_measures_again_after_a_state_of_its_measurements(num_steps: int) -
     def rank_main(comm):
         options = {"codec": Auto(lossy=True), "schedule": "auto"}
         model, optimizer = wrap(comm, **options)
-        train(optimizer, model, comm, range(num_steps))
+        train(model, optimizer, comm.rank, range(num_steps))
         state = described(optimizer.state_dict())
         again, other = wrap(comm, **options)
         again.load_state_dict(described(model.state_dict()))
         other.load_state_dict(state)
         assert other.tuner._using == optimizer.tuner._using
         was_left = MAX_STEPS + tuner.NUM_WARM_UP + tuner.NUM_TIMED
-        train(other, again, comm, range(num_steps, num_steps + was_left))
+        train(again, other, comm.rank, range(num_steps, num_steps + was_left))
         assert other.tuner.plan is not None
         return other.tuner.plan
 
@@ -108,7 +105,7 @@ def test_auto_measures_again_on_other_ranks_and_loses_nothing() -> None:
         model, optimizer = wrap(comm, schedule=Auto(stale=True), codec=Auto(lossy=True))
         late = next(p for p in optimizer.tuner.space.plans() if "double" in p.schedule)
         optimizer.tuner._decide(late, "for the test")
-        train(optimizer, model, comm, range(3))
+        train(model, optimizer, comm.rank, range(3))
         state = described((model.state_dict(), optimizer.state_dict()))
         optimizer.flush()
         return state, values(model)
@@ -127,7 +124,7 @@ def test_auto_measures_again_on_other_ranks_and_loses_nothing() -> None:
         assert not equal(values(model), held)
         for mine, theirs in zip(values(model), saved[0][1], strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-12)
-        train(optimizer, model, comm, range(1))
+        train(model, optimizer, comm.rank, range(1))
         assert optimizer.schedule.name == "every_step"
 
     run_ranks(new, 3)
@@ -143,7 +140,7 @@ def test_plain_states_and_those_of_other_schedules() -> None:
         assert optimizer.reshard_state_dict([plain, plain, plain], comm) == plain
         _, late = wrap(comm, schedule="double_buffering")
         _, blocks = wrap(comm, schedule=PeriodicAverage(16))
-        train(late, model, comm, range(0))
+        train(model, late, comm.rank, range(0))
         states = [described(blocks.state_dict())] * 3
         with pytest.raises(UsageError, match="saved with schedule 'periodic_average'"):
             optimizer.load_state_dict(optimizer.reshard_state_dict(states, comm))

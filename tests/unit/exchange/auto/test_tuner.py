@@ -9,8 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from tests.unit.models import batch, equal, loss_of, mlp, values
-from torchmn import create_multi_node_optimizer
+from tests.unit.models import batch, equal, loss_of, train, values, wrap
 from torchmn.cluster import Topology
 from torchmn.comm.codecs import Float16
 from torchmn.errors import UnsupportedError, UsageError
@@ -21,25 +20,12 @@ from torchmn.exchange.schedules import DoubleBuffering, EveryStep
 from torchmn.testing import run_ranks
 
 MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
-MAX_TURN_STEPS = 1 + DoubleBuffering.traits.staleness_steps + tuner.NUM_TIMED
+MAX_TURN_STEPS = 1 + DoubleBuffering().traits.staleness_steps + tuner.NUM_TIMED
 MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MAX_TURNS * MAX_TURN_STEPS
 ALLOWED = {
     "stale": "double_buffering",
     "lossy": "every_step",
 }
-
-
-def train(optimizer, model, comm, steps) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(comm.rank, step)).backward()
-        optimizer.step()
-
-
-def wrap(comm, **options):
-    model = mlp()
-    inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return model, create_multi_node_optimizer(inner, comm, model, **options)
 
 
 @pytest.mark.parametrize(("name", "nodes"), [("flat", [2]), ("hierarchical", [2, 1])])
@@ -51,7 +37,7 @@ def test_all_ranks_select_the_same_plan_and_report_why(name, nodes, allowed, cap
     def rank_main(comm):
         model, optimizer = wrap(comm, codec=auto, schedule=auto)
         assert optimizer.tuner.plan is None
-        train(optimizer, model, comm, range(MAX_STEPS))
+        train(model, optimizer, comm.rank, range(MAX_STEPS))
         optimizer.flush()
         chosen = optimizer.tuner
         assert chosen.plan is not None
@@ -105,7 +91,7 @@ def test_a_saved_plan_that_is_no_longer_allowed() -> None:
         optimizer.tuner._decide(
             Plan(schedule="double_buffering", codec="float32", bucket_bytes=1 << 20), "for the test"
         )
-        train(optimizer, model, comm, range(2))
+        train(model, optimizer, comm.rank, range(2))
         pending = optimizer.state_dict()
         optimizer.flush()
         flushed = copy.deepcopy(optimizer.state_dict())
@@ -121,7 +107,7 @@ def test_a_saved_plan_that_is_no_longer_allowed() -> None:
 def test_a_codec_alone_may_be_chosen() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec=Auto(lossy=True))
-        train(optimizer, model, comm, range(MAX_STEPS))
+        train(model, optimizer, comm.rank, range(MAX_STEPS))
         assert {trial.plan.schedule for trial in optimizer.tuner.trials} == {"every_step"}
 
     run_ranks(rank_main, 2)
@@ -130,7 +116,7 @@ def test_a_codec_alone_may_be_chosen() -> None:
 def test_a_codec_that_cannot_be_timed_is_tried_all_the_same() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, schedule=Auto(stale=True), codec="power_sgd")
-        train(optimizer, model, comm, range(MAX_STEPS))
+        train(model, optimizer, comm.rank, range(MAX_STEPS))
         tried = {trial.plan.schedule for trial in optimizer.tuner.trials}
         assert tried == {"every_step", "double_buffering"}
         assert optimizer.tuner.plan is not None
@@ -141,7 +127,7 @@ def test_a_codec_that_cannot_be_timed_is_tried_all_the_same() -> None:
 def test_shared_memory_leaves_nothing_to_choose() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec=Auto(lossy=True), schedule="auto")
-        train(optimizer, model, comm, range(tuner.NUM_WARM_UP + tuner.NUM_TIMED))
+        train(model, optimizer, comm.rank, range(tuner.NUM_WARM_UP + tuner.NUM_TIMED))
         assert optimizer.tuner.plan.codec == "float32"
         assert "nothing crosses a network" in optimizer.tuner.reason
 
@@ -152,14 +138,14 @@ def test_a_saved_plan_is_used_again_bit_equal() -> None:
     def rank_main(comm):
         options = {"codec": Auto(lossy=True), "schedule": "auto"}
         model, optimizer = wrap(comm, **options)
-        train(optimizer, model, comm, range(MAX_STEPS))
+        train(model, optimizer, comm.rank, range(MAX_STEPS))
         saved = copy.deepcopy(optimizer.state_dict())
         again, other = wrap(comm, **options)
         again.load_state_dict(model.state_dict())
         other.load_state_dict(saved)
         assert other.tuner.plan == optimizer.tuner.plan
         for each, network in ((optimizer, model), (other, again)):
-            train(each, network, comm, range(3))
+            train(network, each, comm.rank, range(3))
             each.flush()
         assert equal(values(model), values(again))
 
@@ -170,7 +156,7 @@ def test_ranks_whose_data_end_early_decide_too() -> None:
     def rank_main(comm):
         model, optimizer = wrap(comm, codec=Auto(lossy=True), schedule="auto")
         with optimizer.join():
-            train(optimizer, model, comm, range(4 + comm.rank * MAX_STEPS))
+            train(model, optimizer, comm.rank, range(4 + comm.rank * MAX_STEPS))
         assert optimizer.tuner.plan is not None
         return values(model)
 
@@ -184,10 +170,10 @@ def test_drift_leads_to_a_new_plan(monkeypatch) -> None:
 
     def rank_main(comm):
         model, optimizer = wrap(comm, codec=Auto(retune=True))
-        train(optimizer, model, comm, range(MAX_STEPS))
+        train(model, optimizer, comm.rank, range(MAX_STEPS))
         assert optimizer.tuner.plan is not None
         optimizer.tuner.planned_s = 1e-9  # as if the network had been so much faster
-        train(optimizer, model, comm, range(5))
+        train(model, optimizer, comm.rank, range(5))
         assert optimizer.tuner.plan is None
 
     run_ranks(rank_main, 2)

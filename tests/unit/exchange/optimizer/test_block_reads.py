@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.models import batch, loss_of, mlp
+from tests.unit.models import batch, loss_of, mlp, wrap
 from torchmn import create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.exchange.schedules import (
     BlockMomentum,
@@ -83,9 +83,7 @@ def trained(
     read: Read, make: Callable[[], Schedule | str], num_steps: int, world_size: int
 ) -> None:
     def rank_main(comm):
-        model = mlp()
-        sgd = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(sgd, comm, model, schedule=make())
+        model, optimizer = wrap(comm, schedule=make())
         read(model, optimizer)  # before training ranks are equal
         for step in range(num_steps):
             optimizer.zero_grad()
@@ -139,9 +137,7 @@ def test_a_script_that_ends_by_saving(monkeypatch) -> None:
     monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(partial(*call)))
 
     def rank_main(comm):
-        model = mlp()
-        sgd = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(sgd, comm, model, schedule=PeriodicAverage(BLOCK))
+        model, optimizer = wrap(comm, schedule=PeriodicAverage(BLOCK))
         loss_of(model, batch(comm.rank, 0, 4)).backward()
         optimizer.step()
         save(model, optimizer)

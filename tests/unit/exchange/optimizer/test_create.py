@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.unit.models import mlp
-from torchmn import create_multi_node_optimizer
+from tests.unit.models import mlp, optimizer_of
 from torchmn.cluster import Topology
 from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.exchange.optimizer.create import SCHEDULES
@@ -16,9 +14,7 @@ from torchmn.testing import run_ranks
 
 def wrap(comm, **options):
     model = mlp()
-    return create_multi_node_optimizer(
-        torch.optim.SGD(model.parameters(), 0.1), comm, model, **options
-    )
+    return optimizer_of(comm, model, **options)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.unit.models import batch, equal, loss_of, mlp, values
+from tests.unit.models import batch, equal, loss_of, mlp, train, values
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import CommunicationError, UnsupportedError
 from torchmn.testing import run_ranks
@@ -45,10 +45,7 @@ def test_buffers_are_of_the_rank_that_ran_to_the_end() -> None:
         model = torch.nn.Sequential(mlp(), torch.nn.BatchNorm1d(3, dtype=torch.float64))
         optimizer = create_multi_node_optimizer(INNER["adam"](model), comm, model)
         with optimizer.join():
-            for step in range(1 + comm.rank):
-                optimizer.zero_grad()
-                loss_of(model, batch(comm.rank, step)).backward()
-                optimizer.step()
+            train(model, optimizer, comm.rank, range(1 + comm.rank))
         return int(model[1].num_batches_tracked), model[1].running_mean.clone()
 
     (count_0, mean_0), (count_1, mean_1) = run_ranks(rank_main, 2)
@@ -76,9 +73,7 @@ def test_an_error_in_one_loop_ends_the_others_in_time() -> None:
                 for step in range(3):
                     if comm.rank == 1 and step == 1:
                         raise KeyError("no such sample")
-                    optimizer.zero_grad()
-                    loss_of(model, batch(comm.rank, step)).backward()
-                    optimizer.step()
+                    train(model, optimizer, comm.rank, [step])
 
         with pytest.raises(KeyError if comm.rank == 1 else CommunicationError):
             loop()

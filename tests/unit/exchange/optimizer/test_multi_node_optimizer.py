@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.limits import limit
-from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
+from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values, wrap
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
@@ -161,16 +161,14 @@ def test_parameters_that_a_script_puts_into_a_group_are_those_of_rank_0(schedule
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_step_on_a_rank_without_backward_counts_as_zeros(schedule: str) -> None:
     def rank_main(comm):
-        model = mlp()
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = create_multi_node_optimizer(inner, comm, model, schedule=schedule)
+        model, optimizer = wrap(comm, schedule=schedule)
         if comm.rank != 1:
             loss_of(model, batch(comm.rank, 0)).backward()
         optimizer.step()
         optimizer.flush()
         return values(model)
 
-    results = run_ranks(rank_main, 3, timeout_s=5)
+    results = run_ranks(rank_main, 3, timeout_s=limit(5))
     reference = mlp()
     parts = [local_grads(reference, batch(rank, 0)) for rank in (0, 2)]
     means = [(a + b) / 3 for a, b in zip(*parts, strict=True)]

@@ -9,22 +9,24 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
+from tests.unit.models import (
+    batch,
+    equal,
+    grads,
+    local_grads,
+    loss_of,
+    mlp,
+    near,
+    optimizer_of,
+    sgd,
+    train,
+    values,
+    wrap,
+)
 from torchmn import create_multi_node_optimizer
 from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.schedules import EveryStep
 from torchmn.testing import run_ranks
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-
-
-def train(model, optimizer, rank, steps):
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model, batch(rank, step)).backward()
-        optimizer.step()
 
 
 def mean_of_ranks(model, step, num_ranks=2):
@@ -36,8 +38,7 @@ class TestFlags:
     @pytest.mark.parametrize("schedule", ["every_step", "double_buffering"])
     def test_freezing_on_one_rank_is_refused_on_all(self, schedule: str) -> None:
         def rank_main(comm):
-            model = mlp()
-            optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+            model, optimizer = wrap(comm, schedule=schedule)
             train(model, optimizer, comm.rank, range(2))
             model[0].requires_grad_(comm.rank != 1)
             with pytest.raises(RankMismatchError, match="rank 1 changed the dtype, device, shape"):
@@ -47,8 +48,7 @@ class TestFlags:
 
     def test_a_state_loaded_on_one_rank_is_refused_on_all(self) -> None:
         def rank_main(comm):
-            model = mlp()
-            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            model, optimizer = wrap(comm)
             train(model, optimizer, comm.rank, range(2))
             if comm.rank == 0:
                 optimizer.load_state_dict(optimizer.state_dict())
@@ -61,8 +61,7 @@ class TestFlags:
 
     def test_one_backward_pass_more_on_one_rank_is_named(self) -> None:
         def rank_main(comm):
-            model = mlp()
-            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            model, optimizer = wrap(comm)
             train(model, optimizer, comm.rank, range(2))
             optimizer.reducer._num_exchanges.num += comm.rank
             with pytest.raises(CommunicationError, match="at different exchanges of gradients"):
@@ -94,8 +93,7 @@ class TestFlags:
 class TestUnsynced:
     def test_a_pass_under_no_sync_after_the_exchange_is_exchanged_in_step(self) -> None:
         def rank_main(comm):
-            model = mlp()
-            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            model, optimizer = wrap(comm)
             expected = [
                 a + b for a, b in zip(mean_of_ranks(model, 0), mean_of_ranks(model, 1), strict=True)
             ]
@@ -112,10 +110,7 @@ class TestUnsynced:
 
     def test_double_buffering_refuses_it(self) -> None:
         def rank_main(comm):
-            model = mlp()
-            optimizer = create_multi_node_optimizer(
-                sgd(model), comm, model, schedule="double_buffering"
-            )
+            model, optimizer = wrap(comm, schedule="double_buffering")
             train(model, optimizer, comm.rank, range(2))
             loss_of(model, batch(comm.rank, 0)).backward()
             with optimizer.no_sync():
@@ -127,8 +122,7 @@ class TestUnsynced:
 
     def test_what_is_frozen_after_a_pass_under_no_sync_is_exchanged(self) -> None:
         def rank_main(comm):
-            model = mlp()
-            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            model, optimizer = wrap(comm)
             first, both = mean_of_ranks(model, 0), mean_of_ranks(model, 1)
             with optimizer.no_sync():
                 loss_of(model, batch(comm.rank, 0)).backward()
@@ -144,8 +138,7 @@ class TestUnsynced:
 class TestOneOptimizerPerParameter:
     def test_a_newer_one_replaces_the_older_which_then_raises(self) -> None:
         def rank_main(comm):
-            model = mlp()
-            older = create_multi_node_optimizer(sgd(model), comm, model)
+            model, older = wrap(comm)
             train(model, older, comm.rank, range(2))
             adam = torch.optim.Adam(model.parameters(), 0.01)
             newer = create_multi_node_optimizer(adam, comm, model)
@@ -166,10 +159,10 @@ class TestOneOptimizerPerParameter:
         def rank_main(comm):
             model = mlp()
             with pytest.raises(RuntimeError, match="no"):
-                create_multi_node_optimizer(sgd(model), comm, model, schedule=Fails())
+                optimizer_of(comm, model, schedule=Fails())
             loss_of(model, batch(comm.rank, 0)).backward()
             assert equal(grads(model), local_grads(model, batch(comm.rank, 0)))
-            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            optimizer = optimizer_of(comm, model)
             optimizer.zero_grad()
             loss_of(model, batch(comm.rank, 0)).backward()
             assert near(grads(model), mean_of_ranks(model, 0))
@@ -180,16 +173,15 @@ class TestOneOptimizerPerParameter:
         def rank_main(comm):
             schedule = EveryStep()
             model = mlp()
-            create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+            optimizer_of(comm, model, schedule=schedule)
             with pytest.raises(UsageError, match=r"EveryStep object belongs to another optimizer"):
-                create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+                optimizer_of(comm, model, schedule=schedule)
 
         run_ranks(rank_main, 2)
 
     def test_wrappers_are_not_wrapped(self) -> None:
         def rank_main(comm):
-            model = mlp()
-            optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+            model, optimizer = wrap(comm)
             with pytest.raises(UsageError, match=re.escape("optimizer.inner")):
                 create_multi_node_optimizer(optimizer, comm, model)
             wrapped = DistributedDataParallel.__new__(DistributedDataParallel)

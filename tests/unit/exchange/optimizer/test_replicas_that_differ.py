@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.unit.models import batch, equal, loss_of, mlp, values
+from tests.unit.models import batch, equal, loss_of, mlp, optimizer_of, sgd, train, values, wrap
 from torchmn import create_multi_node_optimizer, scatter_loader
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.replica_divergence import EVERY, ReplicaWatch
@@ -20,10 +20,6 @@ from torchmn.testing import run_ranks
 DIFFER = "the parameters of the ranks differ"
 SCHEDULES = ["every_step", "double_buffering"]
 Change = Callable[[int, nn.Module], object]
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
 def load_on_one_rank(rank: int, model: nn.Module) -> None:
@@ -52,12 +48,9 @@ def test_parameters_that_a_script_changes_are_warned_of(
     """In one turn of all parameters; the tests make an error of the warning."""
 
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        model, optimizer = wrap(comm, schedule=schedule)
         for step in range(EVERY * (len(values(model)) + 2)):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
+            train(model, optimizer, comm.rank, [step])
             if step == 2:
                 change(comm.rank, model)
 
@@ -106,11 +99,8 @@ class Counter(nn.Module):
 def train_with(layer: nn.Module, schedule: str) -> None:
     def rank_main(comm):
         model = nn.Sequential(mlp(), copy.deepcopy(layer).double())
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
-        for step in range(EVERY * 12):
-            optimizer.zero_grad()
-            loss_of(model, batch(comm.rank, step)).backward()
-            optimizer.step()
+        optimizer = optimizer_of(comm, model, schedule=schedule)
+        train(model, optimizer, comm.rank, range(EVERY * 12))
         optimizer.close()
 
     run_ranks(rank_main, 2)
@@ -146,8 +136,7 @@ def test_buffers_that_may_be_used(layer: nn.Module, schedule: str) -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_step_that_one_rank_leaves_out_is_refused_on_all(size: int) -> None:
     def rank_main(comm):
-        model = mlp()
-        optimizer = create_multi_node_optimizer(sgd(model), comm, model)
+        model, optimizer = wrap(comm)
         seen = []
 
         def train():
@@ -267,8 +256,7 @@ def zeroth_order(comm, model: nn.Module, x: torch.Tensor, step: int, *, is_share
 
 
 def rank_of_zeroth_order(comm, *, steps: bool, is_shared: bool) -> list[torch.Tensor]:
-    model = mlp()
-    optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="rank")
+    model, optimizer = wrap(comm, weight="rank")
     data = TensorDataset(torch.cat([batch(0, number, 8) for number in range(4)]))
     loader = scatter_loader(DataLoader(data, batch_size=8), comm)
     for epoch in range(3):

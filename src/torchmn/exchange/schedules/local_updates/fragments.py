@@ -156,7 +156,7 @@ class Fragment:
         self._starts = [p.detach().clone() for p in self.parameters] if overlap_steps else None
         packing, self._packing = self._packing, None
         if packing is not None:
-            self.sums = packing.start()
+            self.sums = packing.sums.start_remaining()
 
     @property
     def mean_rate(self) -> float:
