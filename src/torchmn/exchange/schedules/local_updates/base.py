@@ -516,9 +516,9 @@ class LocalUpdateSchedule(Schedule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`. Raises UsageError: other parameters or fragments."""
-        if self._pending is not None:
-            self._pending.sums.drain()  # its memory is used again
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.sums.drain()  # its memory is used again
         self._check_state(state)
         self._known.forget()
         self._is_resumed = True
@@ -558,7 +558,8 @@ class LocalUpdateSchedule(Schedule):
 
 def _is_concurrent(comm: Communicator) -> bool:
     """Whether two communicators of a rank may exchange at the same time."""
-    return comm.world.transport.is_concurrent
+    transport = comm.world.transport
+    return transport.is_concurrent
 
 
 def _check(name: str, is_right: bool, value: object, rule: str) -> None:

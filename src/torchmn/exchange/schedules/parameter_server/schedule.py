@@ -213,7 +213,7 @@ class ParameterServer(Schedule):
         """
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed, groups = True, self._comm.groups
         atexit.unregister(self.close)
         self._forget_close()
         is_stuck = self._work is not None and not self._work.done
@@ -236,7 +236,7 @@ class ParameterServer(Schedule):
         self._engine.close()
         self._client.close()
         if not any(t.is_alive() for t in self._threads):
-            self._comm.groups.close_transport(transport)
+            groups.close_transport(transport)
 
     # ---- a step ----
 
@@ -392,12 +392,13 @@ class ParameterServer(Schedule):
 
     def _gather_state(self) -> None:
         """Copy the state of the optimizer from the servers into the inner one."""
-        states = self._client.request("state", dict.fromkeys(self._memory, {}))
+        gathered = self._client.request("state", dict.fromkeys(self._memory, {}))
+        states = self._inner.state
         for server, name, parameter, _ in self._places:
-            state = states[server].get(name)
-            self._inner.state.pop(parameter, None)
+            state = gathered[server].get(name)
+            states.pop(parameter, None)
             if state is not None:
-                self._inner.state[parameter] = device_copy(state, parameter)
+                states[parameter] = device_copy(state, parameter)
 
     def rebuild(self) -> None:
         """Raises UnsupportedError: parameters cannot be added, because servers own them."""
@@ -428,10 +429,10 @@ class ParameterServer(Schedule):
 
     def _act_on(self, nonfinite: list[str]) -> None:
         """Call the hooks before the step: one of them raises or warns, by ``on_nonfinite``."""
-        reducer, problem = self._reducer, None
+        problem, nonfinite_log = None, self._exchange.nonfinite
         if nonfinite:
-            problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-        self._exchange.nonfinite.record(problem)
+            problem = NonfiniteGradients(self._reducer.step, {self._comm.rank: nonfinite})
+        nonfinite_log.record(problem)
         self._call_hooks(STEP_HOOKS[0])
 
     def _call_hooks(self, which: str) -> None:
