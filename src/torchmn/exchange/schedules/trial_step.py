@@ -49,8 +49,9 @@ def trial_step(optimizer: Optimizer) -> Iterator[None]:
 @torch.no_grad()
 def _restored(value: object, copied: object) -> object:
     """The same tensor with its values of before: compiled steps have its address."""
-    is_tensor = isinstance(value, Tensor) and isinstance(copied, Tensor)
-    return value.copy_(copied) if is_tensor else copied
+    if isinstance(value, Tensor) and isinstance(copied, Tensor):
+        return value.copy_(copied)
+    return copied
 
 
 def _copied(value: object) -> object:
