@@ -58,10 +58,11 @@ class EveryStep(Schedule):
 
     def _warn_of_second_pass(self) -> None:
         """Warn once, on rank 0, if gradients were added to means."""
-        if not self._exchange.filled.is_accumulating:
+        filled = self._exchange.filled
+        if not filled.is_accumulating:
             return
         self._has_warned = True
-        if self._exchange.comm.rank == 0:
+        if self._comm.rank == 0:
             warnings.warn(
                 "More than one backward pass before step(): each one exchanges all gradients. The "
                 "result is right. To exchange once, wrap all passes but the last in "
