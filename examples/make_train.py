@@ -17,10 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchmn.errors import DataError, LaunchError
-
 from torchmn.cluster.cpus import available_processors
 from torchmn.control.script import run_main
+from torchmn.errors import DataError, LaunchError
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "cifar" / "train_cifar_multi_node.py"

@@ -137,7 +137,6 @@ def make_schedule(name: str, options: Mapping[str, object]) -> Any:
     exchanged.
     """
     from torchmn.errors import UnknownNameError
-
     from torchmn.exchange.optimizer.create import SCHEDULES
     from torchmn.exchange.schedules import EveryStep, Phases
 

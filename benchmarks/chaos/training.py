@@ -22,9 +22,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import TorchmnError
 
 import torchmn
+from torchmn.errors import TorchmnError
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.run import install_crash_handler
 

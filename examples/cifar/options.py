@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torchmn.errors import UsageError
 
 from torchmn import Communicator
+from torchmn.errors import UsageError
 from torchmn.train import Classifier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

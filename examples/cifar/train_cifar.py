@@ -18,9 +18,9 @@ from options import (
 )
 from pytorch_pfn_extras.training.extensions import Evaluator
 from torch.utils.data import DataLoader
-from torchmn.errors import UsageError
 
 import torchmn
+from torchmn.errors import UsageError
 from torchmn.train import extend_with_reports
 from torchmn.train.evaluation import batch_to
 

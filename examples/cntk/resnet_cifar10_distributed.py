@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from options import parse_options
 from torch import Tensor, nn
-from torchmn.errors import UsageError
 
 import torchmn
 import torchmn.cntk as C
 import torchmn.cntk.io.transforms as xforms
 from torchmn.cntk.train.distributed import Communicator
+from torchmn.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import ResNet

@@ -16,6 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
+
 from torchmn.errors import DataError
 
 from .files import (

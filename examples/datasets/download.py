@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-from torchmn.errors import DataError, UsageError
-
 from torchmn.cluster.units import KiB
+from torchmn.errors import DataError, UsageError
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from torchmn.errors import DataError
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]

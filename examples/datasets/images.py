@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
-from torchmn.errors import DataError, UnknownNameError, UsageError
 
 from torchmn.comm.heartbeat import raise_if_any_failed, run_on_one_rank
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 from .cifar import find_cifar10, read_cifar10
 from .download import download as fetch

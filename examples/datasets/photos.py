@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
-from torchmn.errors import DataError
 
 from torchmn.cntk.readers.decoding import ImageMemory, Reduction, decode, image_size
 from torchmn.cntk.readers.transforms import Crop, Draw, Region, contiguous, crop
 from torchmn.comm import Communicator
 from torchmn.comm.heartbeat import run_on_one_rank
+from torchmn.errors import DataError
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
 _WHOLE_FILE = -1

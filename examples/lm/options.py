@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from torchmn.errors import DataError, UsageError
 
 import torchmn
+from torchmn.errors import DataError, UsageError
 
 _SCHEDULES = ("every_step", "block_momentum", "diloco", "streaming")
 _CODECS = ("float32", "bfloat16", "int8", "int4", "1bit")

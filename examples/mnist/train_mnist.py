@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from pytorch_pfn_extras.training.extensions import Evaluator
 from torch.utils.data import DataLoader
-from torchmn.errors import UsageError
 
 import torchmn
 from torchmn.data import EmptyBatchCollate
+from torchmn.errors import UsageError
 from torchmn.train import Classifier, extend_with_reports
 from torchmn.train.evaluation import batch_to
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from torchmn.errors import UsageError
 
 import torchmn
 import torchmn.functions as F
+from torchmn.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from datasets import load_images

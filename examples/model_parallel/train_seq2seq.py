@@ -15,9 +15,9 @@ import argparse
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import UsageError
 
 import torchmn
+from torchmn.errors import UsageError
 from torchmn.links import MultiNodeChainList
 
 NUM_DIGITS, LENGTH, WIDTH = 10, 8, 64

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
-from torchmn.errors import UsageError
 
 import torchmn
 from torchmn import Grid
+from torchmn.errors import UsageError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models import Transformer

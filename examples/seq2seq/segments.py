@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from torchmn.errors import DataError
 
 from torchmn import Communicator, GlobalSampler
 from torchmn.data.permutations import Order, keyed_permutation
+from torchmn.errors import DataError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from models.seq2seq import BEGIN, END, PAD

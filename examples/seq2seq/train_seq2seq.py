@@ -22,10 +22,10 @@ from segments import BucketSampler, collate, encode, make_tokenizer, pad, read_p
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmn.errors import UsageError
 
 import torchmn
 from torchmn import MultiNodeOptimizer
+from torchmn.errors import UsageError
 from torchmn.train import EpochLoader
 from torchmn.train.evaluation import GenericMultiNodeEvaluator
 

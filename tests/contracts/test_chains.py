@@ -1,7 +1,6 @@
 """Chains of links over threads, gloo processes and MPI, and implementations that break them."""
 
 import pytest
-from torchmn.errors import CommunicationError
 
 from tests.contracts.broken import chains as broken
 from tests.contracts.suites.chain_contracts import (
@@ -14,6 +13,7 @@ from tests.contracts.suites.communicator_contracts import ContractError
 from tests.mpi_pool import MpiPool
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError
 from torchmn.nn import chain_list, pipeline
 from torchmn.testing import run_ranks
 

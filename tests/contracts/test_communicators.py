@@ -3,13 +3,13 @@
 from collections.abc import Callable
 
 import pytest
-from torchmn.errors import UnsupportedError
 
 from tests.contracts.suites.communicator_contracts import check_all, check_route
 from tests.mpi_pool import MpiPool
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.comm.create import ROUTES
+from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 
 CPU_ROUTES = [name for name in ROUTES if name != "pure_nccl"]

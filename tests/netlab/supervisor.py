@@ -18,11 +18,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from torchmn.errors import TorchmnError
-
 from tests.netlab.cleanup import claim_folder, sweep, take_down
 from tests.netlab.construction import build
 from torchmn.control.processes import signal_socket
+from torchmn.errors import TorchmnError
 
 
 def main(text: str) -> None:

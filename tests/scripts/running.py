@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmn.errors import TorchmnError
 
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
+from torchmn.errors import TorchmnError
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.testing import run_ranks
 

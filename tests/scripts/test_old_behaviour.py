@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 from torch import Tensor, nn
-from torchmn.errors import TorchmnError
 
 from torchmn.base.names import SCHEDULE_TRAITS, ScheduleTraits
+from torchmn.errors import TorchmnError
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
 from torchmn.exchange.means import Means

@@ -202,7 +202,7 @@ class Engine:
 
     def raise_if_capturing(self) -> None:
         """Raise UnsupportedError if the caller records a CUDA graph. Before anything is started."""
-        if self.streams.is_capturing():
+        if not self.streams.is_host and self.streams.is_capturing():
             raise UnsupportedError(
                 "A CUDA graph is being captured, and this exchange between ranks cannot be part of "
                 "it: time limits and the comparison of ranks need the host in each step, which a "
@@ -217,30 +217,35 @@ class Engine:
         ``after``: see `submit`.
         """
         self._raise_if_unusable()
-        with self._condition:
-            is_idle = not self._queue and not self._is_running
-            if is_idle:
-                self._is_running = True
-        if not is_idle:
+        if not self._take_over():
             return self.submit(job, after).wait()
         for observer in events.observers:
             observer.phase("exchange", begins=True)
         try:
-            return self._run_here(job, after)
+            return job() if self.streams.is_host else self._run_here(job, after)
         except BaseException as error:
             self._note(error)
             raise
         finally:
             for observer in events.observers:
                 observer.phase("exchange", begins=False)
-            with self._condition:
-                self._is_running = False
-                if self._queue:
-                    self._condition.notify_all()
+            self._hand_back()
+
+    def _take_over(self) -> bool:
+        """Whether nothing is in flight: the calling thread may then run a job, and hands back."""
+        with self._condition:
+            if self._queue or self._is_running:
+                return False
+            self._is_running = True
+            return True
+
+    def _hand_back(self) -> None:
+        with self._condition:
+            self._is_running = False
+            if self._queue:
+                self._condition.notify_all()
 
     def _run_here(self, job: Callable[[], Result], after: Sequence[Event | None]) -> Result:
-        if self.streams.is_host:
-            return job()
         work = Work(job, self, after)
         self._run_work(work)
         return work.wait()
@@ -252,14 +257,28 @@ class Engine:
         finally:
             self._runner_id = -1
 
-    def submit(self, job: Callable[[], Result], after: Sequence[Event | None] = ()) -> Work[Result]:
+    def submit(
+        self,
+        job: Callable[[], Result],
+        after: Sequence[Event | None] = (),
+        *,
+        only_queues: bool = False,
+    ) -> Work[Result]:
         """Queue a job and return at once.
 
         It waits for what is queued on the current stream of the caller, and for the events
-        ``after``: those of other streams that write what it reads.
+        ``after``: those of other streams that write what it reads. A job that ``only_queues`` its
+        work on a device runs on this thread if nothing is in flight: another one would take the
+        interpreter from it.
         """
         self._raise_if_unusable()
         work = Work(job, self, after)
+        if only_queues and not self.streams.is_host and self._take_over():
+            try:
+                self._run(cast("Work[object]", work))
+            finally:
+                self._hand_back()
+            return work
         with self._condition:
             self._queue.append(cast("Work[object]", work))
             if self.is_threaded and self._thread is None:
@@ -314,7 +333,8 @@ class Engine:
             self._broken, self._is_failing = error, True
 
     def _raise_if_unusable(self) -> None:
-        self.raise_failure()
+        if self._is_failing:
+            self.raise_failure()
         self.raise_if_capturing()
         if self._broken is not None:
             self._refuse(self._broken)

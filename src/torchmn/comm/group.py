@@ -297,6 +297,11 @@ class Groups:
             return self.world
         return self.with_shared_memory(self.world)
 
+    def queue_sums_of(self, buffer: Tensor) -> bool:
+        """Whether sums over any of the groups return when they are queued on a device. Local."""
+        groups = (self.world, *self._subgroups)
+        return all(group.size == 1 or group.transport.queues(buffer) for group in groups)
+
     def split_off(self, kind: str, ranks: Sequence[int]) -> Group:
         """A group of these ranks, which hold this one, for a communicator that will close it."""
         self.count_split()

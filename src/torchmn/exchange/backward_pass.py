@@ -28,7 +28,14 @@ _MEMBERS: weakref.WeakValueDictionary[int, _Members] = weakref.WeakValueDictiona
 class BackwardPass:
     """A backward pass that has begun."""
 
-    def __init__(self, backward_id: int, callback: AtEnd, *, packs_early: bool) -> None:
+    def __init__(
+        self,
+        backward_id: int,
+        callback: AtEnd,
+        on_release: Callable[[], None],
+        *,
+        packs_early: bool,
+    ) -> None:
         self.ids = {backward_id}
         """Of the pass, and of those that run inside of it."""
         self.packs_early = packs_early
@@ -37,7 +44,7 @@ class BackwardPass:
         """Whether the gradients were cleared since it raised."""
         self.failure: BaseException | None = None
         """Why its exchange failed, after which the ranks no longer agree."""
-        self._callback = weakref.ref(callback)
+        self._callback = weakref.ref(callback, lambda _: on_release())
         self._members = _MEMBERS.setdefault(backward_id, _Members())
         self._members.num += 1
 
@@ -100,11 +107,20 @@ class Passes:
         return PassState.CLEARED if current.is_cleared else PassState.RAISED
 
     def begin(
-        self, method: Callable[[], None], *, is_last: bool, packs_early: bool
+        self,
+        method: Callable[[], None],
+        on_release: Callable[[], None],
+        *,
+        is_last: bool,
+        packs_early: bool,
     ) -> BackwardPass:
-        """A pass has computed its first gradient; ``method`` is called when it ends."""
+        """A pass has computed its first gradient; ``method`` is called when it ends.
+
+        ``on_release`` is called when it raises, before another one can begin.
+        """
         callback = AtEnd(method, is_last=is_last)
-        self.current = BackwardPass(current_graph_task_id(), callback, packs_early=packs_early)
+        number = current_graph_task_id()
+        self.current = BackwardPass(number, callback, on_release, packs_early=packs_early)
         at_end_of_backward(callback)
         return self.current
 

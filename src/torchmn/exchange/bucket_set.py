@@ -74,6 +74,11 @@ class BucketSet:
     def number(self, parameters: Sequence[nn.Parameter]) -> None:
         """Fill `slot_at`: by the position of a parameter among these. Local."""
         self.slot_at = [self.slot_of.get(parameter) for parameter in parameters]
+        for number, slot in enumerate(self.slot_at):
+            if slot is not None:
+                slot.number = number
+        for bucket in self.buckets:
+            bucket.arrivals.expect({id(slot.parameter): slot.number for slot in bucket.small})
 
     def warm_up(self) -> None:
         """Compile what the codec needs now, so that no step has to."""
@@ -88,11 +93,11 @@ class BucketSet:
         """Forget what was packed. Local."""
         for slot in self.slots:
             slot.is_packed = slot.has_gradient = False
+        current_stream = self.streams.current if self.is_deferred else None
         for bucket in self.buckets:
             bucket.num_packed = 0
-            bucket.waiting.clear()
             bucket.totals.clear()
-            bucket.streams.clear()
+            bucket.arrivals.restart(current_stream)
         self.leave_lent()
 
     def leave_lent(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,6 +23,7 @@ from torchmn.comm.engine import Work
 from torchmn.comm.routes.base import Granularity
 from torchmn.comm.streams import Event
 from torchmn.exchange.gradient_memory import CAN_COUNT, num_references
+from torchmn.exchange.parameter_hook import Arrivals
 
 NamedParameter = tuple[str, nn.Parameter]
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -51,7 +52,9 @@ class Slot:
     may_lend: bool = False
     """Whether the memory can be given up to a script: not if ranks share it."""
     is_small: bool = False
-    """Whether its gradient is written together with others, when the bucket is full."""
+    """Whether its gradient is written together with others, when all of them are final."""
+    number: int = -1
+    """Its position among the parameters that are watched, see `BucketSet.number`."""
     weak_bucket: weakref.ref[Bucket] = field(init=False)
     """Weak, for the bucket has its slots: both are freed without the garbage collector."""
     is_packed: bool = False
@@ -106,11 +109,11 @@ class Bucket(ReduceBlock):
     slots: list[Slot] = field(default_factory=list)
     runs: list[Tensor] = field(default_factory=list)
     """The memory of its small slots; neighbours are one tensor."""
+    small: list[Slot] = field(default_factory=list)
+    """Slots that are written together."""
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    """Which of these are final in the pass that runs, and the streams of all slots."""
     num_packed: int = 0
-    waiting: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Small slots and their gradients, which are written when all gradients are there."""
-    streams: set[Hashable] = field(default_factory=set)
-    """Those of a device on which its gradients were computed."""
     written: Event | None = None
     """Behind what has written all of them."""
     totals: list[Tensor] = field(default_factory=list)
@@ -238,6 +241,7 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
         slots[-1].is_small = size * buffer.itemsize <= small_nbytes
     layout = Layout.of(((s.name, s.start, shape_in_memory(s.tensor)) for s in slots), dtype)
     bucket = Bucket(buffer, layout, num_footer, slots=slots)
+    bucket.small = [slot for slot in slots if slot.is_small]
     for slot in slots:
         slot.weak_bucket = weakref.ref(bucket)
     bucket.find_runs()

@@ -39,8 +39,9 @@ class Finiteness:
         self._is_valid: bool | Deferred = True
         self._names: dict[When, list[str]] = {}
         self._found: FoundNonfinite | None = None
-        self._here: list[str] = []
-        self._on_device: list[tuple[Slot, Tensor]] = []
+        self.found_here: list[str] = []
+        """The names of gradients that a CPU has seen not to be finite."""
+        self.on_device: list[tuple[Slot, Tensor]] = []
         """The largest magnitude in each slot, where a GPU would have to be waited for."""
 
     def check(self, bucket: Bucket) -> None:
@@ -50,13 +51,13 @@ class Finiteness:
             slots = [slot for slot in bucket.slots if slot.end > slot.start]
             if slots:
                 norms = torch._foreach_norm([slot.tensor for slot in slots], float("inf"))
-                self._on_device += zip(slots, norms, strict=True)
+                self.on_device += zip(slots, norms, strict=True)
         elif totals:
             total = 0.0
             for each in totals:
                 total += each.item()
             if not math.isfinite(abs(total)):  # or large values that overflow in their sum
-                self._here += [
+                self.found_here += [
                     slot.name for slot in bucket.slots if not torch.isfinite(slot.tensor).all()
                 ]
         totals.clear()
@@ -66,7 +67,7 @@ class Finiteness:
 
         ``device`` is that of the count.
         """
-        count: Tensor | float = float(len(self._here))
+        count: Tensor | float = float(len(self.found_here))
         for norms in self._norms():
             count = count + (~torch.isfinite(norms)).sum().to(device)
         return count
@@ -74,7 +75,7 @@ class Finiteness:
     def _norms(self) -> list[Tensor]:
         """The magnitudes of each dtype and device: a finite float64 may be infinite in float32."""
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for _, norm in self._on_device:
+        for _, norm in self.on_device:
             kinds.setdefault((norm.dtype, norm.device), []).append(norm)
         return [torch.stack(norms) for norms in kinds.values()]
 
@@ -96,13 +97,13 @@ class Finiteness:
     def clear(self) -> None:
         """Forget all of it."""
         self._is_valid, self._found, self._names = True, None, {}
-        self._here, self._on_device = [], []
+        self.found_here, self.on_device = [], []
 
     @property
     def here(self) -> list[str]:
         """The names of this rank's gradients that are not finite; waits for a GPU."""
-        names = list(self._here)
-        names += [slot.name for slot, norm in self._on_device if not torch.isfinite(norm)]
+        names = list(self.found_here)
+        names += [slot.name for slot, norm in self.on_device if not torch.isfinite(norm)]
         return list(dict.fromkeys(names))
 
     def record(self) -> dict[str, list[str]]:
@@ -117,7 +118,7 @@ class Finiteness:
         """Continue from a `record`, with ``is_finite`` beside it."""
         self.clear()
         self._is_valid = record.get("is_finite", True)
-        self._here = list(record.get("here", ()))
+        self.found_here = list(record.get("here", ()))
         self._names = {
             "encoding": list(record.get("encoded", ())),
             "decoding": list(record.get("decoded", ())),

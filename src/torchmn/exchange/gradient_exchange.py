@@ -14,12 +14,11 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.footer import Footer
-from torchmn.exchange.agreements.joint_pass import JointPass
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.agreements.presence import Presence
 from torchmn.exchange.agreements.weights import Weights
 from torchmn.exchange.bucket_set import BucketSet, Reduction
-from torchmn.exchange.buckets import NamedParameter, plan_buckets
+from torchmn.exchange.buckets import NamedParameter, Slot, plan_buckets
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
 from torchmn.exchange.finiteness import (
     MAX_IN_A_ROW,
@@ -224,17 +223,6 @@ class GradientExchange:
         are_lent = self._as_view or all(slot.may_lend for slot in self.filling.slots)
         self.is_plain = len(self.sets) == 1 and are_lent and self._own_gradients is None
 
-    def is_mean(self, parameter: nn.Parameter) -> bool:
-        """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
-        grad = parameter.grad
-        return grad is not None and (
-            self.memory.is_mean(parameter)
-            or any(
-                (slot := each.slot_of.get(parameter)) is not None and slot.tensor is grad
-                for each in self.sets
-            )
-        )
-
     # ---- what a rank itself has computed ----
 
     def keep_own_gradients(self) -> None:
@@ -249,12 +237,25 @@ class GradientExchange:
         own, self._own_gradients = self._own_gradients, {}
         return own
 
-    def note_own(self, parameter: nn.Parameter, *, is_mean: bool) -> None:
-        """Keep a gradient that is about to be packed; ``is_mean``: it was added to a mean."""
-        grad = parameter.grad
-        if self._own_gradients is not None and grad is not None:
-            is_reused = is_mean or self._as_view
-            self._own_gradients[parameter] = grad.clone() if is_reused else grad
+    def note_own(self, slots: Sequence[Slot]) -> set[Slot]:
+        """Keep gradients that are about to be packed, if a schedule wants them.
+
+        Returns those that are the mean of an earlier pass, maybe with a later one added.
+        """
+        means = set()
+        for slot in slots:
+            grad, number = slot.parameter.grad, slot.number
+            if grad is None:
+                continue
+            if self.memory.is_mean(slot.parameter) or any(
+                (other := each.slot_at[number]) is not None and other.tensor is grad
+                for each in self.sets
+            ):
+                means.add(slot)
+            if self._own_gradients is not None:
+                is_reused = slot in means or self._as_view
+                self._own_gradients[slot.parameter] = grad.clone() if is_reused else grad
+        return means
 
     # ---- handing over ----
 
@@ -439,7 +440,7 @@ class GradientExchange:
         """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
         late = sums.footer.get(LateRanks)
         self.are_late_on_some = late.are_some_late
-        self.are_joint = self.are_late_on_some and sums.footer.get(JointPass).is_joint
+        self.are_joint = self.are_late_on_some and late.are_joint
         self._late_states = self.gradient_states() if self.are_late_on_some else []
         weight = sums.context.weight
         counts_zeros = late.is_late and not late.has_gradients and self.reduction == "mean"

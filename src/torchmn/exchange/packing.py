@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -27,7 +27,7 @@ class Packing:
     weight itself: with weights w_i the mean is the sum times ``size * scale / sum(w_i)``, and with
     ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * scale``.
 
-    `pack` is called for each slot, or `write` for all, then `finish`, then `start` or `reduce`.
+    `pack` is called for all slots, or `write`, then `finish`, then `start` or `reduce`.
 
     Args:
         buckets: their memory.
@@ -56,15 +56,15 @@ class Packing:
         self._streams = buckets.streams
         buckets.restart()
         buckets.footer.begin(context)
-        self._sums = Sums(buckets, context)
+        self.sums = Sums(buckets, context)
         codec = buckets.codec
         if scale is None or (codec is not None and codec.keeps_residuals):
-            self._sums.agreement = WeightAgreement(
+            self.sums.agreement = WeightAgreement(
                 buckets.comm,
                 context.weight,
                 is_active=context.is_active,
                 scale=scale,
-                then=self._sums.weights_are_known,
+                then=self.sums.weights_are_known,
             )
         if scale is not None:
             self._set_scale(scale)
@@ -72,58 +72,64 @@ class Packing:
     def await_scale(self, scale: float | None) -> float:
         """The `weight_scale` of this exchange; waits for the other ranks if ``scale`` is None."""
         if scale is None:
-            agreement = self._sums.agreement
+            agreement = self.sums.agreement
             scale = 1.0 if agreement is None else agreement.scale
             self._set_scale(scale)
         return scale
 
     def _set_scale(self, scale: float) -> None:
-        self._sums.scale = scale
+        self.sums.scale = scale
         self._own_factor = self.context.weight / (self._comm.size * scale)
 
-    def pack(self, slot: Slot) -> None:
-        """Write this rank's part of a gradient, zeros if there is none; send what is full.
+    def pack(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
+        """Write this rank's part of gradients of one bucket; send what is full.
 
-        A small one is written when all of its bucket are there: in one go, and until then it must
-        not be changed.
+        Zeros are written where there is no gradient. Small ones are written in one go.
         """
-        grad, tensor, bucket = slot.parameter.grad, slot.tensor, slot.weak_bucket()
-        assert bucket is not None  # noqa: S101 - this set keeps it
-        if tensor.data_ptr() != slot.address:
-            tensor = slot.current_tensor()
-        if grad is not None:
-            if grad.requires_grad or grad.layout is not torch.strided:
-                self._refuse(slot.name, grad)
-            slot.has_gradient = True
-            if grad is tensor:
-                self.is_accumulating = True
-        if grad is None or self._own_factor == 0.0:  # even NaN, times the weight 0, is nothing
-            tensor.zero_()
-        elif slot.is_small:
-            if grad.data_ptr() != tensor.data_ptr():
-                bucket.waiting.append((tensor, grad))
-        else:
-            if grad.data_ptr() != tensor.data_ptr():
-                torch.mul(grad, self._own_factor, out=tensor)
-            elif self._own_factor != 1.0:
-                tensor.mul_(self._own_factor)
-            if not self._is_on_gpu:
-                bucket.totals.append(sum_of(tensor))
-        slot.is_packed = True
+        factor = self._own_factor
+        small: list[Tensor] = []
+        grads: list[Tensor] = []
+        for slot in slots:
+            grad, tensor = slot.parameter.grad, slot.tensor
+            if tensor.data_ptr() != slot.address:
+                tensor = slot.current_tensor()
+            slot.is_packed = True
+            if grad is not None:
+                if grad.requires_grad or grad.layout is not torch.strided:
+                    self._refuse(slot.name, grad)
+                slot.has_gradient = True
+                if grad is tensor:
+                    self.is_accumulating = True
+            if grad is None or factor == 0.0:  # even NaN, times the weight 0, is nothing
+                tensor.zero_()
+            elif not slot.is_small:
+                self._write_large(bucket, tensor, grad)
+            elif grad is not tensor:
+                small.append(tensor)
+                grads.append(grad)
         if self._is_on_device:
-            bucket.streams.add(self._streams.current())
-        bucket.num_packed += 1
+            bucket.arrivals.streams.add(self._streams.current())
+        if grads:
+            if len(bucket.arrivals.streams) > 1:
+                self._join_streams(bucket, grads)
+            torch._foreach_copy_(small, grads)
+        bucket.num_packed += len(slots)
         if bucket.num_packed == len(bucket.slots):
             self._complete(bucket)
 
+    def _write_large(self, bucket: Bucket, tensor: Tensor, grad: Tensor) -> None:
+        factor = self._own_factor
+        if grad.data_ptr() != tensor.data_ptr():
+            torch.mul(grad, factor, out=tensor)
+        elif factor != 1.0:
+            tensor.mul_(factor)
+        if not self._is_on_gpu:
+            bucket.totals.append(sum_of(tensor))
+
     def _complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are there: write the small ones, and send what is full."""
-        if len(bucket.streams) > 1:
+        """All gradients of a bucket are written: send what is full."""
+        if len(bucket.arrivals.streams) > 1:
             self._join_streams(bucket)
-        if bucket.waiting:
-            slots, grads = zip(*bucket.waiting, strict=True)
-            torch._foreach_copy_(slots, grads)
-            bucket.waiting.clear()
         if self._own_factor not in (0.0, 1.0) and bucket.runs:
             torch._foreach_mul_(bucket.runs, self._own_factor)
         if not self._is_on_gpu:
@@ -136,18 +142,22 @@ class Packing:
                     self._own_squares.append(squared_norms(slot.values))
         for observer in events.observers:
             observer.exchange(self.buckets.comm, bucket, bucket.index, "ready")
-        bucket.written = self._streams.record()
+        if self._is_on_device:
+            bucket.written = self._streams.record()
         if self._overlaps_backward:
-            self._sums.start_full()
+            self.sums.start_full()
 
-    def _join_streams(self, bucket: Bucket) -> None:
-        """Let the current stream wait for all others that have computed gradients of a bucket."""
+    def _join_streams(self, bucket: Bucket, grads: Sequence[Tensor] = ()) -> None:
+        """Let the current stream wait for all others that have computed gradients of a bucket.
+
+        ``grads`` are read on this stream, and may be freed on their own.
+        """
         current = self._streams.current()
-        for stream in bucket.streams:
+        for stream in bucket.arrivals.streams:
             if stream != current:
                 self._streams.wait_for(stream)
-        for _, grad in bucket.waiting:
-            self._streams.keep(grad)  # it is read on this stream, and may be freed on its own
+        for grad in grads:
+            self._streams.keep(grad)
 
     def write(self, write: Callable[[Slot, float], None]) -> None:
         """Write all slots and `finish`. ``write`` gets a slot and the factor of what it writes."""
@@ -187,22 +197,22 @@ class Packing:
             norms = buckets.footer.get(MeasuredNorms)
             is_own = not self.is_accumulating
             norms.measure(self._own_squares, self._own_factor, is_own=is_own)
-            self._sums.is_measured = True
+            self.sums.is_measured = True
         are_all_present = self.context.is_active
         for slot in buckets.slots:
             are_all_present &= slot.has_gradient
-        self._sums.are_all_present = are_all_present
+        self.sums.are_all_present = are_all_present
         buckets.footer.write(self.context)
 
     def start(self) -> Sums:
         """Start the sums that were not started yet, and return at once."""
-        self._sums.start_remaining()
-        return self._sums
+        self.sums.start_remaining()
+        return self.sums
 
     def reduce(self) -> Sums:
         """Do all other sums, on the calling thread if nothing else is under way."""
-        self._sums.reduce_remaining()
-        return self._sums
+        self.sums.reduce_remaining()
+        return self.sums
 
     def give_up(self) -> Sums:
         """Do all other sums with zeros: an agreement of the footer says why."""
@@ -212,8 +222,8 @@ class Packing:
         for slot in held:
             if not slot.may_lend:  # memory that ranks share stays where it is
                 slot.parameter.grad = slot.tensor.clone()
-        self._sums.clear_remaining()
+        self.sums.clear_remaining()
         nothing = replace(self.context, weight=0.0, num_samples=0.0, is_active=False)
-        self.context = self._sums.context = nothing
+        self.context = self.sums.context = nothing
         self.finish()
         return self.reduce()

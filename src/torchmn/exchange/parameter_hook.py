@@ -9,7 +9,7 @@ sees. Copies and pickles of the model carry none of this and load without torchm
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -40,10 +40,6 @@ class GradientHook:
         owner = self._owner()
         if owner is not None:
             self._function(owner, parameter if self._argument is None else self._argument)
-
-    def calls(self, method: Callable[[Any], None]) -> bool:
-        """Whether this is the hook that calls a bound method."""
-        return self._owner() is method.__self__ and self._function is method.__func__  # type: ignore[attr-defined]
 
 
 def watch_gradient(
@@ -76,16 +72,114 @@ def owners_of(parameters: Iterable[nn.Parameter]) -> list[object]:
     return list(owners.values())
 
 
-def has_later_hook(parameter: Tensor, method: Callable[[Any], None]) -> bool:
-    """Whether the script's own hook is called after ``method``, and may change the gradient."""
-    if len(gradient_hooks(parameter) or ()) < 2:
+class Arrivals(list[Tensor]):
+    """The parameters of one bucket whose gradients are final, in the order in which they came.
+
+    Its ``append`` is a hook by itself: autograd calls it, and no line of Python runs. What is in
+    the list is therefore as certain as what a hook in Python is called for.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: set[Hashable] = set()
+        """Those of a device on which gradients were computed."""
+        self.numbers: dict[int, int] = {}
+        """Of the expected parameters, by their ``id``."""
+        self.last: int | None = None
+        """The number of the parameter that came last in the pass before."""
+        self.current_stream: Callable[[], Hashable] | None = None
+        """What tells the stream of a device; None on a CPU."""
+
+    def expect(self, numbers: dict[int, int]) -> None:
+        """Expect these parameters, by their ``id``, from now on."""
+        self.numbers, self.last = numbers, None
+        self.clear()
+
+    def restart(self, current_stream: Callable[[], Hashable] | None) -> None:
+        """Forget what came: another pass begins."""
+        self.current_stream = current_stream
+        if self:
+            self.last = self.numbers[id(self[-1])]
+        self.clear()
+        self.streams.clear()
+
+    @not_compiled
+    def note(self, parameter: Tensor) -> None:
+        """Append a parameter whose gradient was computed on the current stream of a device."""
+        self.append(parameter)
+        if self.current_stream is not None:
+            self.streams.add(self.current_stream())
+
+    def repeated(self) -> int:
+        """The number of a parameter that came more than once."""
+        rest = [*map(id, self)]
+        for key in self.numbers:
+            rest.remove(key)
+        return self.numbers[rest[0]]
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether each of the expected parameters came once."""
+        numbers = self.numbers
+        return len(self) == len(numbers) and numbers.keys() == {*map(id, self)}
+
+
+class GradientHooks:
+    """The hooks of a reducer: each calls its method with the number of a parameter.
+
+    While a backward pass runs most of them only note their parameters, see `note_in`. Local.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], method: Callable[[int], None]) -> None:
+        self._entries: list[tuple[dict[int, Any], int, GradientHook]] = []
+        self._handles = []
+        for number, parameter in enumerate(parameters):
+            handle = watch_gradient(parameter, method, number)
+            hooks = cast("dict[int, Any]", gradient_hooks(parameter))
+            self._entries.append((hooks, handle.id, hooks[handle.id]))
+            self._handles.append(handle)
+
+    def note_in(self, arrivals: Arrivals) -> None:
+        """Note parameters there, but for the one that came last before: that one calls still.
+
+        All must be as they were before another pass begins, whose first gradient has to call:
+        `call_again`.
+        """
+        last = arrivals.last
+        if last is None:
+            return
+        note = arrivals.append if arrivals.current_stream is None else arrivals.note
+        for number in arrivals.numbers.values():
+            if number != last:
+                hooks, key, _ = self._entries[number]
+                hooks[key] = note
+
+    def call_again(self) -> None:
+        """Call the method for every parameter."""
+        for hooks, key, hook in self._entries:
+            hooks[key] = hook
+
+    def have_later(self, numbers: Iterable[int]) -> bool:
+        """Whether a hook of the script's own, called after one of these, may change a gradient."""
+        for number in numbers:
+            hooks, own_key, _ = self._entries[number]
+            if len(hooks) > 1:
+                for key in reversed(hooks):
+                    if key == own_key:
+                        break
+                    if not _is_of_torchmn(hooks[key]):
+                        return True
         return False
-    for hook in reversed(_hooks(parameter)):
-        if not isinstance(hook, GradientHook):
-            return True
-        if hook.calls(method):
-            return False
-    return False
+
+    def remove(self) -> None:
+        """Remove all of them."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._entries = [], []
+
+
+def _is_of_torchmn(hook: object) -> bool:
+    return isinstance(hook, GradientHook) or isinstance(getattr(hook, "__self__", None), Arrivals)
 
 
 def _hooks(parameter: Tensor) -> list[object]:

@@ -15,34 +15,29 @@ from dataclasses import asdict
 from typing import Any, NoReturn
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from torchmn.base import events
 from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
-from torchmn.base.torch_private import current_graph_task_id, gradient_hooks
+from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
-from torchmn.exchange.agreements.given_up import GivenUp
-from torchmn.exchange.agreements.joint_pass import JointPass
 from torchmn.exchange.agreements.late_ranks import LateRanks
-from torchmn.exchange.agreements.loaded_state import LoadedState
 from torchmn.exchange.agreements.measured_norms import MeasuredNorms
 from torchmn.exchange.agreements.num_exchanges import NumExchanges
 from torchmn.exchange.agreements.num_steps import NumSteps
-from torchmn.exchange.agreements.other_layout import OtherLayout
 from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
-from torchmn.exchange.agreements.together import Together
+from torchmn.exchange.agreements.together import GivenUp, LoadedState, OtherLayout, Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
 from torchmn.exchange.bucket_set import Reduction
-from torchmn.exchange.buckets import NamedParameter, Slot
+from torchmn.exchange.buckets import Bucket, NamedParameter, Slot
 from torchmn.exchange.codec_state import codec_state, load_codec_state
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.local_passes import LocalPasses
-from torchmn.exchange.parameter_hook import has_later_hook, watch_gradient
+from torchmn.exchange.parameter_hook import GradientHooks
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
 from torchmn.exchange.weights import Contribution
@@ -137,7 +132,7 @@ class GradientReducer:
         self.replicas = ReplicaWatch()
         """Of what the script does to parameters, where it must be the same on all ranks."""
         self._on_backward_end = on_backward_end
-        self._hooks: list[RemovableHandle] = []
+        self._hooks = GradientHooks((), self._on_gradient)
         self._lock = threading.RLock()
         """Autograd has a thread for each device."""
         self.passes = Passes(comm.rank_label)
@@ -227,10 +222,7 @@ class GradientReducer:
             self.comm, self.codec, trainable, sparse, self._watched, self._agreements
         )
         if self.is_needed:
-            self._hooks = [
-                watch_gradient(parameter, self._on_gradient, index)
-                for index, parameter in enumerate(self._watched)
-            ]
+            self._hooks = GradientHooks(self._watched, self._on_gradient)
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""
@@ -263,9 +255,7 @@ class GradientReducer:
 
     def close(self) -> None:
         """Stop watching backward passes."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.remove()
 
     def close_for_good(self) -> None:
         """Let go of what has this reducer as well: it is freed without the garbage collector."""
@@ -301,52 +291,80 @@ class GradientReducer:
             local = self.local_passes
             if local.are_on:
                 watched = self._watched[index]
-                is_final = not has_later_hook(watched, self._on_gradient)
-                local.note(watched, is_final=is_final)
+                local.note(watched, is_final=not self._hooks.have_later((index,)))
                 return
             pass_ = self.passes.current
             if pass_ is None or current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
-            exchange = self.exchange
-            slot, packing = exchange.filling.slot_at[index], exchange.packing
-            if slot is None or packing is None or not pass_.packs_early:
+            slot = self.exchange.filling.slot_at[index]
+            if slot is None or self.exchange.packing is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
-            parameter = slot.parameter
-            hooks = gradient_hooks(parameter)
-            if (
-                hooks is not None
-                and len(hooks) > 1
-                and has_later_hook(parameter, self._on_gradient)
-            ):
-                return  # the script may change it: the end of backward sees to it
-            if slot.is_packed:
+            bucket = slot.weak_bucket()
+            assert bucket is not None  # noqa: S101 - its set keeps it
+            if slot.is_small:
+                bucket.arrivals.note(slot.parameter)
+                self._pack_small(bucket)
+            elif slot.is_packed:
                 self._refuse_second(slot)
-            for observer in events.observers:
-                observer.phase("pack", begins=True)
-            try:
-                if exchange.is_plain:
-                    is_mean = parameter.grad is slot.tensor
-                    packing.pack(slot)
-                else:
-                    is_mean = self._pack(slot)
-            finally:
-                for observer in events.observers:
-                    observer.phase("pack", begins=False)
-            # What was copied is freed: the next layer's gradient then takes its memory.
-            if self.gradient_as_bucket_view:
-                parameter.grad = slot.tensor
-            elif not is_mean:
-                parameter.grad = None
+            elif not self._hooks.have_later((index,)):
+                self._pack_early(bucket, [slot])
 
-    def _pack(self, slot: Slot) -> bool:
-        """Write a gradient into its bucket. Returns whether it was added to an earlier mean."""
+    def _pack_small(self, bucket: Bucket) -> None:
+        """Pack the small gradients of a bucket if all are final, and no hook changes them later.
+
+        Where that is not known here the end of backward packs them.
+        """
+        arrivals = bucket.arrivals
+        if len(arrivals) < len(bucket.small) or not arrivals:
+            return
+        if bucket.small[0].is_packed:
+            self._refuse_repeated(bucket)
+            return
+        if not arrivals.are_complete:
+            return
+        if not self._hooks.have_later(arrivals.numbers.values()):
+            self._pack_early(bucket, bucket.small)
+
+    def _pack_early(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
+        """Pack final gradients while backward runs, which sends the buckets that are full."""
+        for observer in events.observers:
+            observer.phase("pack", begins=True)
+        try:
+            means = self._pack(bucket, slots)
+        finally:
+            for observer in events.observers:
+                observer.phase("pack", begins=False)
+        # What was copied is freed: the next layer's gradient then takes its memory.
+        as_view = self.gradient_as_bucket_view
+        for slot in slots:
+            parameter, tensor = slot.parameter, slot.tensor
+            if as_view:
+                parameter.grad = tensor
+            elif parameter.grad is not tensor and slot not in means:
+                parameter.grad = None
+        behind = self.exchange.filled.sums.next_bucket
+        if behind is not bucket:  # gradients may have come in another order than before
+            self._pack_small(behind)
+
+    def _pack(self, bucket: Bucket, slots: Sequence[Slot]) -> Collection[Slot]:
+        """Write gradients into their bucket.
+
+        Returns those that were added to earlier means, beside those that are in their slots.
+        """
         exchange = self.exchange
-        is_mean = exchange.is_mean(slot.parameter)
-        exchange.note_own(slot.parameter, is_mean=is_mean)
         packing = exchange.filled
-        packing.is_accumulating |= is_mean
-        packing.pack(slot)
-        return is_mean
+        means = () if exchange.is_plain else exchange.note_own(slots)
+        packing.is_accumulating |= bool(means)
+        packing.pack(bucket, slots)
+        return means
+
+    def _refuse_repeated(self, bucket: Bucket) -> None:
+        """Raise UnsupportedError if a small gradient has changed since it was packed."""
+        arrivals = bucket.arrivals
+        if len(arrivals) > len(bucket.small) and bucket.small[0].is_packed:
+            slot = self.exchange.filling.slot_at[arrivals.repeated()]
+            if slot is not None:
+                self._refuse_second(slot)
 
     def _refuse_second(self, slot: Slot) -> NoReturn:
         raise UnsupportedError(
@@ -378,9 +396,15 @@ class GradientReducer:
             and not parameters.have_changed()
         )
         begun = passes.begin(
-            self._end_backward, is_last=parameters.are_sharded, packs_early=packs_early
+            self._end_backward,
+            self._hooks.call_again,
+            is_last=parameters.are_sharded,
+            packs_early=packs_early,
         )
         self._begin_exchange()
+        if packs_early and not parameters.are_sharded:
+            for bucket in exchange.filling.buckets:
+                self._hooks.note_in(bucket.arrivals)
         return begun
 
     def _begin_exchange(self) -> None:
@@ -430,12 +454,14 @@ class GradientReducer:
             ),
             self._num_exchanges,
             LateRanks(),
-            JointPass(),
             MeasuredNorms(),
         ]
 
     def _end_backward(self) -> None:
         passes = self.passes
+        self._hooks.call_again()
+        for bucket in self.exchange.filling.buckets:
+            self._refuse_repeated(bucket)
         ended = passes.end()
         for observer in events.observers:
             observer.phase("exchange", begins=True)
@@ -549,17 +575,16 @@ class GradientReducer:
         filling, packing = exchange.filling, exchange.filled
         if exchange.scale is None:
             exchange.scale = packing.await_scale(None)
-        for slot in filling.slots:
-            if not slot.is_packed:
-                self._pack(slot)
+        for bucket in filling.buckets:
+            if bucket.num_packed < len(bucket.slots):
+                self._pack(bucket, [slot for slot in bucket.slots if not slot.is_packed])
         has_gradients = not self.is_late or (
             any(slot.has_gradient for slot in filling.slots)
             or any(parameter.grad is not None for _, parameter in self.parameters.sparse)
         )
-        late = filling.footer.get(LateRanks)
-        late.note(is_late=self.is_late, has_gradients=has_gradients)
-        if passes.is_joint:
-            filling.footer.get(JointPass).is_idle = False
+        filling.footer.get(LateRanks).note(
+            is_late=self.is_late, has_gradients=has_gradients, is_joint=passes.is_joint
+        )
         packing.finish()
         local.states.clear()
         self._num_exchanges.num += 1

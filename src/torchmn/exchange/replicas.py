@@ -47,17 +47,6 @@ def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
     }
 
 
-def sum_of_rates(inner: Optimizer) -> float:
-    """The learning rates of all groups in one number; those on a GPU, to be awaited, left out."""
-    total = 0.0
-    for group in inner.param_groups:
-        rate = group.get("lr")
-        is_on_host = not isinstance(rate, Tensor) or rate.device.type == "cpu"
-        if is_on_host and isinstance(rate, (int, float, Tensor)):
-            total += float(rate)
-    return total
-
-
 def named_parameters(
     inner: Optimizer, models: Sequence[nn.Module], former: Sequence[NamedParameter] = ()
 ) -> list[NamedParameter]:

@@ -51,6 +51,12 @@ class Sums:
 
     # ---- sending ----
 
+    @property
+    def next_bucket(self) -> Bucket:
+        """The first one whose sum has not begun; the last one if there is none."""
+        buckets = self.buckets.buckets
+        return buckets[min(self._num_started, len(buckets) - 1)]
+
     def start_full(self) -> None:
         """Start the sums of buckets that are full, but for the last: no computation hides it."""
         for bucket in self.buckets.buckets[self._num_started : -1]:
@@ -74,7 +80,9 @@ class Sums:
             bucket.buffer.zero_()
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.work = self._engine.submit(self._sum_of(bucket), after=(bucket.written,))
+        only_queues = self.buckets.route.only_queues(bucket, self.buckets.algorithm)
+        job = self._sum_of(bucket)
+        bucket.work = self._engine.submit(job, after=(bucket.written,), only_queues=only_queues)
 
     def _sum_of(self, bucket: Bucket) -> Callable[[], None]:
         """The sum of the next bucket, for the engine."""

@@ -1,8 +1,8 @@
 """The record of this process: whether there is one, how it begins and how it ends.
 
 `create_communicator` begins it where ``TORCHMN_RECORD`` names a folder, as under ``torchmn run``,
-or the script by `record`. It observes `torchmn.base.events` and the steps of all optimizers, for which
-torch has hooks, and ends with the communicator or with the script.
+or the script by `record`. It observes `torchmn.base.events` and the steps of all optimizers, for
+which torch has hooks, and ends with the communicator or with the script.
 """
 
 from __future__ import annotations

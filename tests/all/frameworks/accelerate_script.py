@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import UsageError
 
 import torchmn
 from tests.all.frameworks.task import (
@@ -33,6 +32,7 @@ from tests.all.frameworks.task import (
     sgd,
     train,
 )
+from torchmn.errors import UsageError
 from torchmn.train.frameworks import ExchangeOptions, attach
 
 comm = torchmn.create_communicator("flat", timeout_s=60)

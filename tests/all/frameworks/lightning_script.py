@@ -22,7 +22,6 @@ from torch.utils.data import (
     SequentialSampler,
     TensorDataset,
 )
-from torchmn.errors import UnsupportedError, UsageError
 
 import torchmn
 from tests.all.frameworks.task import (
@@ -41,6 +40,7 @@ from tests.all.frameworks.task import (
     train,
     uneven,
 )
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.train.frameworks import ExchangeOptions, fabric_strategy, lightning_strategy
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

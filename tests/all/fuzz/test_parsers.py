@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from torchmn.errors import CommunicationError, DataError, TopologyError, UsageError
 
 from tests.limits import limit
 from torchmn.checkpoint import manifest, shard_file
@@ -34,6 +33,7 @@ from torchmn.comm.object_codec import Trust
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import MAX_IDENTITY_BYTES, AuthenticatedListener
 from torchmn.control.messages import decode, encode
+from torchmn.errors import CommunicationError, DataError, TopologyError, UsageError
 from torchmn.submit.site import read_site
 
 fuzzed = settings(

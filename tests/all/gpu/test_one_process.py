@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
-from torchmn.errors import TimeLimitError
 
 from tests.limits import limit
 from torchmn.checkpoint.snapshot import CopyMemory
@@ -22,6 +21,7 @@ from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.staging import Staging, await_stream
 from torchmn.data import rng_state
 from torchmn.data.rank_seeds import RandomStreams
+from torchmn.errors import TimeLimitError
 from torchmn.exchange.buckets import plan_buckets
 from torchmn.exchange.finiteness import Finiteness
 from torchmn.record.recording import _memory

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmn.errors import CommunicationError, TimeLimitError, UnsupportedError
 
 import torchmn
 from tests.limits import limit
 from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError, TimeLimitError, UnsupportedError
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, DoubleBuffering
 
 NUM_STEPS = 6

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
-from torchmn.errors import PeerLostError, RankMismatchError, UsageError
 
 from torchmn import create_communicator, create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import CODECS, ErrorFeedback, Float16, PowerSGD, Quantized
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.errors import PeerLostError, RankMismatchError, UsageError
 from torchmn.exchange.optimizer import ddp_hook
 
 NUM_STEPS = 4

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torchmn.errors import LaunchError
 
 from tests.all.processes.runner import PYTHON_PATH, wait_until
 from tests.all.processes.test_hosts import need_mpirun
 from tests.limits import limit
 from tests.netlab import Host, Lab, missing_requirement, netlab
 from tests.netlab.cleanup import OPEN, processes_inside, running_labs, sweep
+from torchmn.errors import LaunchError
 
 pytestmark = [pytest.mark.processes, pytest.mark.root]
 

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import default_collate
-from torchmn.errors import UsageError
 
 from tests.contracts.suites.communicator_contracts import require
 from torchmn.cntk.readers import MinibatchData
 from torchmn.cntk.train import trainer as cntk_trainer
 from torchmn.data import EmptyBatchCollate, num_samples
+from torchmn.errors import UsageError
 from torchmn.exchange.weights import Contribution
 from torchmn.nn.micro_batches import samples_to_cut, tensors_of
 from torchmn.train.evaluation.create import Recorder

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import DataError
 
 from tests.contracts.suites.communicator_contracts import require
 from torchmn import (
@@ -18,6 +17,7 @@ from torchmn import (
     create_synchronized_iterator,
 )
 from torchmn.comm import Communicator
+from torchmn.errors import DataError
 
 SEED = 7
 PROGRESS = ("epoch", "is_new_epoch", "epoch_detail", "previous_epoch_detail", "current_position")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmn.errors import NonFiniteGradientError
 
 from tests.contracts.suites.communicator_contracts import (
     ContractError,
@@ -24,6 +23,7 @@ from tests.contracts.suites.communicator_contracts import (
     seeded,
 )
 from torchmn.comm import Communicator
+from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.optimizer.create import SCHEDULES
 from torchmn.exchange.schedules import (

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torchmn.errors import NonFiniteGradientError
 
 from tests.contracts.suites.communicator_contracts import filled, require, seeded
 from torchmn.comm import Communicator
+from torchmn.errors import NonFiniteGradientError
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.schedules import ParameterServer
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torchmn.errors import DataError
 
 from tests.contracts.suites.communicator_contracts import require
 from torchmn.cntk.readers import ChunkInfo, MinibatchSource, StreamInformation
+from torchmn.errors import DataError
 
 NUMBER = {"n": "number"}
 PARTITIONS = (1, 2, 3, 4)

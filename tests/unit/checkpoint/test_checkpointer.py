@@ -12,13 +12,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import (
-    CommunicationError,
-    DataError,
-    RankMismatchError,
-    UnsupportedError,
-    UsageError,
-)
 
 import torchmn
 from tests.limits import limit
@@ -33,6 +26,13 @@ from tests.unit.checkpoint.training import (
     train,
 )
 from torchmn.checkpoint import Best
+from torchmn.errors import (
+    CommunicationError,
+    DataError,
+    RankMismatchError,
+    UnsupportedError,
+    UsageError,
+)
 
 
 @pytest.mark.parametrize("is_async", [True, False])

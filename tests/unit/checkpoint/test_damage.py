@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torchmn.errors import DataError
 
 import torchmn
 from tests.unit.checkpoint.training import Training, names, on_ranks, train, with_warnings
 from torchmn.checkpoint import manifest as manifest_file
 from torchmn.data import rng_state
+from torchmn.errors import DataError
 
 NUM_RANKS = 2
 NEWEST, BEFORE = "step-00000002", "step-00000001"

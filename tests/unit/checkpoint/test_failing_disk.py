@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import DataError, UsageError
 
 import torchmn
 from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks, saved, with_warnings
+from torchmn.errors import DataError, UsageError
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 from torch import nn
-from torchmn.errors import DataError, UsageError
 
 import torchmn
 from tests.unit.checkpoint.training import checkpointer_of, names, on_ranks, saved
 from torchmn.checkpoint import folder_owner
 from torchmn.checkpoint.folder_owner import OWNER, Owner, this_process
 from torchmn.control.codec import decode, encode
+from torchmn.errors import DataError, UsageError
 
 OTHER_JOB = """
 import sys

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchmn.errors import DataError, UsageError
 
 import torchmn
 from tests.unit.checkpoint.training import (
@@ -23,6 +22,7 @@ from tests.unit.checkpoint.training import (
 from torchmn.checkpoint.parts import nowhere, place_parts
 from torchmn.comm.local_tensors import PART
 from torchmn.data import rng_state
+from torchmn.errors import DataError, UsageError
 
 CPU = torch.device("cpu")
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torchmn.errors import DataError, UnsupportedError, UsageError
 
 import torchmn
 from tests.unit.checkpoint.training import Training, checkpointer_of, on_ranks, train
@@ -14,6 +13,7 @@ from torchmn.checkpoint.manifest import Manifest, checkpoints_to_delete, name_of
 from torchmn.checkpoint.shard_file import ShardReader, TensorEntry, header_of, in_file_order
 from torchmn.checkpoint.writer import owners
 from torchmn.comm.checksums import digest
+from torchmn.errors import DataError, UnsupportedError, UsageError
 
 
 def entry(name: str, nbytes: int, checksum: str = "same") -> TensorEntry:

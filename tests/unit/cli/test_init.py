@@ -13,12 +13,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
 from typer.testing import CliRunner, Result
 
 from tests.all.processes.runner import PYTHON_PATH
 from torchmn.cli.init import KINDS
 from torchmn.cli.main import app
+from torchmn.errors import DataError, TorchmnError, UnknownNameError, UsageError
 from torchmn.submit.site import SCHEDULERS
 
 

@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from torchmn.errors import UsageError
 from typer.testing import CliRunner
 
 from tests.unit.observe.plan.tables import TEXT
 from torchmn.cli.main import app
+from torchmn.errors import UsageError
 
 
 @pytest.fixture

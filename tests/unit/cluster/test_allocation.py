@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from torchmn.errors import TopologyError
 
 from torchmn.cluster.allocation import allocation, is_scheduled
+from torchmn.errors import TopologyError
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
 

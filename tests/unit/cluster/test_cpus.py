@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torchmn.errors import UsageError
 
 from torchmn.cluster.cpus import Processors, assign_cpus, available_processors, cpu_quota
+from torchmn.errors import UsageError
 
 
 def plain(num_cores: int, quota: float | None = None) -> Processors:

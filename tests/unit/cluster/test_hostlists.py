@@ -5,7 +5,6 @@ import contextlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torchmn.errors import TopologyError, TorchmnError, UsageError
 
 from torchmn.cluster.hostlists import (
     Host,
@@ -14,6 +13,7 @@ from torchmn.cluster.hostlists import (
     parse_node_list,
     select_hosts,
 )
+from torchmn.errors import TopologyError, TorchmnError, UsageError
 
 
 def texts(hosts: tuple[Host, ...]) -> list[str]:

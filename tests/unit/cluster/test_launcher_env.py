@@ -3,10 +3,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torchmn.errors import TopologyError
 
 from torchmn.cluster.hostlists import parse_task_counts
 from torchmn.cluster.launcher_env import LAUNCHERS, raise_if_contradicted, read_launcher_env
+from torchmn.errors import TopologyError
 
 Env = dict[str, str]
 

@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from torchmn.errors import TopologyError
 
 from torchmn.cluster.walltime import job_end, parse_duration
+from torchmn.errors import TopologyError
 
 
 def test_no_source() -> None:

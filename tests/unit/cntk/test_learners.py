@@ -14,10 +14,10 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import UnsupportedError, UsageError
 
 import torchmn.cntk as C
 from torchmn.cntk.learner import LearnerSet
+from torchmn.errors import UnsupportedError, UsageError
 
 from .learner_cases import SIZES, cases
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmn.errors import UsageError
 
 import torchmn.cntk as C
 from torchmn.cntk.readers.minibatch import MinibatchData
+from torchmn.errors import UsageError
 
 OUTPUT = torch.tensor([[2.0, 1.0, 0.0], [0.0, 3.0, 1.0], [1.0, 0.5, 2.0], [0.1, 0.2, 0.3]])
 CLASSES = torch.tensor([0, 2, 2, 1])

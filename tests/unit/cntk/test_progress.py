@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torchmn.errors import UnsupportedError, UsageError
 
 from torchmn.cntk import logging
 from torchmn.cntk.logging import (
@@ -22,6 +21,7 @@ from torchmn.cntk.logging import (
     TrainingSummaryProgressCallback,
     log_number_of_parameters,
 )
+from torchmn.errors import UnsupportedError, UsageError
 
 
 class Clock:

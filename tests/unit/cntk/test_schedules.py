@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 import pytest
-from torchmn.errors import UsageError
 
 import torchmn.cntk as C
+from torchmn.errors import UsageError
 
 
 def test_momentum() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmn.errors import DataError, UnsupportedError, UsageError
 
 import torchmn
 import torchmn.cntk as C
 from torchmn.cntk.readers.minibatch import MinibatchData
 from torchmn.comm import Communicator
+from torchmn.errors import DataError, UnsupportedError, UsageError
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 

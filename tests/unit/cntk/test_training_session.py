@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchmn.errors import UsageError
 
 import torchmn.cntk as C
 from torchmn.comm import Communicator, create_communicator
+from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 
 from .sessions import NUM_SAMPLES, Training, is_far, source, squared

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torchmn.errors import PeerLostError
 
 from torchmn.comm.streams import Event, MemoryPool, Streams
 from torchmn.comm.transports.base import TimeLimit, Transport
+from torchmn.errors import PeerLostError
 
 Order = Literal["caller first", "exchange first"]
 _aten = torch.ops.aten

@@ -8,14 +8,15 @@ import weakref
 
 import pytest
 import torch
-from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 
 from tests.contracts.suites.communicator_contracts import (
     CONTRACTS,
 )
 from tests.limits import limit
 from torchmn.comm.engine import Engine
+from torchmn.comm.streams import HostStreams
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.errors import CommunicationError, PeerLostError, RankMismatchError, TimeLimitError
 from torchmn.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -53,6 +54,39 @@ def test_submit_returns_before_the_job_is_done() -> None:
     assert not work.done
     may_end.set()
     assert work.wait() is True
+    engine.close()
+
+
+class _Queues(HostStreams):
+    """Of a device whose work is done when it is queued."""
+
+    is_host = False
+
+
+def test_a_job_that_only_queues_runs_on_the_calling_thread_when_nothing_is_in_flight() -> None:
+    engine = Engine(torch.device("cpu"), streams=_Queues())
+    begins, ends = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def long() -> int:
+        begins.set()
+        assert ends.wait(limit(10))
+        order.append("long")
+        return threading.get_ident()
+
+    here = threading.get_ident()
+    assert engine.submit(threading.get_ident, only_queues=True).wait() == here
+    first = engine.submit(long)
+    assert begins.wait(limit(10))
+    second = engine.submit(lambda: order.append("short"), only_queues=True)
+    assert not second.done  # it keeps its turn
+    ends.set()
+    second.wait()
+    assert first.wait() != here
+    assert order == ["long", "short"]
+    failing = engine.submit(lambda: 1 // 0, only_queues=True)
+    with pytest.raises(ZeroDivisionError):
+        failing.wait()
     engine.close()
 
 

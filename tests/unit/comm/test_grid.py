@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 
 from torchmn import Grid, create_multi_node_checkpointer, create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.comm.training_start import training_steps
 from torchmn.data import GlobalSampler
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError
 
 from torchmn.comm import object_codec
 from torchmn.comm.object_codec import Trust
+from torchmn.errors import CommunicationError, RankMismatchError, UnsupportedError
 from torchmn.testing import run_ranks
 
 NO_TRUST = Trust()

@@ -23,11 +23,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchmn.errors import CommunicationError, DataError, RankMismatchError, UnsupportedError
 
 from tests.unit.comm.test_object_codec import carry
 from torchmn.comm import object_codec
 from torchmn.comm.object_codec import Trust
+from torchmn.errors import CommunicationError, DataError, RankMismatchError, UnsupportedError
 from torchmn.testing import run_ranks
 
 ZONE = timezone(timedelta(hours=9), "JST")

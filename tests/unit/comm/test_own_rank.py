@@ -8,10 +8,10 @@ from contextlib import contextmanager
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchmn.errors import TopologyError
 
 from torchmn.cluster.launcher_env import LAUNCHERS
 from torchmn.comm.transports.own_rank import is_adopted, own_place
+from torchmn.errors import TopologyError
 
 
 @pytest.fixture(autouse=True)

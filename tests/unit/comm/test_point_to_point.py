@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from torchmn.errors import RankMismatchError, TimeLimitError, UnsupportedError, UsageError
 
 from tests.limits import limit
 from torchmn.comm import ANY_SOURCE, ANY_TAG, Status
+from torchmn.errors import RankMismatchError, TimeLimitError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 

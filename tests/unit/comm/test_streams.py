@@ -14,12 +14,6 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import Tensor
-from torchmn.errors import (
-    CommunicationError,
-    PeerLostError,
-    TimeLimitError,
-    UnsupportedError,
-)
 
 from tests.limits import limit
 from tests.unit.comm.fake_device import FakeDevice, FakeNccl, FakeStreams, HostWaits, Meeting
@@ -28,6 +22,12 @@ from torchmn.comm.flight_recorder import FlightRecorder
 from torchmn.comm.group import Group
 from torchmn.comm.streams import Deferred, Event, HostStreams, streams_of
 from torchmn.comm.watcher import Held
+from torchmn.errors import (
+    CommunicationError,
+    PeerLostError,
+    TimeLimitError,
+    UnsupportedError,
+)
 
 CPU = torch.device("cpu")
 NUM_STEPS = 4

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchmn.errors import RankMismatchError, UsageError
 
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
 SIZES = [1, 2, 3]

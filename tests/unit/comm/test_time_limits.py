@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torchmn.errors import CommunicationError, TimeLimitError
 
 from tests.contracts.suites.communicator_contracts import network, sgd, step, training_data
 from tests.limits import limit
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError, TimeLimitError
 from torchmn.nn import MultiNodeBatchNorm1d, ParallelLinear, functions
 from torchmn.testing import run_ranks
 

@@ -13,7 +13,6 @@ from typing import TypeVar
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
-from torchmn.errors import RankMismatchError, TimeLimitError, UsageError
 
 import torchmn
 from tests.limits import limit
@@ -21,6 +20,7 @@ from torchmn import Timeout, TorchmnError
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator, waiting
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
+from torchmn.errors import RankMismatchError, TimeLimitError, UsageError
 from torchmn.testing import run_ranks, run_threads
 
 Result = TypeVar("Result")

@@ -11,7 +11,6 @@ from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import pytest
-from torchmn.errors import LaunchError, UsageError
 
 from tests.limits import limit
 from torchmn.control import authenticated_listener as module
@@ -23,6 +22,7 @@ from torchmn.control.authenticated_listener import (
 )
 from torchmn.control.connection import Channel
 from torchmn.control.messages import LogWarning, Message, Terminate, encode
+from torchmn.errors import LaunchError, UsageError
 
 SECRET = "of this job"
 WHO = LogWarning(text="rank 0")

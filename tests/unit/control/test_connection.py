@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from torchmn.errors import LaunchError
 
 from tests.limits import limit
 from torchmn.control import connection as channels
@@ -24,6 +23,7 @@ from torchmn.control.messages import (
     ScriptStarted,
     Terminate,
 )
+from torchmn.errors import LaunchError
 from torchmn.run.host_checks import HostFacts, ProbeHost
 from torchmn.run.monitor.rank_monitor import Order
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from torchmn.errors import UsageError
 
 from torchmn.control import heartbeat
 from torchmn.control.connection import Channel
 from torchmn.control.heartbeat import Heartbeat, LoopClock, answer, share_of
 from torchmn.control.messages import Alive, HeartbeatRequest
+from torchmn.errors import UsageError
 
 
 @pytest.fixture

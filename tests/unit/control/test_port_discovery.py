@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torchmn.errors import LaunchError
 
 import torchmn
 from tests.limits import limit
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.control import port_discovery
+from torchmn.errors import LaunchError
 
 SLURM = {
     "SLURM_JOB_ID": "7",

@@ -4,9 +4,9 @@ import sys
 from types import TracebackType
 
 import pytest
-from torchmn.errors import PeerLostError, UsageError
 
 from torchmn.control.script import show_exception, traceback_text
+from torchmn.errors import PeerLostError, UsageError
 from torchmn.exchange.schedules import DoubleBuffering
 
 

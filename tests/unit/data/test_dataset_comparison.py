@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset, random_split
-from torchmn.errors import RankMismatchError
 
 from torchmn.data import GlobalSampler, SubDataset, scatter_dataset, scatter_loader
+from torchmn.errors import RankMismatchError
 from torchmn.testing import run_ranks
 
 NUM = 60

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
-from torchmn.errors import UsageError
 
 from torchmn.data import gather_by_index, gather_outputs, scatter_loader
+from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 
 NUM = 11

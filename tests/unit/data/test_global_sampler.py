@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import RankMismatchError, UsageError
 
 from torchmn import create_multi_node_optimizer
 from torchmn.comm.training_start import training_steps
 from torchmn.data import EmptyBatchCollate, GlobalSampler, scatter_loader
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
 SIZES = [1, 2, 3, 4]

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import UnsupportedError
 
 from tests.contracts.suites.communicator_contracts import require_same
 from tests.unit.comm.test_object_codec import Own
 from torchmn.comm.object_codec import Trust
 from torchmn.data.packed_samples import PackedSamples, pack_dataset
+from torchmn.errors import UnsupportedError
 
 UNTRUSTED = Trust()
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from torchmn.errors import RankMismatchError, UsageError
 
 from torchmn.checkpoint import seed_ranks
 from torchmn.comm.training_start import training_start
 from torchmn.data import SubDataset, rank_seeds, rng_state
 from torchmn.data.rank_seeds import RandomStreams
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
 CPU = torch.device("cpu")

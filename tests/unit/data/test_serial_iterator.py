@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from torchmn.errors import UsageError
 
 from torchmn.data import SerialIterator, SubDataset, scatter_index
+from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 
 

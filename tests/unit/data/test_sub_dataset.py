@@ -7,10 +7,10 @@ import pickle
 
 import numpy as np
 import pytest
-from torchmn.errors import UsageError
 
 from torchmn.data import SubDataset, create_empty_dataset, split_dataset, split_dataset_n_random
 from torchmn.data.permutations import draw_seed, is_seed, keyed_permutation, permutation
+from torchmn.errors import UsageError
 
 
 def test_a_part_in_order() -> None:

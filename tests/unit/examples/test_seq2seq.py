@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from torchmn.errors import DataError
 
 import torchmn
 from torchmn.comm import Communicator
+from torchmn.errors import DataError
 from torchmn.testing import run_ranks
 from torchmn.train import EpochLoader
 

@@ -113,17 +113,14 @@ def test_pack_writes_scaled_gradients_and_notices_accumulation() -> None:
     packed = packing(buckets, 0.5)
     slots = [buckets.slot_of[p] for p in (first, second, third)]
     slots[1].tensor.fill_(7.0)
-    packed.pack(slots[0])
-    packed.pack(slots[1])
-    packed.pack(slots[2])  # the last of the bucket: small gradients are written together
+    packed.pack(buckets.buckets[0], slots)
     assert slots[0].tensor.tolist() == [0.5, 1.0, 1.5]
     assert slots[1].tensor.tolist() == [0.0, 0.0]
     assert [slot.has_gradient for slot in slots[:2]] == [True, False]
     assert not packed.is_accumulating
     first.grad = slots[0].tensor
     packed = packing(buckets, 2.0)
-    for slot in slots:
-        packed.pack(slot)
+    packed.pack(buckets.buckets[0], slots)
     assert first.grad.tolist() == [1.0, 2.0, 3.0]
     assert packed.is_accumulating
 
@@ -132,7 +129,7 @@ def test_a_gradient_of_weight_zero_is_zeros_even_if_it_is_nan() -> None:
     named = parameters((2,))
     named[0][1].grad = torch.tensor([float("nan"), 1.0])
     buckets = bucket_set(named)
-    packing(buckets, 0.0).pack(buckets.slots[0])
+    packing(buckets, 0.0).pack(buckets.buckets[0], buckets.slots)
     assert buckets.slots[0].tensor.tolist() == [0.0, 0.0]
 
 
@@ -140,5 +137,5 @@ def test_gradients_of_other_strides_are_packed_by_index() -> None:
     parameter = nn.Parameter(torch.zeros(3, 4).t())
     parameter.grad = seeded(0, 4, 3, dtype=torch.float32).contiguous()
     buckets = bucket_set([("w", parameter)])
-    packing(buckets, 1.0).pack(buckets.slots[0])
+    packing(buckets, 1.0).pack(buckets.buckets[0], buckets.slots)
     assert torch.equal(buckets.slots[0].tensor, seeded(0, 4, 3, dtype=torch.float32))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import UsageError
 
 from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
 from torchmn.data.divided_batches import divided_batches
+from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 
 NUM = 29

@@ -77,6 +77,9 @@ class GlooAndFakeNccl(WrappingTransport):
     def close(self) -> None:
         self.inner.close()
 
+    def queues(self, buffer) -> bool:
+        return self.nccl is not None and self.nccl._streams.device.owns(buffer)
+
     def all_reduce_(self, buffer, op, limit) -> None:
         if self.nccl is not None and self.nccl._streams.device.owns(buffer):
             self.nccl.all_reduce_(buffer, op, limit)
@@ -152,6 +155,7 @@ def trained(streams_class: type[FakeStreams] | None, order: str, **options) -> l
                 with device.running():
                     train()
                     optimizer.flush()
+                assert comm.engine._thread is None  # sums are queued by the thread of backward
                 device.synchronize()
             return [parameter.detach().clone() for parameter in model.parameters()]
         finally:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmn.errors import NonFiniteGradientError, UnsupportedError
 
 from tests.unit.exchange.test_deferred_checks import LateStreams, diverging_step, late, made
 from tests.unit.models import mlp
+from torchmn.errors import NonFiniteGradientError, UnsupportedError
 from torchmn.testing import run_ranks
 
 

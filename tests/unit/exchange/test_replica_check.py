@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torchmn.errors import RankMismatchError, UsageError
 
 import torchmn
 from tests.unit.models import batch, loss_of, mlp
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.schedules import PeriodicAverage
 from torchmn.testing import run_ranks
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
-from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
+from torchmn.errors import RankMismatchError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.nn import (
     MultiNodeBatchNorm1d,
     MultiNodeBatchNorm2d,

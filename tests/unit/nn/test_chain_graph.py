@@ -3,8 +3,8 @@
 from collections import defaultdict
 
 import pytest
-from torchmn.errors import RankMismatchError, UsageError
 
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.nn.chain_graph import BACKWARD, FORWARD, Action, ChainGraph, Link
 
 

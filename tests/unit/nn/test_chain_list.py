@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+
+from tests.contracts.suites.communicator_contracts import seeded
+from torchmn.comm import Communicator, Grid
 from torchmn.errors import (
     CommunicationError,
     UnknownNameError,
     UnsupportedError,
     UsageError,
 )
-
-from tests.contracts.suites.communicator_contracts import seeded
-from torchmn.comm import Communicator, Grid
 from torchmn.exchange.optimizer import create_multi_node_optimizer
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage
 from torchmn.nn import MultiNodeChainList, convert_batch_norm

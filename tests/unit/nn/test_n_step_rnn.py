@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
-from torchmn.errors import RankMismatchError, UsageError
 
 from tests.contracts.suites.communicator_contracts import seeded
 from torchmn.comm import Communicator
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.nn import create_multi_node_n_step_rnn
 from torchmn.testing import run_ranks
 

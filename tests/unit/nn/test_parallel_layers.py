@@ -11,6 +11,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
+
+from tests.contracts.suites.communicator_contracts import seeded
+from tests.contracts.suites.parallel_layer_contracts import built, network
+from torchmn import Grid, create_multi_node_optimizer
+from torchmn.comm import Communicator
 from torchmn.errors import (
     NonFiniteGradientError,
     RankMismatchError,
@@ -18,11 +23,6 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-
-from tests.contracts.suites.communicator_contracts import seeded
-from tests.contracts.suites.parallel_layer_contracts import built, network
-from torchmn import Grid, create_multi_node_optimizer
-from torchmn.comm import Communicator
 from torchmn.nn import (
     ParallelConv2d,
     ParallelLinear,

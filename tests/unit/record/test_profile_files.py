@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchmn.errors import DataError, UsageError
 
+from torchmn.errors import DataError, UsageError
 from torchmn.record.merged_trace import merge_profiles, merge_traces
 from torchmn.record.profile_request import ProfileRequest
 

@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.data import DataLoader
-from torchmn.errors import UsageError
 
 import torchmn
 from torchmn.base import events
 from torchmn.control.codec import decode_union
+from torchmn.errors import UsageError
 from torchmn.record import record, recording, report_value, trace
 from torchmn.record.merged_trace import finish_profile
 from torchmn.record.profile_request import ProfileRequest

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from torchmn.errors import UnknownNameError, UnsupportedError
 
+from torchmn.errors import UnknownNameError, UnsupportedError
 from torchmn.run.backend import Machine, choose_backend, find_mpirun
 
 WITH_MPI = {"mpirun": "/usr/bin/mpirun", "has_mpi4py": True}

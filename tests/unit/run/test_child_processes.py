@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from torchmn.errors import LaunchError
 
+from torchmn.errors import LaunchError
 from torchmn.run.child_processes import start_process
 from torchmn.run.job import Command
 

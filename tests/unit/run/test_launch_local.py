@@ -16,6 +16,9 @@ from typing import Any
 import psutil
 import pytest
 import torch
+
+import torchmn
+from tests.all.processes.runner import PYTHON_PATH
 from torchmn.errors import (
     CommunicationError,
     RankError,
@@ -23,9 +26,6 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-
-import torchmn
-from tests.all.processes.runner import PYTHON_PATH
 from torchmn.run.launch_local import _dumps
 
 pytestmark = pytest.mark.processes

@@ -4,9 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 
 from torchmn.cluster.cpus import Processors
+from torchmn.errors import TopologyError, UnknownNameError, UnsupportedError, UsageError
 from torchmn.run.plan import RunOptions, detect_existing_rank, plan_job
 
 PATH = {"PATH": os.environ["PATH"]}

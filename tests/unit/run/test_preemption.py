@@ -6,9 +6,9 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from torchmn.errors import UsageError
 
 from torchmn import Preemption
+from torchmn.errors import UsageError
 from torchmn.run import SAVED_STATUS
 from torchmn.testing import run_ranks
 

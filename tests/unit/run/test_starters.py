@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torchmn.errors import LaunchError, UnsupportedError, UsageError
 
 from torchmn.cluster.hostlists import Host
 from torchmn.cluster.network import Route
 from torchmn.control.connection import reserve_port
 from torchmn.control.processes import python_module
+from torchmn.errors import LaunchError, UnsupportedError, UsageError
 from torchmn.run.job import Command, Job, worker_command
 from torchmn.run.rank_environment import worker_environment
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun

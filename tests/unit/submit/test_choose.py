@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 
+from torchmn.errors import UnknownNameError, UnsupportedError, UsageError
 from torchmn.submit.site import (
     SCHEDULERS,
     choose_scheduler,

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torchmn.errors import LaunchError
 
 from tests.unit.submit.examples import tutorial
+from torchmn.errors import LaunchError
 from torchmn.submit.following import Follower
 from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import Ask, JobState

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from torchmn.errors import UsageError
 
 from tests.unit.submit.examples import GRID_ENGINE_OF_THE_MANUAL, tutorial
 from tests.unit.submit.test_pbs import found, state_of
+from torchmn.errors import UsageError
 from torchmn.submit.grid_engine import GridEngine
 from torchmn.submit.scheduler import Answer
 

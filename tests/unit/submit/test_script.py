@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torchmn.errors import LaunchError, UsageError
 
 from tests.limits import limit
 from tests.unit.submit.examples import tutorial
+from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.request import PythonEnvironment
 from torchmn.submit.scheduler import Answer, ask
 from torchmn.submit.script import job_script, make_log_dir, submit, write_script

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from torchmn.errors import UsageError
 
+from torchmn.errors import UsageError
 from torchmn.submit.request import JobRequest, PythonEnvironment, default_name, find_environment
 from torchmn.submit.settings import Settings, settings_from_options
 

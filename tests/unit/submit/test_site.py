@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from torchmn.errors import TorchmnError, UsageError
 
+from torchmn.errors import TorchmnError, UsageError
 from torchmn.submit.site import find_site, read_site
 
 TEXT = """

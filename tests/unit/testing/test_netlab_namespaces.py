@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from torchmn.errors import LaunchError
 
 from tests.netlab import missing_requirement, netlab
+from torchmn.errors import LaunchError
 
 ASK = "from tests.netlab import missing_requirement; print(missing_requirement())"
 

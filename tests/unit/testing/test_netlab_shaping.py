@@ -1,8 +1,8 @@
 import pytest
-from torchmn.errors import UsageError
 
 from tests.netlab.shaping import tc_batch
 from torchmn.cluster.network import rate_bytes_per_s
+from torchmn.errors import UsageError
 
 
 @pytest.mark.parametrize(

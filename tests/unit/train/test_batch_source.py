@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-from torchmn.errors import UsageError
 
 from torchmn import GlobalSampler, SerialIterator
 from torchmn.comm import Communicator
+from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 from torchmn.train.batch_source import EpochLoader, batch_source, iterations_per_epoch
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchmn.errors import LaunchError, PeerLostError, UnsupportedError, UsageError
 
 from tests.limits import limit
 from tests.unit.train.setups import Line, points, sgd
@@ -27,6 +26,7 @@ from torchmn import (
     create_multi_node_optimizer,
     split_dataset_n_random,
 )
+from torchmn.errors import LaunchError, PeerLostError, UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 SCRIPT = Path(__file__).with_name("multiprocess_script.py")

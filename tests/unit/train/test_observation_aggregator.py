@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 from pytorch_pfn_extras.training import ExtensionsManager
-from torchmn.errors import CommunicationError
 
 from tests.limits import limit
 from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError
 from torchmn.testing import run_ranks
 from torchmn.train import MultiNodeEarlyStoppingTrigger, ObservationAggregator, Trainer
 from torchmn.train.evaluation import Ratio

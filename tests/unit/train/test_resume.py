@@ -7,7 +7,6 @@ import pytest
 import torch
 from pytorch_pfn_extras.training.extension import Extension
 from torch.utils.data import DataLoader
-from torchmn.errors import UsageError
 
 from tests.contracts.suites.resume_contracts import described
 from torchmn import (
@@ -18,6 +17,7 @@ from torchmn import (
 )
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
+from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 from torchmn.train import (
     EpochLoader,

@@ -5,11 +5,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import UsageError
 
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.data import EmptyBatchCollate, GlobalSampler
+from torchmn.errors import UsageError
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 from torchmn.train import StandardUpdater

@@ -9,10 +9,10 @@ import pytest
 import torch
 from pytorch_pfn_extras.training import extensions, triggers
 from torch.utils.data import DataLoader, Subset
-from torchmn.errors import DataError, RankMismatchError, UsageError
 
 from torchmn import GlobalSampler, SerialIterator, create_multi_node_optimizer
 from torchmn.comm import Communicator
+from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train import LogReport, StandardUpdater, Trainer
 

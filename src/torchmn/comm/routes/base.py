@@ -169,3 +169,9 @@ class Route:
                 on_complete()
 
         return job
+
+    def only_queues(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> bool:
+        """Whether the job of a sum returns when it is queued on a device: no other thread has to
+        run it, see `Engine.submit`. Local."""
+        is_on_device = block.buffer.device.type == self._engine.device.type
+        return is_on_device and algorithm.codec is None and self.groups.queue_sums_of(block.buffer)

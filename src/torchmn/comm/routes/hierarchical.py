@@ -80,6 +80,10 @@ class NonCudaAwareRoute(HierarchicalRoute):
     name = "non_cuda_aware"
     _host: Tensor | None = None
 
+    def only_queues(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> bool:
+        """See `Route.only_queues`: it waits for a GPU."""
+        return False
+
     def _sum_over_leaders_(
         self, leaders: Group, block: ReduceBlock, algorithm: AllReduceAlgorithm
     ) -> None:

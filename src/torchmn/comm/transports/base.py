@@ -267,6 +267,10 @@ class Transport(ABC):
     def close(self) -> None:
         """Release connections. Call it on every rank; nothing may be in flight."""
 
+    def queues(self, buffer: Tensor) -> bool:
+        """Whether a sum of this buffer returns when it is queued on its device. Local."""
+        return False
+
     def prefetch_send(self, buffer: Tensor) -> None:  # noqa: B027 - most transports need no hint
         """Announce a sum by `all_reduce_` or `striped_all_reduce_`. Local.
 

@@ -187,6 +187,9 @@ class TorchDistributedTransport(Transport):
         self.received[source] += buffer.nbytes
         return source
 
+    def queues(self, buffer: Tensor) -> bool:
+        return buffer.is_cuda and buffer.dtype in _NCCL_REDUCES and self._nccl is not None
+
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         native = _NCCL_REDUCES if buffer.is_cuda else _GLOO_REDUCES
         if buffer.dtype not in native or self._is_staged(buffer):

@@ -30,11 +30,11 @@ class Agreement:
     state. Every method but `report` is local, and those of an exchange are called on all ranks:
 
     1. `begin`, when the first gradient of a backward pass is there;
-    2. `contribute` and `write_values`, when its last one is there;
-    3. `check`, when the sums have arrived, unless they are all zero. With two sets of buckets,
-       `contribute` of the next exchange comes before it. So one object may serve both only if all
-       that it keeps is about the rank; what is about one exchange is in `own` and `sums`, or in an
-       object for each set.
+    2. `contribute`, when its last one is there, or `write_values` if that returns nothing;
+    3. `check`, when the sums have arrived, unless they are zero, or show that all ranks contribute
+       the same and `agrees_if_equal`. With two sets of buckets, `contribute` of the next exchange
+       comes before it. So one object may serve both only if all that it keeps is about the rank;
+       what is about one exchange is in `own` and `sums`, or in an object for each set.
 
     A rank that has left its loop in `join` takes part with ``context.is_active`` False, and so does
     one that gave up its pass. Where nothing is exchanged, inside blocks of local updates for
@@ -43,6 +43,7 @@ class Agreement:
 
     num_values = 1  # how many numbers there are, the same on all ranks
     voids_exchange = False  # whether there are no means if the sum of the first number is not zero
+    agrees_if_equal = False  # whether ranks agree if all are active and contribute the same
     # Whether this rank has nothing to say: it contributes zeros, and step 2 is left out.
     is_idle = False
     comm: Communicator  # the ranks; the footer sets this and the three below
@@ -56,11 +57,11 @@ class Agreement:
         """Take note of what may be something else when backward ends."""
 
     def contribute(self, context: PassContext) -> Sequence[float]:
-        """Return `num_values` numbers of this rank."""
-        return (0.0,) * self.num_values
+        """Return `num_values` numbers of this rank; none if they are on a device."""
+        return ()
 
     def write_values(self, values: Tensor, context: PassContext) -> None:
-        """Write numbers that are on a device over those of `contribute`; the host does not wait."""
+        """Write the numbers of this rank that are on a device; the host does not wait for them."""
 
     def check(self, context: PassContext) -> bool | None:
         """Raise or warn if `sums` show that the ranks do not agree. Send nothing.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import mul
 from typing import TypeVar, cast
 
 import torch
@@ -37,15 +39,18 @@ class Footer:
     ) -> None:
         self.weights = weights or Weights()
         self.finite = FiniteGradients()
-        self.agreements = [self.finite, *agreements, self.weights]
-        self._by_class = {type(each): each for each in self.agreements}
+        self._size = comm.size
         self._slices: dict[Agreement, slice] = {}
         end = 0
-        for agreement in self.agreements:
+        for agreement in (self.finite, *agreements, self.weights):
             agreement.comm, agreement.sums = comm, (0.0,) * agreement.num_values
             start, end = end, end + agreement.num_values
             self._slices[agreement] = slice(start, end)
         self.num_values = end
+        self._by_class = {type(each): each for each in self._slices}
+        # An exchange may cost few calls: of these two only what a class overrides is called.
+        self._begin = self._overriding("begin")
+        self._check = self._overriding("check")
         # What is summed: the end of the last bucket, once it is there.
         self.values = torch.zeros(end, device="cpu")
         self.streams: Streams = HostStreams()  # those of the device of `values`
@@ -53,15 +58,14 @@ class Footer:
         self.to_report: Agreement | None = None
         self._own: list[float] = []
         self._sums: list[float] = [0.0] * end
-        # Only what a class overrides is called: an exchange may cost few calls.
-        self._begin = self._overriding("begin")
-        self._contribute = self._overriding("contribute")
-        self._on_device = self._overriding("write_values")
-        self._check = self._overriding("check")
 
-    def _overriding(self, method: str) -> list[Agreement]:
+    def _overriding(self, method: str) -> list[tuple[Agreement, slice]]:
         base = getattr(Agreement, method)
-        return [each for each in self.agreements if getattr(type(each), method) is not base]
+        return [
+            (each, part)
+            for each, part in self._slices.items()
+            if getattr(type(each), method) is not base
+        ]
 
     @property
     def are_all_finite(self) -> bool:
@@ -78,20 +82,23 @@ class Footer:
 
     def begin(self, context: PassContext) -> None:
         """An exchange begins."""
-        for agreement in self._begin:
+        for agreement, _ in self._begin:
             agreement.begin(context)
 
     def write(self, context: PassContext) -> None:
         """Write what this rank contributes."""
         row = self._own = [0.0] * self.num_values
-        slices = self._slices
-        for agreement in self._contribute:
+        on_device = []
+        for agreement, part in self._slices.items():
             if not agreement.is_idle:
-                row[slices[agreement]] = agreement.contribute(context)
+                numbers = agreement.contribute(context)
+                if numbers:
+                    row[part] = numbers
+                else:
+                    on_device.append(agreement)
         self.streams.send(torch.tensor(row, dtype=torch.float64, device="cpu"), self.values)
-        for agreement in self._on_device:
-            if not agreement.is_idle:
-                agreement.write_values(self.values[slices[agreement]], context)
+        for agreement in on_device:
+            agreement.write_values(self.values[self._slices[agreement]], context)
 
     def hold(self, sums: Mapping[Agreement, Sequence[float]]) -> None:
         """Make these the sums of an exchange that was awaited; all others become zero."""
@@ -112,15 +119,17 @@ class Footer:
         """Raise or warn if the ranks do not agree, by the sums that were read last."""
         self.to_report = None
         own, sums, num_active = self._own, self._sums, self.weights.num_active
-        for agreement in self._check:
-            part = self._slices[agreement]
-            if any(sums[part]) or agreement is self.weights:
+        # Sums if all ranks contribute the same as this one, where all of them are active.
+        same = [*map(mul, own, repeat(self._size))] if num_active == self._size else []
+        for agreement, part in self._check:
+            if any(sums[part]) and not (agreement.agrees_if_equal and sums[part] == same[part]):
                 # Again: another set may share the agreement.
                 agreement.own, agreement.sums = own[part], sums[part]
                 agreement.num_active = num_active
                 if agreement.check(context):
                     self.to_report = agreement
                     return  # what others would find is a consequence
+        self.weights.raise_if_all_are_zero()
 
     def report(self, context: PassContext) -> None:
         """Raise what the last `check` has found. *Collective*, if it found anything."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.optim import Optimizer
 
 from torchmn.base.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
@@ -12,23 +15,25 @@ _TOLERANCE = 1e-6
 
 
 class LearningRates(Agreement):
-    """The sum of the learning rates of a rank's parameter groups, and its square.
+    """The sum of the learning rates of an optimizer's groups, and its square.
 
-    Args:
-        rate: returns this sum.
+    Rates on a GPU, to be awaited, are left out.
     """
 
     num_values = 2
+    agrees_if_equal = True
 
-    def __init__(self, rate: Callable[[], float]) -> None:
-        self._rate = rate
+    def __init__(self, inner: Optimizer) -> None:
+        self._inner = inner
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        if not context.is_active:
-            return (0.0, 0.0)
-        rate = self._rate()
-        return rate, rate**2
+        total = 0.0
+        for group in self._inner.param_groups if context.is_active else ():
+            rate = group.get("lr")
+            if isinstance(rate, (int, float)) or (isinstance(rate, Tensor) and rate.is_cpu):
+                total += float(rate)
+        return total, total**2
 
     def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""

@@ -13,6 +13,7 @@ _MODULUS = 4096  # so that float32 can hold the sum of the counts of many ranks
 class NumExchanges(Agreement):
     """How many exchanges came before this one, since the buckets were laid out."""
 
+    agrees_if_equal = True
     num = 0
 
     def contribute(self, context: PassContext) -> Sequence[float]:

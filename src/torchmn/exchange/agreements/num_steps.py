@@ -14,6 +14,8 @@ _MAX_STEPS = 64
 class NumSteps(Agreement):
     """How many steps a rank's optimizer has made since the exchange before."""
 
+    agrees_if_equal = True
+
     def __init__(self, watch: ReplicaWatch) -> None:
         self._watch = watch
 

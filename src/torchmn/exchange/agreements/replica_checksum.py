@@ -17,6 +17,7 @@ class ReplicaChecksum(Agreement):
     """
 
     num_values = 2
+    agrees_if_equal = True
 
     def __init__(self, watch: ReplicaWatch) -> None:
         self._watch = watch
@@ -25,14 +26,19 @@ class ReplicaChecksum(Agreement):
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         """See `Agreement.contribute`."""
-        self._checksum, self._part = self._watch.checksum, self._watch.part
-        return (UNKNOWN if context.is_active and self._checksum is None else 0.0, 0.0)
+        checksum = self._checksum = self._watch.checksum
+        self._part = self._watch.part
+        if not context.is_active:
+            return 0.0, 0.0
+        if checksum is None:
+            return UNKNOWN, 0.0
+        return (float(checksum), float(checksum) ** 2) if checksum.is_cpu else ()
 
     def write_values(self, values: Tensor, context: PassContext) -> None:
         """See `Agreement.write_values`."""
-        if context.is_active and self._checksum is not None:
-            values[0] = self._checksum
-            values[1] = self._checksum * self._checksum
+        assert self._checksum is not None  # noqa: S101 - `contribute` has seen it
+        values[0] = self._checksum
+        values[1] = self._checksum * self._checksum
 
     def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""

@@ -38,3 +38,43 @@ class Together(Agreement):
     def num_expected(self) -> int:
         """How many ranks must do it if one does."""
         return self.comm.size
+
+
+class GivenUp(Together):
+    """Whether a rank gave up the backward pass of this exchange, which had raised."""
+
+    voids_exchange = True
+    what = (
+        "raised an exception in its backward pass, so there are no means of this step. Handle the "
+        "exception on all ranks, for instance by a collective that informs the others, and skip or "
+        "repeat the step on all"
+    )
+
+
+class OtherLayout(Together):
+    """Whether a rank has other parameters than its buckets are for."""
+
+    voids_exchange = True
+    what = (
+        "changed the dtype, device, shape or requires_grad of its parameters since the last "
+        "exchange. Do the same on all ranks, between the same steps"
+    )
+
+
+class LoadedState(Together):
+    """Whether a rank has loaded an optimizer state. Those that have left their loops need not."""
+
+    what = (
+        "loaded an optimizer state since the last exchange. Call load_state_dict() on all ranks, "
+        "between the same steps, or only before create_multi_node_optimizer, which gives all ranks "
+        "the state of rank 0"
+    )
+
+    def contribute(self, context: PassContext) -> Sequence[float]:
+        """See `Agreement.contribute`."""
+        return super().contribute(context) if context.is_active else (0.0, 0.0)
+
+    @property
+    def num_expected(self) -> int:
+        """See `Together.num_expected`."""
+        return self.num_active

@@ -48,8 +48,8 @@ class Weights(Agreement):
         """See `Agreement.contribute`."""
         return context.weight, context.is_active, context.num_samples, context.is_weight_given
 
-    def check(self, context: PassContext) -> None:
-        """See `Agreement.check`."""
+    def raise_if_all_are_zero(self) -> None:
+        """Raise UsageError if the weights of all active ranks are, and no rank means that."""
         total, _, _, num_given = self.sums
         if total == 0.0 and self.num_active and not (self._may_be_zero or num_given > 0):
             raise UsageError(

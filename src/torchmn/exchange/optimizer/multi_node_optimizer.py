@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -19,6 +18,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec, ErrorFeedback
 from torchmn.comm.training_start import training_start, training_steps
 from torchmn.data.divided_batches import divided_batches
+from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.buckets import NamedParameter
@@ -60,7 +60,6 @@ from torchmn.exchange.replicas import (
     named_parameters,
     parameters_of,
     raise_if_ranks_differ,
-    sum_of_rates,
 )
 from torchmn.exchange.resharding import raise_if_other_optimizer
 from torchmn.exchange.schedules.base import Schedule
@@ -157,7 +156,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             find_untrained=lambda: untrained_parameters(inner, models),
             find_buffers=lambda: buffers_of_replicas(models),
             on_nonfinite=self._act_on_problem,
-            agreements=lambda: [LearningRates(partial(sum_of_rates, inner))],
+            agreements=lambda: _agreements(inner),
             owner=self,
         )
         loaders.facts.append(ref(self.reducer.replicas))
@@ -637,6 +636,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _remove_eager_step(self) -> None:
         self.schedule.before_access("read")
+
+
+def _agreements(inner: Optimizer) -> list[Agreement]:
+    """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
+    return [LearningRates(inner)]
 
 
 def _raise_if_attached(schedule: Schedule) -> None:

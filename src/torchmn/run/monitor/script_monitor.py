@@ -7,8 +7,8 @@ a collective that exceeds its time limit, and ends a process that is blocked in 
 the other ranks will never reach.
 
 It is installed explicitly, by the launcher's bootstrap (`torchmn.run.monitor.bootstrap`) or by
-`install_crash_handler`, and observes `torchmn.base.events`: making a communicator changes nothing in the
-process.
+`install_crash_handler`, and observes `torchmn.base.events`: making a communicator changes nothing
+in the process.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchmn.errors import DataError, UnsupportedError, UsageError
 
 from tests.limits import limit
 from tests.unit.cntk.readers.forks import forked
@@ -22,6 +21,7 @@ from torchmn.cntk.readers.assembly import gather
 from torchmn.cntk.readers.ctf import CTFDeserializer
 from torchmn.cntk.readers.deserializer import StreamDef, StreamDefs
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
+from torchmn.errors import DataError, UnsupportedError, UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 

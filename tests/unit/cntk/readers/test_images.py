@@ -11,13 +11,13 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-from torchmn.errors import DataError, UnsupportedError, UsageError
 
 from torchmn.cntk.readers import decoding, deserializer, images
 from torchmn.cntk.readers.deserializer import StreamDef
 from torchmn.cntk.readers.images import Base64ImageDeserializer, ImageDeserializer
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.cntk.readers.transforms import color, crop, scale
+from torchmn.errors import DataError, UnsupportedError, UsageError
 
 PIL = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 

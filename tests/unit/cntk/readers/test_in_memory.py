@@ -3,9 +3,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchmn.errors import DataError, UsageError
 
 from torchmn.cntk.readers import MinibatchSourceFromData
+from torchmn.errors import DataError, UsageError
 
 
 def whole(source: MinibatchSourceFromData, name: str = "x") -> Any:

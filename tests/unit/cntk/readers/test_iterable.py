@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmn.errors import UnsupportedError
 
 from tests.contracts.suites.source_contracts import Numbers
 from tests.limits import limit
@@ -22,6 +21,7 @@ from torchmn.cntk.readers import (
     UserDeserializer,
 )
 from torchmn.comm import Communicator
+from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 from torchmn.train import StandardUpdater
 

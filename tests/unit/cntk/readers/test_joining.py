@@ -4,9 +4,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchmn.errors import DataError, UsageError
 
 from torchmn.cntk.readers import ChunkInfo, MinibatchSource, StreamInformation
+from torchmn.errors import DataError, UsageError
 
 
 class Keyed:

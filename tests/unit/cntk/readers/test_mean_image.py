@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchmn.errors import DataError, UsageError
 
 from torchmn.cntk.readers import mean_image
 from torchmn.cntk.readers.mean_image import read_mean_image, write_mean_image
+from torchmn.errors import DataError, UsageError
 
 # as CNTK's install_cifar10.py prints it, for an image of 2 x 1 pixels
 OF_CNTK = """<?xml version="1.0" ?>

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchmn.errors import DataError, UnknownNameError, UsageError
 
 from tests.contracts.suites.source_contracts import NUMBER, Numbers
 from tests.limits import limit
@@ -21,6 +20,7 @@ from torchmn.cntk.readers import (
     StreamDefs,
     StreamInformation,
 )
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 
 def ids(minibatch: dict[Any, Any]) -> list[float]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torchmn.errors import DataError, UnknownNameError, UsageError
 
 from torchmn.cntk.readers.mean_image import write_mean_image
 from torchmn.cntk.readers.transforms import Draw, color, crop, mean, scale
+from torchmn.errors import DataError, UnknownNameError, UsageError
 
 ROWS, COLUMNS = 40, 60
 IMAGE: Any = np.arange(ROWS * COLUMNS * 3, dtype=np.uint32).reshape(ROWS, COLUMNS, 3)

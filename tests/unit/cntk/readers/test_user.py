@@ -4,7 +4,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchmn.errors import DataError, UnsupportedError
 
 from torchmn.cntk.readers import (
     MinibatchData,
@@ -14,6 +13,7 @@ from torchmn.cntk.readers import (
     UserMinibatchSource,
     as_minibatch_source,
 )
+from torchmn.errors import DataError, UnsupportedError
 
 
 class Chunks(UserDeserializer):

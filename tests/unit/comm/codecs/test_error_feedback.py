@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmn.errors import UnsupportedError, UsageError
 
 from torchmn.comm.codecs import (
     ErrorFeedback,
@@ -15,6 +14,7 @@ from torchmn.comm.codecs import (
     create_codec,
 )
 from torchmn.comm.codecs.base import anonymous_layout
+from torchmn.errors import UnsupportedError, UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 

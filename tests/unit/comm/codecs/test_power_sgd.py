@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchmn.errors import UsageError
 
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import PowerSGD
 from torchmn.comm.codecs.kernels import kernels_for, reference
 from torchmn.comm.codecs.power_sgd import orthogonalise_
+from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torchmn.errors import UsageError
 
 from torchmn.comm.codecs import Layout, Quantized
 from torchmn.comm.codecs.layout import Segment
+from torchmn.errors import UsageError
 
 pytestmark = pytest.mark.timeout(300)  # numba compiles once per machine, on one that may be busy
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmn.errors import UsageError
 
 from torchmn.comm.codecs import Layout
 from torchmn.comm.codecs.layout import Segment
 from torchmn.comm.codecs.residuals import Residuals, reshard
+from torchmn.errors import UsageError
 
 CPU = torch.device("cpu")
 

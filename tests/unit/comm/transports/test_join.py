@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from torchmn.errors import TopologyError
 
 from tests.all.processes.runner import PYTHON_PATH
 from tests.limits import limit
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.comm.transports import join
+from torchmn.errors import TopologyError
 
 TORCHRUN = {
     "RANK": "1",

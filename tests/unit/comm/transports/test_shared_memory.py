@@ -8,12 +8,12 @@ import threading
 from typing import Any
 
 import pytest
-from torchmn.errors import UnsupportedError
 
 from torchmn.comm import Communicator
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.shared_memory import SharedMemoryTransport
 from torchmn.comm.transports.shared_segment import SharedMemorySegment
+from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 
 

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torchmn.errors import SharedMemoryError, UnsupportedError
 
 from torchmn.comm.transports.shared_segment import (
     ErrorContext,
     SharedMemorySegment,
     memory_error_from,
 )
+from torchmn.errors import SharedMemoryError, UnsupportedError
 
 TEST = ErrorContext("a test", "Ask for less.")
 

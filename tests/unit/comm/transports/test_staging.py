@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
-from torchmn.errors import TimeLimitError, UnsupportedError
 
 from tests.limits import limit
 from torchmn.comm.transports.base import TimeLimit
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.staging import Staging, await_stream
+from torchmn.errors import TimeLimitError, UnsupportedError
 from torchmn.testing import run_threads
 
 

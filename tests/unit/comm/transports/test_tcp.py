@@ -12,7 +12,6 @@ import warnings
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
-from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 
 from tests.contracts.suites.communicator_contracts import seeded
 from tests.limits import limit
@@ -22,6 +21,7 @@ from torchmn.comm.transports import tcp, tcp_stream
 from torchmn.comm.transports.base import TimeLimit, Transport
 from torchmn.comm.transports.gloo_nccl import TorchDistributedTransport
 from torchmn.comm.transports.tcp import TcpTransport
+from torchmn.errors import CommunicationError, PeerLostError, TimeLimitError
 from torchmn.testing import run_threads
 
 LARGE = 70_001  # elements

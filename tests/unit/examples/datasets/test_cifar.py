@@ -10,7 +10,6 @@ import pytest
 from examples.datasets import cifar as module
 from examples.datasets.cifar import find_cifar10, read_cifar10, read_python_batch
 from examples.datasets.files import RawImageSet
-from torchmn.errors import DataError
 
 from tests.unit.examples.datasets.makers import (
     cifar_archive,
@@ -20,6 +19,7 @@ from tests.unit.examples.datasets.makers import (
     write_cifar_folder,
     write_npz,
 )
+from torchmn.errors import DataError
 
 
 def assert_whole(found: RawImageSet) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from examples.datasets.download import download
+
 from torchmn.errors import DataError, UsageError
 
 CONTENT = bytes(range(256)) * 4000

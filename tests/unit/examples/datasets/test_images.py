@@ -11,9 +11,9 @@ import pytest
 import torch
 from examples.datasets import default_data_root, load_images
 from examples.datasets import images as module
-from torchmn.errors import DataError, TorchmnError, UnknownNameError
 
 from tests.unit.examples.datasets.makers import cifar_parts, write_cifar_folder, write_mnist_folder
+from torchmn.errors import DataError, TorchmnError, UnknownNameError
 from torchmn.testing import run_ranks
 
 # ---- digits

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from examples.datasets.files import RawImageSet
 from examples.datasets.mnist import OFFICIAL, find_mnist, read_mnist
-from torchmn.errors import DataError
 
 from tests.unit.examples.datasets.makers import (
     MNIST_PARTS,
@@ -16,6 +15,7 @@ from tests.unit.examples.datasets.makers import (
     idx_bytes,
     write_mnist_folder,
 )
+from torchmn.errors import DataError
 
 
 def assert_whole(found: RawImageSet) -> None:

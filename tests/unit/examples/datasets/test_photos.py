@@ -17,11 +17,11 @@ from examples.datasets.photos import (
 )
 from torch.nn.functional import interpolate
 from torch.utils.data import DataLoader
-from torchmn.errors import DataError
 
 from tests.unit.examples.datasets.makers import unpack_flowers
 from torchmn.cntk.readers.decoding import decode
 from torchmn.cntk.readers.transforms import Draw
+from torchmn.errors import DataError
 from torchmn.testing import run_ranks
 
 pytest.importorskip("PIL", reason="Pillow is not installed")

@@ -6,35 +6,37 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+import torch
 from torch import Tensor
 
+from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 from torchmn.exchange.agreements.footer import Footer
-from torchmn.exchange.agreements.given_up import GivenUp
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.agreements.learning_rates import LearningRates
-from torchmn.exchange.agreements.loaded_state import LoadedState
 from torchmn.exchange.agreements.num_exchanges import NumExchanges
+from torchmn.exchange.agreements.together import GivenUp, LoadedState
 
 HERE = PassContext(step=3, weight=2.0, num_samples=5.0, is_active=True)
 LEFT = PassContext(step=3, weight=0.0, num_samples=0.0, is_active=False)
 
 
 class Own(Agreement):
-    """Writes down what is called."""
+    """Writes down what is called; its numbers are on a device or not."""
 
     num_values = 2
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on_device: bool = False) -> None:
         self.calls: list[str] = []
+        self.is_on_device = is_on_device
 
     def contribute(self, context: PassContext) -> Sequence[float]:
         self.calls.append("contribute")
-        return 7.0, 0.0
+        return () if self.is_on_device else (7.0, 8.0)
 
     def write_values(self, values: Tensor, context: PassContext) -> None:
         self.calls.append("write_values")
-        values[1] = 8.0
+        values[0], values[1] = 7.0, 8.0
 
     def check(self, context: PassContext) -> bool:
         self.calls.append(f"check {self.own} {self.sums} {self.num_active}")
@@ -59,19 +61,41 @@ def summed(footers: Sequence[Footer], contexts: Sequence[PassContext]) -> None:
         footer.read()
 
 
-def test_each_agreement_has_its_slice() -> None:
-    footers = [Footer(comm(rank, 3), [Own(), LateRanks()]) for rank in range(3)]
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_each_agreement_has_its_slice(is_on_device: bool) -> None:
+    footers = [
+        Footer(comm(rank, 3), [Own(is_on_device=is_on_device), LateRanks()]) for rank in range(3)
+    ]
     summed(footers, [HERE, HERE, LEFT])
     for footer in footers:
         assert (footer.weights.total, footer.weights.num_samples) == (4.0, 10.0)
-        assert footer.get(Own).sums == [21.0, 24.0]
-        assert footer.get(LateRanks).sums == [0.0]
+        own = footer.get(Own)
+        assert own.sums == [21.0, 24.0]
+        assert footer.get(LateRanks).sums == [0.0, 0.0]
         assert footer.find(GivenUp) is None
         footer.check(HERE)
-        assert footer.get(Own).calls[-1] == "check [7.0, 0.0] [21.0, 24.0] 2"
+        contributed = "[0.0, 0.0]" if is_on_device else "[7.0, 8.0]"
+        assert own.calls[-1] == f"check {contributed} [21.0, 24.0] 2"
+        assert ("write_values" in own.calls) == is_on_device
         footer.report(HERE)
         footer.report(HERE)  # once
-        assert footer.get(Own).calls.count("report") == 1
+        assert own.calls.count("report") == 1
+
+
+@pytest.mark.parametrize("agrees_if_equal", [False, True])
+@pytest.mark.parametrize("context", [HERE, LEFT])
+def test_equal_numbers_are_not_checked_where_they_mean_agreement(
+    agrees_if_equal: bool, context: PassContext
+) -> None:
+    """Unless a rank is not active: what it contributes is something else then."""
+    footers = [Footer(comm(rank, 2), [Own()]) for rank in range(2)]
+    for footer in footers:
+        footer.get(Own).agrees_if_equal = agrees_if_equal
+    summed(footers, [HERE, context])
+    for footer in footers:
+        footer.check(HERE)
+        is_checked = any(call.startswith("check") for call in footer.get(Own).calls)
+        assert is_checked == (context is LEFT or not agrees_if_equal)
 
 
 def test_an_idle_agreement_is_not_called_and_sums_of_zero_are_not_checked() -> None:
@@ -121,11 +145,21 @@ def test_a_rank_that_has_left_its_loop_needs_not_load_a_state() -> None:
 
 def test_an_exchange_is_checked_after_the_next_one_has_contributed() -> None:
     """As with two sets of buckets, whose footers share what counts exchanges."""
-    count, rate = NumExchanges(), [0.1]
-    first, second = (Footer(comm(0, 1), [count, LearningRates(lambda: rate[0])]) for _ in range(2))
-    summed([first], [HERE])
-    count.num, rate[0] = 1, 0.2
-    summed([second], [HERE])
-    first.check(HERE)
-    second.check(HERE)
-    assert count.own == [1.0]
+    inners = [torch.optim.SGD([torch.zeros(1)], lr=0.1 + rank) for rank in range(2)]
+    counts = [NumExchanges() for _ in inners]
+    first, second = (
+        [
+            Footer(comm(rank, 2), [counts[rank], LearningRates(inner)])
+            for rank, inner in enumerate(inners)
+        ]
+        for _ in range(2)
+    )
+    summed(first, [HERE] * 2)
+    for count, inner in zip(counts, inners, strict=True):
+        count.num, inner.param_groups[0]["lr"] = 1, 0.2
+    summed(second, [HERE] * 2)
+    for footer in second:
+        footer.check(HERE)
+    for rank, footer in enumerate(first):
+        with pytest.raises(RankMismatchError, match=f"{0.1 + rank:g} here, 0.6 in the mean"):
+            footer.check(HERE)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import RankMismatchError
 
 from tests.limits import limit
 from tests.unit.models import equal, loss_of, mlp, values
 from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
 from torchmn.comm import Communicator
+from torchmn.errors import RankMismatchError
 from torchmn.testing import run_ranks
 
 DIFFERENT = "the ranks exchange gradients of different batches"

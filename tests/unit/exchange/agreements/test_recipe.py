@@ -59,8 +59,8 @@ def test_a_toy_agreement(monkeypatch: pytest.MonkeyPatch, size: int, schedule: s
     monkeypatch.setattr(  # the line that is added to the list
         multi_node_optimizer,
         "_agreements",
-        lambda inner, batches: [
-            *known(inner, batches),
+        lambda inner: [
+            *known(inner),
             Dropouts(dropouts[inner.param_groups[0]["params"][0]]),
         ],
     )

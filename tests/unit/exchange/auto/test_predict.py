@@ -8,11 +8,11 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from torchmn.errors import UnknownNameError, UsageError
 
 from torchmn.cluster.units import MiB
 from torchmn.comm.create import ROUTES
 from torchmn.comm.link_speed import LinkSpeed
+from torchmn.errors import UnknownNameError, UsageError
 from torchmn.exchange.auto.predict import (
     Cluster,
     CodecFacts,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
-from torchmn.errors import UsageError
 
+from torchmn.errors import UsageError
 from torchmn.exchange.optimizer import ddp_hook
 
 

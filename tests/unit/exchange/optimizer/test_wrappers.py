@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torchmn.errors import UnsupportedError
 
 import torchmn
+from torchmn.errors import UnsupportedError
 from torchmn.testing import run_ranks
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import UnsupportedError, UsageError
 
 from tests.unit.models import batch, equal, grads, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.schedules import DoubleBuffering
 from torchmn.testing import run_ranks
 

@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import UnsupportedError, UsageError
 
 from tests.limits import limit
 from tests.unit.models import batch, equal, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 
 

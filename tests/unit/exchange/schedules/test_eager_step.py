@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmn.errors import UsageError
 
 from tests.unit.models import batch, equal, grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer
+from torchmn.errors import UsageError
 from torchmn.exchange.schedules import DoubleBuffering
 from torchmn.testing import run_ranks
 

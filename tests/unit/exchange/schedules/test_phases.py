@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 
 from tests.unit.exchange.schedules.local_updates.runs import adam, momentum, set_values, train, wrap
 from tests.unit.models import batch, closure_of, equal, local_grads, loss_of, mlp, near, values
 from torchmn import create_multi_node_optimizer, scatter_loader
+from torchmn.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import (
     DiLoCo,

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torchmn.errors import CommunicationError, TimeLimitError, UsageError
 
 from tests.limits import limit
 from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError, TimeLimitError, UsageError
 from torchmn.nn.functions import allgather, allreduce, pseudo_connect, recv, send
 from torchmn.testing import run_ranks
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from torchmn.errors import TorchmnError, UsageError
 
 from tests.unit.observe.plan.tables import TEXT
+from torchmn.errors import TorchmnError, UsageError
 from torchmn.exchange.auto.predict import ReadyGradient
 from torchmn.observe.plan.facts import PAYLOAD_SHARE, Training, predict, read_table
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from torchmn.errors import TorchmnError
 
 from tests.unit.recorded_runs import ImitatedRun
+from torchmn.errors import TorchmnError
 from torchmn.observe.plan.facts import PAYLOAD_SHARE, predict, rate_bytes_per_s
 from torchmn.observe.plan.run_facts import facts_of
 from torchmn.observe.read.run_reader import read_run

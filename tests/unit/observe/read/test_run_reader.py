@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchmn.errors import DataError
 
 from tests.unit.recorded_runs import ImitatedRun
 from torchmn.control.codec import encode
+from torchmn.errors import DataError
 from torchmn.observe.read.run_reader import find_records, read_run
 from torchmn.record.records import PHASES, RunStart, Step
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torchmn.errors import DataError
 
 from tests.unit.recorded_runs import ImitatedRun
+from torchmn.errors import DataError
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.summary import summarize
 

@@ -1,6 +1,6 @@
 import pytest
-from torchmn.errors import UnsupportedError, UsageError
 
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.run.elastic.job import parse_elastic
 from torchmn.run.plan import RunOptions, plan_elastic, plan_job
 from torchmn.run.start import dry_run_elastic

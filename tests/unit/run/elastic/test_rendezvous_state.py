@@ -1,9 +1,9 @@
 import signal
 
 import pytest
-from torchmn.errors import UsageError
 
 from torchmn.control.messages import HostHello, Message, Restart, Round, Shutdown
+from torchmn.errors import UsageError
 from torchmn.run.elastic.rendezvous_state import (
     Decision,
     HostLost,

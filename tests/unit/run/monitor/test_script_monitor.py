@@ -8,6 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+
+from torchmn.cluster.environment_variables import MONITOR_VARIABLE
+from torchmn.control.connection import Channel
+from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
+from torchmn.control.script import is_consequence
+from torchmn.control.script_connection import ScriptLink
 from torchmn.errors import (
     CommunicationError,
     PeerLostError,
@@ -15,12 +21,6 @@ from torchmn.errors import (
     TimeLimitError,
     UsageError,
 )
-
-from torchmn.cluster.environment_variables import MONITOR_VARIABLE
-from torchmn.control.connection import Channel
-from torchmn.control.messages import Leaving, ProcessState, StatusReply, StatusRequest
-from torchmn.control.script import is_consequence
-from torchmn.control.script_connection import ScriptLink
 from torchmn.run.monitor import script_monitor
 from torchmn.testing import run_ranks
 

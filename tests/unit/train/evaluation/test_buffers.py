@@ -1,9 +1,9 @@
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import RankMismatchError, UnknownNameError
 
 from torchmn.comm import Communicator
+from torchmn.errors import RankMismatchError, UnknownNameError
 from torchmn.testing import run_ranks
 from torchmn.train.evaluation import sync_buffers_
 

@@ -12,10 +12,10 @@ import torch
 from pytorch_pfn_extras.training.extensions import Evaluator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
-from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 
 from tests.limits import limit
 from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train.evaluation import Ratio, create_multi_node_evaluator
 

@@ -9,9 +9,9 @@ import torch
 from pytorch_pfn_extras.training.extensions import Evaluator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import UsageError
 
 from torchmn import GenericMultiNodeEvaluator, SerialIterator
+from torchmn.errors import UsageError
 from torchmn.testing import run_ranks
 from torchmn.train.evaluation import batch_to, call_with_batch, create_multi_node_evaluator
 

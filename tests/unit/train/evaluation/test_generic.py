@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import CommunicationError, UsageError
 
 from tests.limits import limit
 from torchmn.comm import Communicator
+from torchmn.errors import CommunicationError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train.evaluation import GenericMultiNodeEvaluator
 

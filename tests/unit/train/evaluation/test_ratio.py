@@ -4,8 +4,8 @@ import pickle
 import pytest
 import torch
 from pytorch_pfn_extras.reporting import DictSummary
-from torchmn.errors import UsageError
 
+from torchmn.errors import UsageError
 from torchmn.train.evaluation import Ratio
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchmn.errors import UnsupportedError, UsageError
 
 from torchmn.comm import Communicator
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.testing import run_ranks
 from torchmn.train.frameworks import ExchangeOptions, attach
 from torchmn.train.frameworks.exchange import Exchange

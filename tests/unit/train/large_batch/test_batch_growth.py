@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import UsageError
 
 from torchmn.comm.training_start import training_steps
 from torchmn.data import scatter_loader
+from torchmn.errors import UsageError
 from torchmn.train.large_batch import BatchGrowth, GlobalBatch
 from torchmn.train.large_batch.batch_growth import GrowingSampler
 

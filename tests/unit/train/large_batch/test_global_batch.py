@@ -5,11 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torchmn.errors import RankMismatchError, UsageError
 
 from tests.unit.data.test_global_sampler import Placement
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 from torchmn.train.large_batch import BatchGrowth, GlobalBatch

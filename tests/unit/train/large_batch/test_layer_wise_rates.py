@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torchmn.errors import UnsupportedError, UsageError
 
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.train.large_batch import LAMB, LARS
 
 RATE, DECAY, TRUST, MOMENTUM, EPS = 0.3, 0.02, 0.01, 0.9, 1e-6

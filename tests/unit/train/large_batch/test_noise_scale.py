@@ -14,11 +14,11 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from torchmn.errors import UnsupportedError, UsageError
 
 from tests.unit.models import OfObject, batch, equal, fill, local_grads, loss_of, mlp, values
 from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.exchange.gradient_norms import GradientNorms, squared_norms
 from torchmn.exchange.optimizer import MultiNodeOptimizer
 from torchmn.nn import MultiNodeChainList

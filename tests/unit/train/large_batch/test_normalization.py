@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torchmn.errors import UnsupportedError, UsageError
 
 from torchmn.comm import Communicator
+from torchmn.errors import UnsupportedError, UsageError
 from torchmn.nn import convert_batch_norm
 from torchmn.testing import run_ranks
 from torchmn.train.large_batch import (

@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 from torch.utils.data import DataLoader, TensorDataset
-from torchmn.errors import UnknownNameError, UsageError
 
 from tests.unit.data.test_global_sampler import Placement
+from torchmn.errors import UnknownNameError, UsageError
 from torchmn.train.large_batch import (
     BatchGrowth,
     BatchSchedule,

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torchmn.errors import NonFiniteGradientError, UnsupportedError, UsageError
 
 from tests.limits import limit
 from tests.unit.exchange.schedules.local_updates.runs import (
@@ -31,6 +30,7 @@ from tests.unit.models import (
 )
 from torchmn import create_multi_node_optimizer
 from torchmn.cluster import Topology
+from torchmn.errors import NonFiniteGradientError, UnsupportedError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, PeriodicAverage, Warmup
 from torchmn.testing import run_ranks

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torchmn.errors import UsageError
 
 from tests.unit.exchange.schedules.local_updates.runs import (
     Worker,
@@ -20,6 +19,7 @@ from tests.unit.exchange.schedules.local_updates.runs import (
 )
 from tests.unit.models import equal, near, values
 from torchmn.cluster import Topology
+from torchmn.errors import UsageError
 from torchmn.exchange.schedules import BlockMomentum
 from torchmn.testing import run_ranks
 

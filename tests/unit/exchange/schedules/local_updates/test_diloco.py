@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torchmn.errors import UsageError
 
 from tests.unit.exchange.schedules.local_updates.runs import adam, simulate, train, wrap
 from tests.unit.models import near, values
+from torchmn.errors import UsageError
 from torchmn.exchange.schedules import DiLoCo
 from torchmn.testing import run_ranks
 

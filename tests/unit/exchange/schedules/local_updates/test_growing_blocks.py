@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from torchmn.errors import UsageError
 
 from tests.unit.exchange.schedules.local_updates.runs import (
     momentum,
@@ -11,6 +10,7 @@ from tests.unit.exchange.schedules.local_updates.runs import (
     wrap,
 )
 from torchmn.cluster import Topology
+from torchmn.errors import UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, GrowingBlocks, PeriodicAverage, Warmup
 from torchmn.exchange.schedules.local_updates.growing_blocks import BlockLength

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmn.errors import RankMismatchError, UsageError
 
 from tests.unit.exchange.schedules.local_updates.runs import train, wrap
 from tests.unit.models import equal, values
 from torchmn.cluster import Topology
 from torchmn.comm import Communicator
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.exchange.replicas import different_tensors
 from torchmn.exchange.schedules import BlockMomentum, DiLoCo, LocalUpdateSchedule, PeriodicAverage
 from torchmn.testing import run_ranks

@@ -8,6 +8,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+
+from tests.limits import limit
+from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
+from torchmn.cluster import Topology
+from torchmn.comm import Communicator, create_communicator
+from torchmn.comm.transports.base import TimeLimit
+from torchmn.comm.transports.tcp import TcpTransport
 from torchmn.errors import (
     CommunicationError,
     NonFiniteGradientError,
@@ -16,13 +23,6 @@ from torchmn.errors import (
     UnsupportedError,
     UsageError,
 )
-
-from tests.limits import limit
-from tests.unit.models import batch, equal, fill, loss_of, mlp, near, values
-from torchmn.cluster import Topology
-from torchmn.comm import Communicator, create_communicator
-from torchmn.comm.transports.base import TimeLimit
-from torchmn.comm.transports.tcp import TcpTransport
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
 from torchmn.exchange.schedules import ParameterServer
 from torchmn.exchange.schedules.parameter_server.messages import WorkerThread

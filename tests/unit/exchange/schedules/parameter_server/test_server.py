@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmn.errors import PeerLostError, TimeLimitError
 
 from tests.limits import limit
+from torchmn.errors import PeerLostError, TimeLimitError
 from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
 
