@@ -15,10 +15,8 @@ MAX_ATTRIBUTES = 2
 OF_TENSORS = {"data", "device", "dtype", "grad", "is_complex", "itemsize", "shape", "type"}
 LEFT = {
     "agreements/weights.py": 1,
-    "auto/tuner.py": 6,
     "optimizer/ddp_hook.py": 2,
-    "optimizer/multi_node_optimizer.py": 9,
-    "optimizer/recorded_steps.py": 4,
+    "optimizer/multi_node_optimizer.py": 2,
     "schedules/local_updates/base.py": 10,
     "schedules/local_updates/diloco.py": 1,
     "schedules/parameter_server/messages.py": 2,

@@ -125,6 +125,26 @@ def positives_or_no_backward(worker: Worker) -> nn.Module:
     return model
 
 
+@script("A `GradScaler` and clipping, `skip_backward()` on a rank whose batch has no positives")
+def scaled_positives_or_no_backward(worker: Worker) -> nn.Module:
+    model, optimizer = mlp_and_sgd(worker, momentum=0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))  # it has no scale before the first loss
+    for x, y in worker.batches():
+        positive = x[:, 0] > 0.7  # on one rank in each step at least
+        optimizer.zero_grad()
+        if positive.any():
+            worker.set_weight(optimizer, int(positive.sum()))
+            scaler.scale(mse_loss(model(x[positive]), y[positive])).backward()
+        else:
+            worker.skip_backward(optimizer)
+        scaler.unscale_(optimizer)
+        worker.log("norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+    return model
+
+
 @script("Two losses weighted by trained variances: `create_multi_node_optimizer(..., [model, v])`")
 def trained_variances(worker: Worker) -> list[nn.Module | Tensor]:
     model = mlp()

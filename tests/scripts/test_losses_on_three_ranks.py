@@ -7,7 +7,12 @@ from .registry import SCRIPTS
 from .running import check_exact, on_ranks
 
 # Parts of 3, 3 and 2 rows; where few are positive, two ranks have none.
-OF_COUNTS = ("sum_and_penalty", "positives", "positives_or_no_backward")
+OF_COUNTS = (
+    "sum_and_penalty",
+    "positives",
+    "positives_or_no_backward",
+    "scaled_positives_or_no_backward",
+)
 
 
 @pytest.mark.parametrize("name", OF_COUNTS)

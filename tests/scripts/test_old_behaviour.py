@@ -9,6 +9,7 @@ from torchmn.base.names import SCHEDULE_TRAITS, ScheduleTraits
 from torchmn.errors import TorchmnError
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
+from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.means import Means
 from torchmn.exchange.optimizer import multi_node_optimizer, unusual_steps
 from torchmn.exchange.reducer import GradientReducer
@@ -22,7 +23,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 def gradients_are_slots(patch: pytest.MonkeyPatch) -> None:
     always = property(lambda self: True, lambda self, value: None)
-    patch.setattr(GradientReducer, "gradient_as_bucket_view", always, raising=False)
+    patch.setattr(GradientExchange, "as_view", always, raising=False)
 
 
 def slots_are_not_looked_at(patch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,9 @@ class Worker:
     def set_weight(self, optimizer: Optimizer, weight: float) -> None:
         """How much this rank's next mean counts."""
 
+    def skip_backward(self, optimizer: Optimizer) -> None:
+        """In place of a backward pass on a rank that has none."""
+
     def flush(self, optimizer: Optimizer) -> None:
         """What docs ask for before parameters are read by a user's own code."""
 
@@ -186,6 +189,10 @@ class Rank(Worker):
     def set_weight(self, optimizer: Any, weight: float) -> None:
         """See `Worker.set_weight`."""
         optimizer.set_weight(weight)
+
+    def skip_backward(self, optimizer: Any) -> None:
+        """See `Worker.skip_backward`."""
+        optimizer.skip_backward()
 
     def flush(self, optimizer: Any) -> None:
         """See `Worker.flush`."""

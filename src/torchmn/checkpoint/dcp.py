@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from torchmn.base.errors import DataError, UnsupportedError
+from torchmn.base.private_files import make_private_folder, open_private
 from torchmn.checkpoint.parts import nowhere, place_parts
 from torchmn.checkpoint.reader import SavedCheckpoint
 from torchmn.checkpoint.snapshot import RANDOM
 from torchmn.checkpoint.storage import FolderStorage
 from torchmn.checkpoint.writer import read_manifest
-from torchmn.control.private_files import make_private_folder, open_private
 
 
 def export_dcp(checkpoint: str | Path, folder: str | Path) -> None:

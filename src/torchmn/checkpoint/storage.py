@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchmn.base.errors import DataError
-from torchmn.control.private_files import open_private
+from torchmn.base.private_files import open_private
 
 MANIFEST = "manifest.json"
 

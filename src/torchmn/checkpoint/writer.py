@@ -103,8 +103,8 @@ class Writer:
         if disagreement and self.rejects_difference:
             return Outcome(step=request.step, disagreement=disagreement)
         catalogues = [
-            [TensorEntry(*row[:2], tuple(row[2]), *row[3:]) for row in each["tensors"]]
-            for each in gathered
+            [TensorEntry(n, dtype, tuple(shape), c, nbytes) for n, dtype, shape, c, nbytes in rows]
+            for rows in (each["tensors"] for each in gathered)
         ]
         owned = owners(catalogues)
         staged = f"{TEMPORARY}{request.step:08d}-{gathered[0]['nonce']}"

@@ -74,11 +74,6 @@ def doctor(
         is_full=is_full,
         expected_bytes_per_s=rate_bytes_per_s(expected) if expected else 0.0,
     )
-    is_shown = sys.stderr.isatty()
-    found = examine(request, os.environ, _say if is_shown else lambda _: None)
+    found = examine(request, os.environ, shows_progress=sys.stderr.isatty())
     typer.echo(json_of(found) if as_json else as_text(found))
     raise typer.Exit(exit_status(found))
-
-
-def _say(text: str) -> None:
-    print(f"torchmn: {text} ...", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from typing import NoReturn
 import typer
 
 from torchmn.base.errors import LaunchError, TorchmnError
+from torchmn.base.terminal import say
 from torchmn.cli import doctor, init, plan, report, run, submit
 from torchmn.cli.versions import versions_text
 from torchmn.cluster.environment_variables import TRACEBACK_VARIABLE
@@ -78,5 +79,5 @@ def _with_value(error: Exception) -> str:
 
 
 def _fail(text: str, code: int) -> NoReturn:
-    print(f"torchmn: {text}", file=sys.stderr, flush=True)
+    say(text)
     sys.exit(code)

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from torchmn.base.errors import UsageError
+from torchmn.base.private_files import write_whole
+from torchmn.base.terminal import say
 
 
 def report(
@@ -77,11 +79,12 @@ def _report(folders: list[Path], output: Path | None, *, is_text: bool, is_json:
         folder = summaries[0].run.folder
         file = output or (folder.parent if folder.name == "steps" else folder) / "report.html"
         try:
-            file.write_text(page(reports, scaling, script=script), errors="replace")
+            text = page(reports, scaling, script=script)
+            write_whole(file, text.encode(errors="replace"), mode=0o666)
         except OSError as error:
             raise UsageError(
                 f"The page {str(file)!r} cannot be written: {error.strerror}. "
                 "Choose another file with --output."
             ) from None
         show_findings(Console(), reports)
-        typer.echo(f"torchmn: the report is in {file}", err=True)
+        say(f"the report is in {file}")

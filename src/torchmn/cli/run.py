@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from torchmn.base.terminal import say
 from torchmn.cli.options import add_options, given
 from torchmn.cluster.environment_variables import split_words
 from torchmn.run.job import python_command
@@ -53,10 +54,9 @@ def run(
     env = request.environment(os.environ)
     misplaced = next((word for word in args or () if word in ("-n", "-np")), "")
     if misplaced and request.num_ranks is None:
-        typer.echo(
-            f"torchmn: warning: {misplaced} comes after the script, so it is an argument of the "
-            "script. Options of torchmn run come before the script.",
-            err=True,
+        say(
+            f"warning: {misplaced} comes after the script, so it is an argument of the script. "
+            "Options of torchmn run come before the script."
         )
     existing = detect_existing_rank(request, env)
     if existing is not None:
@@ -70,7 +70,7 @@ def run(
     job, why = plan_job(request, env)
     if is_dry:
         if job.warning:
-            typer.echo(f"torchmn: {job.warning}", err=True)
+            say(job.warning)
         typer.echo(dry_run(job, env))
         raise typer.Exit
     raise typer.Exit(run_job(job, env, why=why))

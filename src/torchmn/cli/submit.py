@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from torchmn.base.errors import UsageError
+from torchmn.base.terminal import say
 from torchmn.cli.options import add_options, given, values_of
 from torchmn.submit.settings import Settings
 
@@ -89,7 +90,7 @@ def submit(
     folder, path = Path.cwd(), os.environ.get("PATH")
     found = read_site(find_site(site, folder=folder, home=Path.home()))
     if found.path is not None:
-        _say(f"using the site file {found.path}")
+        say(f"using the site file {found.path}")
     wanted, installed = scheduler or found.scheduler, installed_schedulers(path)
     exports = [parse_variable(text, os.environ) for text in settings.pop("exports") or ()]
     own = settings_from_options({"exports": tuple(exports), **given(settings)})
@@ -118,14 +119,10 @@ def submit(
     if not dry_run or output is not None:
         make_log_dir(job)
         kept = write_script(text, Path(job.file))
-        _say(f"job script written to {job.file}" + (f"; the old one is {kept}" if kept else ""))
+        say(f"job script written to {job.file}" + (f"; the old one is {kept}" if kept else ""))
     if not dry_run:
         job_id = submit_job(job, chosen)
-        _say(f"submitted {chosen.title} job {job_id}; its output goes to {job.log_dir}/{name}.*")
+        say(f"submitted {chosen.title} job {job_id}; its output goes to {job.log_dir}/{name}.*")
         if waits:
             follower = Follower(job=job, scheduler=chosen, out=sys.stdout, err=sys.stderr)
             raise typer.Exit(follower.follow(job_id))
-
-
-def _say(text: str) -> None:
-    print(f"torchmn: {text}", file=sys.stderr, flush=True)

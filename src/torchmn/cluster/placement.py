@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchmn.base.errors import UsageError
+from torchmn.cluster.units import grouped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +62,8 @@ class Topology:
     @cached_property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of every node in ascending order; nodes in the order of their first rank."""
-        ranks_of: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.hosts):
-            ranks_of.setdefault(host, []).append(rank)
-        return tuple(tuple(ranks) for ranks in ranks_of.values())
+        ranks_of = grouped((host, rank) for rank, host in enumerate(self.hosts))
+        return tuple(map(tuple, ranks_of.values()))
 
     @property
     def is_balanced(self) -> bool:

@@ -1,6 +1,10 @@
-"""Units that appear in names and arguments, and numbers with their nouns in messages."""
+"""Units that appear in names and arguments, numbers with their nouns, and values by their keys."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 KiB = 1024
 MiB = 1024 * KiB
@@ -41,6 +45,18 @@ def spans(numbers: Iterable[int]) -> list[str]:
         else:
             found.append([number])
     return ["-".join(map(str, span)) for span in found]
+
+
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """The values of each key.
+
+    >>> grouped([("a", 0), ("b", 1), ("a", 2)])
+    {'a': [0, 2], 'b': [1]}
+    """
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def _plural(noun: str) -> str:

@@ -7,7 +7,6 @@ in one place only, and changes of it count.
 
 import re
 import shutil
-import subprocess
 import time
 import warnings
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchmn.base.errors import TopologyError
+from torchmn.cluster.commands import ask
 from torchmn.cluster.environment_variables import JOB_END_VARIABLE
 
 _VARIABLES = (JOB_END_VARIABLE, "SLURM_JOB_END_TIME")
@@ -42,10 +42,12 @@ def job_end(env: Mapping[str, str]) -> float | None:
     ):
         job = env.get(variable)
         if job and env.get(inside):
-            answer = _answer((*command, job), env)
+            path = shutil.which(command[0], path=env.get("PATH")) or command[0]
+            query = (path, *command[1:], job)
+            answer = ask(query, limit_s=_QUERY_S, env={**env, "LC_ALL": "C"})
             with suppress(ValueError):  # a time in another form
-                if answer is not None:
-                    return end_of(answer, env)
+                if answer.returncode == 0:
+                    return end_of(answer.out, env)
             warnings.warn(
                 f"`{' '.join((*command, job))}` does not say here when this job ends, so that "
                 f"its time limit is unknown: export {JOB_END_VARIABLE}, in seconds since 1970.",
@@ -56,25 +58,6 @@ def job_end(env: Mapping[str, str]) -> float | None:
 
 
 _SQUEUE = ("squeue", "--noheader", "--format", "%L", "--jobs")
-
-
-def _answer(command: tuple[str, ...], env: Mapping[str, str]) -> str | None:
-    """The output of a command, ``None`` if it is not there, fails or takes too long."""
-    path = shutil.which(command[0], path=env.get("PATH"))
-    if path is None:
-        return None
-    try:
-        answer = subprocess.run(
-            [path, *command[1:]],
-            capture_output=True,
-            text=True,
-            timeout=_QUERY_S,
-            check=False,
-            env={**env, "LC_ALL": "C"},
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout if answer.returncode == 0 else None
 
 
 def _slurm_end(answer: str, _: Mapping[str, str]) -> float | None:

@@ -102,6 +102,8 @@ class Learner(Optimizer):
 
     accepts_sparse_gradients = False
     """Whether `update` can use them, where nothing is clipped or regularized."""
+    number = 0
+    """Among the learners of a trainer, each of which has noise of its own."""
 
     def __init__(
         self, parameters: Parameters, lr: Values | Schedule, options: LearnerOptions
@@ -258,7 +260,7 @@ class Learner(Optimizer):
 
     def _add_noise(self, deviation: float) -> None:
         """The same on all ranks, and after a resume: it depends on the count of minibatches."""
-        seed = self.param_groups[0]["num_minibatches"] * 1_000_003
+        seed = self.param_groups[0]["num_minibatches"] * 1_000_003 + (self.number << 40)
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for index, weight in enumerate(weights):
             generator = torch.Generator(device=weight.device).manual_seed(seed + index)

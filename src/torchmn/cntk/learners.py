@@ -311,15 +311,15 @@ class RMSProp(Learner):
             sign.copy_(new_sign)
         roots = torch._foreach_add(averages, 1e-6)
         torch._foreach_sqrt_(roots)
-        factors = torch._foreach_div(factors, roots)
+        rates = torch._foreach_div(factors, roots)
         if self._divides_by_mean:
-            factors = _over_means(factors)
-        torch._foreach_addcmul_(weights, gradients, factors, -scale.of_mean)
+            rates = _over_means(rates)
+        torch._foreach_addcmul_(weights, gradients, rates, -scale.of_mean)
 
 
-def _over_means(factors: Sequence[Tensor]) -> list[Tensor]:
+def _over_means(factors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """``f / mean(f)``, the mean over the elements of a parameter."""
-    return [factor / factor.mean() for factor in factors]
+    return tuple(factor / factor.mean() for factor in factors)
 
 
 sgd, momentum_sgd, nesterov = SGD, MomentumSGD, Nesterov

@@ -222,7 +222,11 @@ class Engine:
         for observer in events.observers:
             observer.phase("exchange", begins=True)
         try:
-            return job() if self.streams.is_host else self._run_here(job, after)
+            if self.streams.is_host:
+                return job()
+            work = Work(job, self, after)
+            self._run_work(work)
+            return work.wait()
         except BaseException as error:
             self._note(error)
             raise
@@ -244,11 +248,6 @@ class Engine:
             self._is_running = False
             if self._queue:
                 self._condition.notify_all()
-
-    def _run_here(self, job: Callable[[], Result], after: Sequence[Event | None]) -> Result:
-        work = Work(job, self, after)
-        self._run_work(work)
-        return work.wait()
 
     def _run_work(self, work: Work[Result]) -> None:
         self._runner_id = threading.get_ident()

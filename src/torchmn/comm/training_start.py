@@ -39,10 +39,6 @@ class TrainingSteps:
         """There is an optimizer."""
         self.count = self.count or 0
 
-    def add(self) -> None:
-        """An optimizer has stepped."""
-        self.count = (self.count or 0) + 1
-
 
 _steps: WeakKeyDictionary[object, TrainingSteps] = WeakKeyDictionary()
 

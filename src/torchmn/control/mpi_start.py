@@ -18,7 +18,9 @@ from contextlib import contextmanager
 
 from torchmn.base import events
 from torchmn.base.errors import TopologyError
+from torchmn.base.terminal import say
 from torchmn.cluster.launcher_env import read_launcher_env
+from torchmn.cluster.units import grouped
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.heartbeat import LoopClock
 from torchmn.control.processes import (
@@ -81,12 +83,10 @@ def main() -> int:
         if not is_stopped(order.pid):
             waited_s += now - before
         before = now
-    print(
-        f"torchmn: rank {order.rank} on {socket.gethostname()}: MPI_Init, which waits for all "
+    say(
+        f"rank {order.rank} on {socket.gethostname()}: MPI_Init, which waits for all "
         f"ranks, has not returned within {order.limit_s:g} s (Timeout.first_s): "
-        f"{_describe(_ranks_beside(order.pid))}. This rank is killed.",
-        file=sys.stderr,
-        flush=True,
+        f"{_describe(_ranks_beside(order.pid))}. This rank is killed."
     )
     send(order.pid, signal.SIGKILL)
     return 1
@@ -107,11 +107,8 @@ def _describe(ranks: Mapping[int, list[int]]) -> str:
 def _ranks_beside(pid: int) -> dict[int, list[int]]:
     """The ranks of this host with their processes: all below the process that started them."""
     above = [parent for parent in ancestors(pid) if _rank_of(parent) is None]
-    ranks: dict[int, list[int]] = {}
-    for process in descendants(above[0]) if above else [pid]:
-        if (rank := _rank_of(process)) is not None:
-            ranks.setdefault(rank, []).append(process)
-    return ranks
+    processes = descendants(above[0]) if above else [pid]
+    return grouped((rank, each) for each in processes if (rank := _rank_of(each)) is not None)
 
 
 def _rank_of(pid: int) -> int | None:

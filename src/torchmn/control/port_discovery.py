@@ -21,13 +21,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchmn.base.errors import LaunchError
+from torchmn.base.private_files import make_private_folder, write_whole
 from torchmn.cluster.allocation import allocation
 from torchmn.cluster.hostlists import parse_node_list
 from torchmn.cluster.launcher_env import LauncherInfo
 from torchmn.cluster.network import addresses_of_host, is_loopback, route_of
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
 from torchmn.control.connection import address_of, listen_on
-from torchmn.control.private_files import make_private_folder, open_private
 
 _LOOKUP_S = 2.0
 _PAUSE_S = 0.05
@@ -106,11 +106,8 @@ def publish_port(job: str, port: int, *, host: str, folder: Path) -> Callable[[]
     listener = listen_on(_interface(host))
     own_port = address_of(listener).rpartition(":")[2]
     path = _file_of(job, folder)
-    draft = path.with_suffix(f".{os.getpid()}")
     try:
-        with open(draft, "w", opener=open_private) as file:
-            file.write(f"{host}:{own_port} {secret}\n")
-        draft.replace(path)
+        write_whole(path, f"{host}:{own_port} {secret}\n".encode())
     except OSError as error:
         listener.close()
         raise LaunchError(

@@ -72,8 +72,7 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     with suppress(OSError):  # it ends
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += [int(child) for child in file.read().split()]
+            found += map(int, _read(pid, f"task/{thread}/children").split())
     return found
 
 
@@ -88,37 +87,23 @@ def ancestors(pid: int) -> list[int]:
 
 def process_name(pid: int) -> str:
     """The name of a process's program; empty if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/comm", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    return _read(pid, "comm").strip()
 
 
 def command_of(pid: int) -> list[str]:
     """The words of a process's command; empty if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/cmdline", errors="replace") as file:
-            return file.read().split("\0")[:-1]
-    except OSError:
-        return []
+    return _read(pid, "cmdline").split("\0")[:-1]
 
 
 def environment_of(pid: int) -> dict[str, str]:
     """The variables that a process was started with; empty if they cannot be read."""
-    try:
-        with open(f"/proc/{pid}/environ", errors="surrogateescape") as file:
-            pairs = (text.partition("=") for text in file.read().split("\0") if text)
-            return {name: value for name, _, value in pairs}
-    except OSError:
-        return {}
+    pairs = (text.partition("=") for text in _read(pid, "environ").split("\0") if text)
+    return {name: value for name, _, value in pairs}
 
 
 def process_state(pid: int) -> tuple[ProcessState, str]:
     """The state of a process, and the kernel's function it waits in if known."""
-    kernel_function = ""
-    with suppress(OSError), open(f"/proc/{pid}/wchan") as wchan:
-        kernel_function = wchan.read().strip().strip("0")
+    kernel_function = _read(pid, "wchan").strip().strip("0")
     return _STATES.get(_state_letter(pid), ProcessState.UNKNOWN), kernel_function
 
 
@@ -139,12 +124,8 @@ def exists(pid: int) -> bool:
 
 def expects_signal(pid: int, signum: int) -> bool:
     """Whether the process handles or ignores this signal."""
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            masks = dict(line.split(":", 1) for line in file)
-        mask = int(masks["SigCgt"], 16) | int(masks["SigIgn"], 16)
-    except (OSError, KeyError):
-        return True
+    masks = dict(line.split(":", 1) for line in _read(pid, "status").splitlines())
+    mask = int(masks.get("SigCgt", "-1"), 16) | int(masks.get("SigIgn", "-1"), 16)
     return bool(mask >> (signum - 1) & 1)
 
 
@@ -165,12 +146,17 @@ def _state_letter(pid: int) -> str:
 
 def _stat(pid: int) -> list[str]:
     """The fields of ``/proc/PID/stat`` from the state on; empty if there is no such process."""
+    # the name in brackets before them may hold anything, brackets too
+    return _read(pid, "stat").rpartition(")")[2].split()
+
+
+def _read(pid: int, name: str) -> str:
+    """A file below ``/proc/PID``; empty if there is no such process, or it may not be read."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # the name in brackets before them may hold anything, brackets too
-            return file.read().rpartition(b")")[2].decode().split()
+        with open(f"/proc/{pid}/{name}", errors="surrogateescape") as file:
+            return file.read()
     except OSError:
-        return []
+        return ""
 
 
 def send(pid: int, signum: int) -> None:

@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from torchmn.base.errors import CommunicationError, RankMismatchError, TimeLimitError, TorchmnError
+from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE, TRACEBACK_VARIABLE
 
 FOLLOW_UP = "follow-up: "
@@ -48,12 +49,7 @@ def record_progress(line: str) -> None:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
         except OSError as error:
-            print(
-                f"torchmn: {path} cannot be written ({error.strerror}): this job will not be "
-                "resubmitted.",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"{path} cannot be written ({error.strerror}): this job will not be resubmitted.")
 
 
 def run_main(main: Callable[[], object]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from torchmn.base.errors import LaunchError, UsageError
+from torchmn.base.terminal import say
 from torchmn.cluster.units import counted
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import (
@@ -66,7 +67,7 @@ class Examination(Record, frozen=True, kw_only=True):
 
 
 def examine(
-    request: Request, env: Mapping[str, str], say: Callable[[str], None] = lambda _: None
+    request: Request, env: Mapping[str, str], *, shows_progress: bool = False
 ) -> Examination:
     """Examine the hosts of a request from this one. Changes nothing that lasts.
 
@@ -80,7 +81,7 @@ def examine(
         )
     started = time.monotonic()
     with ThreadPoolExecutor(len(request.hosts)) as workers:
-        examiner = _Examiner(request, env, workers, say)
+        examiner = _Examiner(request, env, workers, shows_progress)
         try:
             examiner.examine()
         except BaseException:
@@ -106,12 +107,12 @@ class _Examiner:
         request: Request,
         env: Mapping[str, str],
         workers: ThreadPoolExecutor,
-        say: Callable[[str], None],
+        shows_progress: bool,
     ) -> None:
         self._request = request
         self._env = env
         self._workers = workers
-        self._say = say
+        self._shows_progress = shows_progress
         self._secret = secrets.token_hex(32)
         self._sessions: dict[str, HostSession] = {}
         self._starting = threading.Semaphore(_MAX_STARTING)
@@ -145,6 +146,10 @@ class _Examiner:
                 self._sessions[host] = found
             else:
                 self._lost(host, f"{host} does not answer: {found.rstrip('.')}")
+
+    def _say(self, text: str) -> None:
+        if self._shows_progress:
+            say(f"{text} ...")
 
     def _open(self, host: str) -> HostSession | str:
         begin = Begin(host=host, secret=self._secret, request=self._request)

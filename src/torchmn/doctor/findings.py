@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from torchmn.cluster.units import grouped
 from torchmn.control.codec import Record
 
 Severity = Literal["error", "warning", "note"]
@@ -30,9 +31,7 @@ def deviating(values: Mapping[str, str]) -> tuple[str, dict[str, list[str]]]:
     >>> deviating({"a": "2.1", "b": "2.2", "c": "2.1"})
     ('2.1', {'2.2': ['b']})
     """
-    hosts: dict[str, list[str]] = {}
-    for host, value in values.items():
-        hosts.setdefault(value, []).append(host)
+    hosts = grouped((value, host) for host, value in values.items())
     usual = max(hosts, key=lambda value: len(hosts[value]), default="")
     return usual, {value: at for value, at in hosts.items() if value != usual}
 

@@ -3,9 +3,9 @@
 import csv
 import io
 import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 
+from torchmn.cluster.commands import ask
 from torchmn.cluster.gpus import count_gpus
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
@@ -43,14 +43,14 @@ def examine(request: Request, host: str) -> GpuFacts:
     if command is None:
         missing = "there is no nvidia-smi" if num_devices else ""
         return GpuFacts(num_devices=num_devices, error=missing)
-    text, error = _ask(
-        [command, f"--query-gpu={','.join(_FIELDS.values())}", "--format=csv,noheader,nounits"]
-    )
-    rows = [[word.strip() for word in row] for row in csv.reader(io.StringIO(text)) if row]
+    query = f"--query-gpu={','.join(_FIELDS.values())}"
+    answer = ask([command, query, "--format=csv,noheader,nounits"], limit_s=_ANSWER_S)
+    error = answer.text.splitlines()[-1] if answer.returncode else ""
+    rows = [[word.strip() for word in row] for row in csv.reader(io.StringIO(answer.out)) if row]
     gpus = [dict(zip(_FIELDS, row, strict=False)) for row in rows if len(row) == len(_FIELDS)]
     if not error and len(gpus) < len(rows):
-        error = f"nvidia-smi answers {text.strip().splitlines()[-1][:200]!r}"
-    matrix = _ask([command, "topo", "-p2p", "r"])[0] if len(gpus) > 1 else ""
+        error = f"nvidia-smi answers {answer.text.splitlines()[-1][:200]!r}"
+    matrix = ask([command, "topo", "-p2p", "r"], limit_s=_ANSWER_S).out if len(gpus) > 1 else ""
     return GpuFacts(
         num_devices=num_devices,
         gpus=gpus,
@@ -158,18 +158,6 @@ def _pairs_without(matrix: str) -> list[list[str]]:
             if state != "OK":
                 found.append([row[0], other])
     return found
-
-
-def _ask(command: list[str]) -> tuple[str, str]:
-    """What it printed, and why it failed, if it did."""
-    try:
-        answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ANSWER_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", f"{command[0]}: {error}"
-    lines = (answer.stderr + answer.stdout).strip().splitlines()
-    return answer.stdout, "".join(lines[-1:]) if answer.returncode else ""
 
 
 def _number(text: str) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 
 import msgspec
 
+from torchmn.cluster.units import grouped
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, LinkMeasured, Request, listed
 from torchmn.doctor.network import NetworkFacts
@@ -93,7 +94,7 @@ def better_link(one: Link, two: Link) -> Link:
 def suspicious(links: Sequence[Link]) -> list[Link]:
     """Links that break a rule, to be measured again."""
     found: dict[tuple[str, str, str], Link] = {}
-    for each in _by_network(links).values():
+    for each in grouped((link.network, link) for link in links).values():
         for chosen, _ in _problems(each):
             found |= {link.key: link for link in chosen}
     return list(found.values())
@@ -101,7 +102,7 @@ def suspicious(links: Sequence[Link]) -> list[Link]:
 
 def link_findings(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
     """What is wrong with links, and at which hosts, if several links of a host have it."""
-    for each in _by_network(links).values():
+    for each in grouped((link.network, link) for link in links).values():
         for bad, describe in _problems(each):
             for hosts, where, chosen in _places(bad, each):
                 yield describe(hosts, where, chosen)
@@ -241,7 +242,7 @@ def _losing(hosts: list[str], where: str, links: list[Link]) -> Finding:
 
 def _wrong_interface(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
     """Names that lead to a slower network than another one that the hosts have."""
-    networks = _by_network(link for link in links if not link.measured.error)
+    networks = grouped((link.network, link) for link in links if not link.measured.error)
     if len(networks) < 2:
         return
     rates = {
@@ -265,13 +266,6 @@ def _wrong_interface(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -
             f"set GLOO_SOCKET_IFNAME={fast} NCCL_SOCKET_IFNAME={fast} and "
             f"OMPI_MCA_btl_tcp_if_include={best}.",
         )
-
-
-def _by_network(links: Iterable[Link]) -> dict[str, list[Link]]:
-    found: dict[str, list[Link]] = {}
-    for link in links:
-        found.setdefault(link.network, []).append(link)
-    return found
 
 
 def _gbit(bytes_per_s: float) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from torchmn.cluster.units import GiB, counted
+from torchmn.cluster.units import GiB, counted, grouped
 from torchmn.doctor.examination import Examination
 from torchmn.doctor.findings import Finding, worst
 
@@ -93,16 +93,12 @@ def _taken(examination: Examination) -> Iterator[str]:
 
 def _links(examination: Examination) -> Iterator[str]:
     """The range of each network, and all links of a few hosts."""
-    by_network: dict[str, list[float]] = {}
-    for link in examination.links:
-        if not link.measured.error:
-            name = f"{link.interface} ({link.network})"
-            by_network.setdefault(name, []).append(link.measured.bytes_per_s * 8e-9)
-    latency = {
-        f"{link.interface} ({link.network})": link.measured.latency_s for link in examination.links
-    }
-    for name, rates in by_network.items():
+    good = [link for link in examination.links if not link.measured.error]
+    by_network = grouped((f"{link.interface} ({link.network})", link.measured) for link in good)
+    for name, measured in by_network.items():
+        rates = [each.bytes_per_s * 8e-9 for each in measured]
+        latency_s = measured[-1].latency_s
         yield (
             f"{name}: {len(rates)} links, {min(rates):.3g} to {max(rates):.3g} Gb/s, median "
-            f"{statistics.median(rates):.3g}; a round trip takes some {latency[name] * 1e3:.2g} ms"
+            f"{statistics.median(rates):.3g}; a round trip takes some {latency_s * 1e3:.2g} ms"
         )

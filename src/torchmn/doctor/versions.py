@@ -2,11 +2,11 @@
 
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
+from torchmn.cluster.commands import ask
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request, deviating, listed
 from torchmn.run.backend import find_mpirun
@@ -64,11 +64,5 @@ def _mpi_version() -> str:
     path = find_mpirun(os.environ)
     if path is None:
         return "missing"
-    try:
-        answer = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=_ANSWER_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{path} does not answer ({type(error).__name__})"
-    lines = [line.strip() for line in answer.stdout.splitlines() if line.strip()]
-    return lines[0] if lines else f"{path} reports nothing"
+    answer = ask([path, "--version"], limit_s=_ANSWER_S)
+    return (answer.out.strip() or answer.text).splitlines()[0]

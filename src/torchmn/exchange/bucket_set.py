@@ -38,6 +38,7 @@ class BucketSet:
         reduction: Reduction = "mean",
     ) -> None:
         self.comm, self.route = comm, comm.route
+        self.overlaps_backward = comm.route.overlaps_backward
         self.algorithm = algorithm
         self.codec = algorithm.codec
         self.buckets = buckets

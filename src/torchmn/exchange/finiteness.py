@@ -164,7 +164,12 @@ class NonfiniteLog:
             self.problems.append(problem)
         return problem
 
-    def num_in_a_row(self) -> int:
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether so many steps in a row were not finite that training cannot go on."""
+        return self._num_in_a_row() == MAX_IN_A_ROW
+
+    def _num_in_a_row(self) -> int:
         """How many problems there were up to the last step with nothing else between them."""
         count = 0
         for newer, older in zip(self.problems[::-1], self.problems[-2::-1], strict=False):
@@ -265,7 +270,7 @@ def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
         text += f" {TAKEN}"
     if policy == "raise":
         error = NonFiniteGradientError(text)
-        if exchange.is_hopeless:
+        if exchange.nonfinite.is_hopeless:
             for observer in events.observers:
                 observer.failed(error)
         raise error

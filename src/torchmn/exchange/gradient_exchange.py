@@ -17,11 +17,10 @@ from torchmn.exchange.agreements.footer import Footer
 from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.agreements.presence import Presence
 from torchmn.exchange.agreements.weights import Weights
-from torchmn.exchange.bucket_set import BucketSet, Reduction
+from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import NamedParameter, Slot, plan_buckets
 from torchmn.exchange.exchanged_parameters import ExchangedParameters
 from torchmn.exchange.finiteness import (
-    MAX_IN_A_ROW,
     TAKEN,
     ArrivingFlags,
     NonfiniteGradients,
@@ -30,6 +29,7 @@ from torchmn.exchange.finiteness import (
 from torchmn.exchange.gradient_memory import GradientMemory, GradientState, gradient_state
 from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.means import Means
+from torchmn.exchange.options import GradientOptions
 from torchmn.exchange.packing import Packing
 from torchmn.exchange.sharded_parameters import ModelMesh
 from torchmn.exchange.sparse_gradients import mean_sparse_gradients
@@ -44,7 +44,7 @@ _COUNTS_ZEROS = (
 )
 
 _NOT_TAKEN = "No step was made with these gradients."
-_CHANGED_AND_LATE = (
+CHANGED_AND_LATE = (
     "in the step before, gradients were changed between backward() and step(), as by "
     "clip_grad_norm_, and a rank without a backward pass had none to change. Its parameters are "
     "others now. Clip by create_multi_node_optimizer(max_grad_norm=...), or call backward() on all "
@@ -62,31 +62,24 @@ class GradientExchange:
         parameters: those that are exchanged.
         num_sets: with two, the means of one step are in use while the sums of the next are under
             way.
-        zero_fill: whether a parameter without a gradient on any rank gets one of zeros; if not,
-            ranks tell each other in the footer which gradients they have.
-        reduction: whether the result is the ranks' mean or their sum.
-        as_view: whether the slots themselves become the gradients.
+        options: how gradients are combined. Without ``zero_fill`` ranks tell each other in the
+            footer which gradients they have.
     """
 
     comm: Communicator
     """The ranks, since `lay_out`."""
 
     def __init__(
-        self,
-        parameters: ExchangedParameters,
-        num_sets: int,
-        *,
-        zero_fill: bool,
-        reduction: Reduction,
-        as_view: bool,
+        self, parameters: ExchangedParameters, num_sets: int, options: GradientOptions
     ) -> None:
         self.num_sets = num_sets
         self.bucket_bytes: int | None = None
         """At least this many in a bucket, but for the last, if not as the communicator has it."""
         self.scale: float | None = None
         """The `weight_scale` of the next exchange; None: to be agreed on."""
-        self.zero_fill = zero_fill
-        self.reduction = reduction
+        self.zero_fill, self.reduction = options.zero_fill, options.reduction
+        self.as_view = options.gradient_as_bucket_view
+        """Whether the slots themselves become the gradients."""
         self.sets: list[BucketSet] = []
         self.filling: BucketSet
         """The set that the current backward pass fills."""
@@ -103,7 +96,6 @@ class GradientExchange:
         self.num_in_step = 0
         """Exchanges of gradients since the last step, or since they were cleared."""
         self._parameters = parameters
-        self._as_view = as_view
         self._late_states: list[GradientState] = []
         self._has_warned = False
         self._num_active, self._num_samples = 0, 0.0
@@ -220,7 +212,7 @@ class GradientExchange:
             self.scale = sums.next_scale
 
     def _find_out_if_plain(self) -> None:
-        are_lent = self._as_view or all(slot.may_lend for slot in self.filling.slots)
+        are_lent = self.as_view or all(slot.may_lend for slot in self.filling.slots)
         self.is_plain = len(self.sets) == 1 and are_lent and self._own_gradients is None
 
     # ---- what a rank itself has computed ----
@@ -253,7 +245,7 @@ class GradientExchange:
             ):
                 means.add(slot)
             if self._own_gradients is not None:
-                is_reused = slot in means or self._as_view
+                is_reused = slot in means or self.as_view
                 self._own_gradients[slot.parameter] = grad.clone() if is_reused else grad
         return means
 
@@ -261,7 +253,9 @@ class GradientExchange:
 
     def begin(self, context: PassContext, step: int) -> None:
         """Begin an exchange with what this rank contributes. *Collective*; it waits for nothing."""
-        self.take_own_gradients()  # of a pass that raised
+        self.nonfinite.current = None  # no step has applied these means
+        if self._own_gradients:
+            self._own_gradients = {}  # of a pass that raised
         listener = self.norm_listener
         is_measured = listener is not None and listener.wants(step)
         self.packing = Packing(self.filling, context, self.scale, is_measured=is_measured)
@@ -271,20 +265,18 @@ class GradientExchange:
 
         It returns at once or, with sparse gradients, when all is summed.
         """
-        return self._handed_over(self.filled.start())
-
-    def reduce(self) -> Sums:
-        """Sum what is left, on the calling thread if it can be, and return the sums."""
-        return self._handed_over(self.filled.reduce())
+        return self._handed_over(self.filled.sums.start_remaining())
 
     def send(self) -> Sums:
-        """`reduce` if nothing else is under way, for `assign` follows; else `start`."""
-        return self.reduce() if self._engine.is_idle else self.start()
+        """Sum what is left on the calling thread, if nothing else is under way; else `start`."""
+        if not self._engine.is_idle:
+            return self.start()
+        return self._handed_over(self.filled.sums.reduce_remaining())
 
     def give_up(self) -> Sums:
         """End the exchange with zeros, and wait for it; the same buckets are filled next."""
         sums = self.filled.give_up()
-        self._exchange_sparse(sums, 0.0)
+        self._exchange_sparse(sums)
         sums.drain()
         self.packing = None
         return sums
@@ -296,13 +288,13 @@ class GradientExchange:
         assert packing is not None  # noqa: S101 - `begin` was called
         return packing
 
-    def _exchange_sparse(self, sums: Sums, weight: float) -> None:
+    def _exchange_sparse(self, sums: Sums) -> None:
         """Exchange the sparse gradients of this pass, after all sums on every rank."""
         if self._parameters.sparse:
             sums.sparse_means = mean_sparse_gradients(
                 self.comm,
                 [parameter for _, parameter in self.sparse],
-                weight,
+                sums.context.weight,
                 zero_fill=self.zero_fill,
                 reduction=self.reduction,
             )
@@ -318,7 +310,7 @@ class GradientExchange:
         self.filling = sums.buckets
 
     def _handed_over(self, sums: Sums) -> Sums:
-        self._exchange_sparse(sums, sums.context.weight)
+        self._exchange_sparse(sums)
         self.packing = None
         self._turn()
         return sums
@@ -341,7 +333,7 @@ class GradientExchange:
         is_current = len(self.sets) == 1 and sums.buckets is self.filling  # summed in this pass
         defers = is_current and sums.buckets.is_deferred and not sums.is_measured
         means = Means(sums)
-        means.assign(self.memory, as_view=self._as_view, is_current=is_current, is_on_device=defers)
+        means.assign(self.memory, as_view=self.as_view, is_current=is_current, is_on_device=defers)
         footer = sums.footer
         if not defers and footer.to_report:
             footer.report(sums.context)
@@ -398,7 +390,7 @@ class GradientExchange:
             sums.footer.report(sums.context)
             self.discard(sums)
             if self.are_late_on_some and self.was_applied and self._was_changed:
-                raise RankMismatchError(f"{self.comm.rank_label}: {_CHANGED_AND_LATE}")
+                raise RankMismatchError(f"{self.comm.rank_label}: {CHANGED_AND_LATE}")
         except TorchmnError as error:
             applied = TAKEN if self.was_applied else _NOT_TAKEN
             raise type(error)(f"{error} {applied}") from error
@@ -460,26 +452,14 @@ class GradientExchange:
 
     # ---- what is not finite ----
 
-    @property
-    def problems(self) -> list[NonfiniteGradients]:
-        """What was not finite so far."""
-        return self.nonfinite.problems
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether so many steps in a row were not finite that training cannot go on."""
-        return self.nonfinite.num_in_a_row() == MAX_IN_A_ROW
-
-    def drop_problem(self) -> None:
-        """No step has applied the current means."""
-        self.nonfinite.current = None
-
     def record_nonfinite(self, sums: Sums) -> NonfiniteGradients | None:
         """Take note of what is not finite in them. *Collective*, if there is something.
 
         See `record_problem`.
         """
-        found = sums.nonfinite() or self._nonfinite_sparse(sums)
+        found = sums.nonfinite()
+        if found is None and sums.sparse_means:
+            found = self._nonfinite_sparse(sums)
         return self.record_problem(found, sums.context.step)
 
     def record_problem(
@@ -496,8 +476,6 @@ class GradientExchange:
 
     def _nonfinite_sparse(self, sums: Sums) -> NonfiniteGradients | None:
         """What is not finite among the sparse means, which are the same on all ranks. Local."""
-        if not self._parameters.sparse:
-            return None
         names = [
             name
             for name, parameter in self.sparse

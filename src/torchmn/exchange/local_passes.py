@@ -16,6 +16,9 @@ class LocalPasses:
     def __init__(self) -> None:
         self.are_on = False
         """Whether a pass now is one of these."""
+        self.may_exist = False
+        """Whether ``p.grad`` may hold gradients of such passes, also where none are noted because
+        nothing is exchanged."""
         self.were_changed = False
         """Whether the script had changed their gradients before an exchange in `step` took them."""
         self.states: dict[Tensor, GradientState | None] = {}
@@ -26,6 +29,7 @@ class LocalPasses:
     def no_sync(self) -> Iterator[None]:
         """Passes inside are local."""
         before, self.are_on = self.are_on, True
+        self.may_exist = True
         try:
             yield
         finally:

@@ -51,6 +51,15 @@ class GradientOptions:
     zero_fill: bool = False
     gradient_as_bucket_view: bool = False
 
+    def to_compare(self) -> dict[str, object]:
+        """Those that decide what a rank sends, so that all ranks must have the same."""
+        return {
+            "zero_fill": self.zero_fill,
+            "weight": self.weight or "rank",
+            "reduction": self.reduction,
+            "max_grad_norm": self.max_grad_norm,
+        }
+
     def __post_init__(self) -> None:
         if self.weight not in (None, "rank", "samples"):
             raise UnknownNameError("weight", self.weight, ("rank", "samples"))

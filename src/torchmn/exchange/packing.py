@@ -27,7 +27,7 @@ class Packing:
     weight itself: with weights w_i the mean is the sum times ``size * scale / sum(w_i)``, and with
     ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * scale``.
 
-    `pack` is called for all slots, or `write`, then `finish`, then `start` or `reduce`.
+    `pack` is called for all slots, or `write`, then `finish`; `sums` starts or makes what is left.
 
     Args:
         buckets: their memory.
@@ -51,7 +51,6 @@ class Packing:
         """Whether a gradient was added to the mean of an earlier exchange."""
         self._own_factor = 0.0
         self._own_squares: list[Tensor] | None = [] if is_measured else None
-        self._overlaps_backward = buckets.route.overlaps_backward
         self._is_on_gpu, self._is_on_device = buckets.is_on_gpu, buckets.is_deferred
         self._streams = buckets.streams
         buckets.restart()
@@ -144,7 +143,7 @@ class Packing:
             observer.exchange(self.buckets.comm, bucket, bucket.index, "ready")
         if self._is_on_device:
             bucket.written = self._streams.record()
-        if self._overlaps_backward:
+        if self.buckets.overlaps_backward:
             self.sums.start_full()
 
     def _join_streams(self, bucket: Bucket, grads: Sequence[Tensor] = ()) -> None:
@@ -204,16 +203,6 @@ class Packing:
         self.sums.are_all_present = are_all_present
         buckets.footer.write(self.context)
 
-    def start(self) -> Sums:
-        """Start the sums that were not started yet, and return at once."""
-        self.sums.start_remaining()
-        return self.sums
-
-    def reduce(self) -> Sums:
-        """Do all other sums, on the calling thread if nothing else is under way."""
-        self.sums.reduce_remaining()
-        return self.sums
-
     def give_up(self) -> Sums:
         """Do all other sums with zeros: an agreement of the footer says why."""
         buckets = self.buckets
@@ -226,4 +215,4 @@ class Packing:
         nothing = replace(self.context, weight=0.0, num_samples=0.0, is_active=False)
         self.context = self.sums.context = nothing
         self.finish()
-        return self.reduce()
+        return self.sums.reduce_remaining()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -30,13 +30,14 @@ from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
 from torchmn.exchange.agreements.together import GivenUp, LoadedState, OtherLayout, Together
 from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
-from torchmn.exchange.bucket_set import Reduction
-from torchmn.exchange.buckets import Bucket, NamedParameter, Slot
+from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.codec_state import codec_state, load_codec_state
+from torchmn.exchange.early_packing import EarlyPacking
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.gradient_exchange import GradientExchange
 from torchmn.exchange.local_passes import LocalPasses
+from torchmn.exchange.options import GradientOptions
 from torchmn.exchange.parameter_hook import GradientHooks
 from torchmn.exchange.replica_divergence import ReplicaWatch, Watched
 from torchmn.exchange.sums import Sums
@@ -53,10 +54,7 @@ class GradientReducer:
         num_sets: sets of buckets that are used in turns: with two, the means of one step are in
             use while the sums of the next are under way; with none, the reducer is suspended until
             `reconfigure`.
-        zero_fill: whether a parameter without a gradient on any rank gets one of zeros.
-        reduction: whether the result is the ranks' mean or their sum.
-        gradient_as_bucket_view: whether every ``p.grad`` is the slot in its bucket, which the next
-            pass overwrites, instead of memory of its own.
+        options: how gradients are combined.
         contribution: the weight and the samples of this rank.
         find_sparse: called for the parameters whose gradients are sparse.
         find_untrained: called at the first exchange for parameters of the model without a reducer;
@@ -85,11 +83,9 @@ class GradientReducer:
         *,
         num_sets: int,
         on_backward_end: Callable[[], None],
+        options: GradientOptions,
+        contribution: Contribution,
         in_groups: Callable[[], Sequence[nn.Parameter]] = tuple,
-        zero_fill: bool = False,
-        reduction: Reduction = "mean",
-        gradient_as_bucket_view: bool = False,
-        contribution: Contribution | None = None,
         find_sparse: Callable[[], Collection[nn.Parameter]] = tuple,
         find_untrained: Callable[[], Sequence[NamedParameter]] = tuple,
         find_buffers: Callable[[], Sequence[Watched]] = tuple,
@@ -100,22 +96,18 @@ class GradientReducer:
         self.comm = comm
         self.codec = codec
         self.parameters = ExchangedParameters(parameters, in_groups, find_sparse, find_untrained)
-        self.exchange = GradientExchange(
-            self.parameters,
-            max(1, num_sets),
-            zero_fill=zero_fill,
-            reduction=reduction,
-            as_view=gradient_as_bucket_view,
-        )
+        self.exchange = GradientExchange(self.parameters, max(1, num_sets), options)
         """What schedules do with the gradients that were packed."""
-        self.gradient_as_bucket_view = gradient_as_bucket_view
-        self.contribution = contribution or Contribution()
+        self.contribution = contribution
         """This rank's weight in the next exchange or step, and its samples."""
         self.owner = owner
         self.act_on_nonfinite = on_nonfinite
         self.step = 0
         self.is_suspended = num_sets == 0
         """Whether nothing is exchanged: gradients stay this rank's own."""
+        self.is_needed = False
+        """Whether there is anything to do: one rank alone has its means already, but it must know
+        what is not finite in other parts of a parallel layer."""
         self.is_active = True
         self.is_late = False
         """Whether the last exchange was made in `step`."""
@@ -151,7 +143,7 @@ class GradientReducer:
             "step": self.step,
             "scale": self.exchange.scale,
             "has_untrained": bool(self.parameters.untrained),
-            "problems": [asdict(problem) for problem in self.exchange.problems],
+            "problems": [asdict(problem) for problem in self.exchange.nonfinite.problems],
         }
 
     def find_untrained(self) -> None:
@@ -170,18 +162,14 @@ class GradientReducer:
         """
         load_codec_state(self.codec, self.comm, codec)
         self._loaded.note()
-        self.exchange.num_in_step = 0
+        exchange = self.exchange
+        exchange.num_in_step = 0
         self.replicas.forget()
-        self.load_progress(progress)
-
-    def load_progress(self, progress: dict[str, Any]) -> None:
-        """The part of `load_state_dict` that is the same on all ranks."""
-        self.exchange.forget_scale()
+        exchange.forget_scale()
         if not progress:
             return
         self.step = progress["step"]
-        exchange = self.exchange
-        exchange.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
+        exchange.nonfinite.problems[:] = [NonfiniteGradients(**p) for p in progress["problems"]]
         if exchange.is_narrow:
             exchange.scale = progress["scale"]
 
@@ -191,11 +179,13 @@ class GradientReducer:
         ``are_replicas``: whether parameters are up to date now and the same on all ranks.
         """
         self.step += 1
+        self.local_passes.may_exist = False
         self.exchange.num_in_step = 0
         self.replicas.step_ended()
-        if are_replicas and self.is_needed:
+        is_needed = self.is_needed
+        if are_replicas and is_needed:
             self.replicas.note(self.step, self.comm.size)
-        if not self.is_needed:  # no backward pass does it
+        if not is_needed:  # no backward pass does it
             self.contribution.reset()
         self.contribution.end_step()
 
@@ -221,8 +211,12 @@ class GradientReducer:
         self.exchange.lay_out(
             self.comm, self.codec, trainable, sparse, self._watched, self._agreements
         )
-        if self.is_needed:
-            self._hooks = GradientHooks(self._watched, self._on_gradient)
+        self.is_needed = not self.is_suspended and (
+            self.comm.size > 1 or self.exchange.num_sets > 1 or self.parameters.has_parallel_layers
+        )
+        watched = self._watched if self.is_needed else ()
+        self._hooks = GradientHooks(watched, self._on_gradient)
+        self._early = EarlyPacking(self.exchange, self._hooks)
 
     def release(self, parameters: Collection[nn.Parameter]) -> None:
         """Stop exchanging these: another optimizer trains them. *Collective.*"""
@@ -263,16 +257,6 @@ class GradientReducer:
         self.replicas.watch([])
         self.owner, self.act_on_nonfinite, self._on_backward_end = None, _nothing, _nothing
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is anything to do: one rank alone has its means already.
-
-        But it must know what is not finite in other parts of a parallel layer.
-        """
-        return not self.is_suspended and (
-            self.comm.size > 1 or self.exchange.num_sets > 1 or self.parameters.has_parallel_layers
-        )
-
     # ---- during backward ----
 
     @contextmanager
@@ -299,78 +283,7 @@ class GradientReducer:
             slot = self.exchange.filling.slot_at[index]
             if slot is None or self.exchange.packing is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
-            bucket = slot.weak_bucket()
-            assert bucket is not None  # noqa: S101 - its set keeps it
-            if slot.is_small:
-                bucket.arrivals.note(slot.parameter)
-                self._pack_small(bucket)
-            elif slot.is_packed:
-                self._refuse_second(slot)
-            elif not self._hooks.have_later((index,)):
-                self._pack_early(bucket, [slot])
-
-    def _pack_small(self, bucket: Bucket) -> None:
-        """Pack the small gradients of a bucket if all are final, and no hook changes them later.
-
-        Where that is not known here the end of backward packs them.
-        """
-        arrivals = bucket.arrivals
-        if len(arrivals) < len(bucket.small) or not arrivals:
-            return
-        if bucket.small[0].is_packed:
-            self._refuse_repeated(bucket)
-            return
-        if not arrivals.are_complete:
-            return
-        if not self._hooks.have_later(arrivals.numbers.values()):
-            self._pack_early(bucket, bucket.small)
-
-    def _pack_early(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
-        """Pack final gradients while backward runs, which sends the buckets that are full."""
-        for observer in events.observers:
-            observer.phase("pack", begins=True)
-        try:
-            means = self._pack(bucket, slots)
-        finally:
-            for observer in events.observers:
-                observer.phase("pack", begins=False)
-        # What was copied is freed: the next layer's gradient then takes its memory.
-        as_view = self.gradient_as_bucket_view
-        for slot in slots:
-            parameter, tensor = slot.parameter, slot.tensor
-            if as_view:
-                parameter.grad = tensor
-            elif parameter.grad is not tensor and slot not in means:
-                parameter.grad = None
-        behind = self.exchange.filled.sums.next_bucket
-        if behind is not bucket:  # gradients may have come in another order than before
-            self._pack_small(behind)
-
-    def _pack(self, bucket: Bucket, slots: Sequence[Slot]) -> Collection[Slot]:
-        """Write gradients into their bucket.
-
-        Returns those that were added to earlier means, beside those that are in their slots.
-        """
-        exchange = self.exchange
-        packing = exchange.filled
-        means = () if exchange.is_plain else exchange.note_own(slots)
-        packing.is_accumulating |= bool(means)
-        packing.pack(bucket, slots)
-        return means
-
-    def _refuse_repeated(self, bucket: Bucket) -> None:
-        """Raise UnsupportedError if a small gradient has changed since it was packed."""
-        arrivals = bucket.arrivals
-        if len(arrivals) > len(bucket.small) and bucket.small[0].is_packed:
-            slot = self.exchange.filling.slot_at[arrivals.repeated()]
-            if slot is not None:
-                self._refuse_second(slot)
-
-    def _refuse_second(self, slot: Slot) -> NoReturn:
-        raise UnsupportedError(
-            f"{self.comm.rank_label}: backward computed the gradient of '{slot.name}' twice in one "
-            "pass, as torch.utils.checkpoint with use_reentrant=True does. Use use_reentrant=False."
-        )
+            self._early.arrived(slot)
 
     def _open_backward(self) -> BackwardPass:
         """The first gradient of a backward pass, or of one that runs inside of it."""
@@ -388,7 +301,6 @@ class GradientReducer:
         if exchange.unsettled is not None:
             self.settle()
         self.is_late = False
-        exchange.drop_problem()
         parameters = self.parameters
         packs_early = (
             exchange.scale is not None
@@ -403,8 +315,7 @@ class GradientReducer:
         )
         self._begin_exchange()
         if packs_early and not parameters.are_sharded:
-            for bucket in exchange.filling.buckets:
-                self._hooks.note_in(bucket.arrivals)
+            self._early.begin()
         return begun
 
     def _begin_exchange(self) -> None:
@@ -459,9 +370,7 @@ class GradientReducer:
 
     def _end_backward(self) -> None:
         passes = self.passes
-        self._hooks.call_again()
-        for bucket in self.exchange.filling.buckets:
-            self._refuse_repeated(bucket)
+        self._early.end()
         ended = passes.end()
         for observer in events.observers:
             observer.phase("exchange", begins=True)
@@ -511,10 +420,13 @@ class GradientReducer:
         """Gradients were cleared. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
+        local.may_exist = False
         self.exchange.num_in_step = 0
         if passes.current is not None:
             passes.clear()
-        self.contribution.zero_grad()
+        own = self.contribution
+        if own.has_counted:
+            own.zero_grad()
 
     # ---- at the end of backward ----
 
@@ -551,7 +463,7 @@ class GradientReducer:
 
     def exchange_if_late(self) -> None:
         """Before a step uses gradients: take part, if no backward pass of this rank has done it."""
-        if self.exchange.num_in_step == 0 or self.local_passes.exist:
+        if self.exchange.num_in_step == 0 or self.local_passes.states:
             self.exchange_now(is_late=True)
 
     def _lay_out_again(self) -> None:
@@ -575,9 +487,7 @@ class GradientReducer:
         filling, packing = exchange.filling, exchange.filled
         if exchange.scale is None:
             exchange.scale = packing.await_scale(None)
-        for bucket in filling.buckets:
-            if bucket.num_packed < len(bucket.slots):
-                self._pack(bucket, [slot for slot in bucket.slots if not slot.is_packed])
+        self._early.pack_rest()
         has_gradients = not self.is_late or (
             any(slot.has_gradient for slot in filling.slots)
             or any(parameter.grad is not None for _, parameter in self.parameters.sparse)
@@ -596,7 +506,7 @@ class GradientReducer:
         local = self.local_passes
         local.were_changed = False
         self.finish_filling()
-        means = self.exchange.reduce()
+        means = self.exchange.send()
         means.wait()
         self.exchange.discard(means)
         self.replicas.forget()

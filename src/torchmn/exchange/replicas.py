@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -295,7 +297,7 @@ class OwnBuffer(NamedTuple):
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """All that an optimizer trains, in the order of its groups. Local."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return [*chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))]
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[OwnBuffer]:

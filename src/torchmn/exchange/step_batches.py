@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from torchmn.data.divided_batches import DividedBatches, LoaderPass, Part
@@ -29,7 +29,10 @@ class Counted(NamedTuple):
 
     num_samples: float = 0.0
     num_forwards: int = 0
-    are_equal: bool = True  # whether each forward pass saw as many samples
+    squares: float = 0.0  # the sum of the squares of the samples of each forward pass
+
+
+NOTHING = Counted()
 
 
 class Share(NamedTuple):
@@ -188,9 +191,11 @@ class StepBatches:
             own = weight
         if not (num and own):
             return Share(weight, num, parts, is_miscounted=num > 0)
+        multiple, rest = divmod(num, own)
         # Constants, for instance, are right where parts are equal, if forward saw as many.
-        is_miscounted = num % own > 0 and total % self._size > 0
-        return Share(weight, num, parts, _as_number(num, own, is_all=is_all), is_miscounted)
+        is_miscounted = rest > 0 and total % self._size > 0
+        seen = 4 * int(num - own if rest else multiple) + 2 * (rest > 0) + is_all
+        return Share(weight, num, parts, seen, is_miscounted)
 
     def _of_kept(self, found: _Found, counted: Counted) -> Share:
         """The count as the weight, if it is of batches that were handed out."""
@@ -198,15 +203,17 @@ class StepBatches:
         latest = parts or self._last_share.parts
         # What a thread requests is not the same on all ranks at a step.
         if found.is_of_thread and self._have_one_proportion(sizes):
-            received, seen = sum(own for own, _ in parts), None
-            if num and received:
-                seen = _as_number(num, received, is_all=True) if num >= received else 0
+            seen = self._share(replace(found, is_kept=False), counted).seen if parts else None
+            if seen is not None and seen % 2 == 0:  # of some of them: how many are left
+                received, total = (sum(each) for each in zip(*parts, strict=True))
+                seen = 2 * round(total - num * total / received)
             return Share(latest[-1][0], num, latest, seen)
         if not counted.num_forwards and not parts:
             return self._last_share  # a second backward pass of the same forward pass
         each = num / max(1, counted.num_forwards)
         is_known = any(each % own == 0 if own else not each for own, _ in sizes)
-        return Share(num, num, latest, is_miscounted=not (is_known and counted.are_equal))
+        is_known &= counted.num_forwards * counted.squares == num**2  # all saw as many
+        return Share(num, num, latest, is_miscounted=not is_known)
 
     def _have_one_proportion(self, parts: Collection[Part]) -> bool:
         """Whether the parts of each rank are the same fraction of all of these batches.
@@ -215,9 +222,3 @@ class StepBatches:
         """
         totals = {total for _, total in parts}
         return len(totals) == 1 or all(total % self._size == 0 for total in totals)
-
-
-def _as_number(num_counted: float, own: int, *, is_all: bool) -> int:
-    """Which multiple of a part forward saw, and whether that is all that was received."""
-    multiple, rest = divmod(num_counted, own)
-    return 4 * int(num_counted - own if rest else multiple) + 2 * (rest > 0) + is_all

@@ -64,15 +64,17 @@ class Sums:
                 return
             self._start(bucket)
 
-    def start_remaining(self) -> None:
+    def start_remaining(self) -> Sums:
         """Start all other sums and return at once."""
         for bucket in self.buckets.buckets[self._num_started :]:
             self._start(bucket)
+        return self
 
-    def reduce_remaining(self) -> None:
+    def reduce_remaining(self) -> Sums:
         """Do all other sums, on the calling thread if nothing else is under way."""
         for bucket in self.buckets.buckets[self._num_started :]:
             self._engine.call(self._sum_of(bucket), after=(bucket.written,))
+        return self
 
     def clear_remaining(self) -> None:
         """Write zeros into all buckets whose sums were not started."""
@@ -215,7 +217,7 @@ class Sums:
     @property
     def is_finite(self) -> bool:
         """Whether what was summed is finite on all ranks, after the sum was awaited."""
-        return self.footer.are_all_finite
+        return self.footer.finite.are_all_finite
 
     @property
     def total_weight(self) -> float:

@@ -14,7 +14,7 @@ from torch import nn
 from torchmn.base.torch_private import current_graph_task_id, is_tracing
 from torchmn.data.batch_size import num_samples
 from torchmn.data.divided_batches import DividedBatches
-from torchmn.exchange.step_batches import Counted, Share, StepBatches
+from torchmn.exchange.step_batches import NOTHING, Counted, Share, StepBatches
 
 
 class Contribution:
@@ -51,10 +51,10 @@ class Contribution:
         self._set_weight = self._set_samples = 0.0
         self._counted = self._squares = 0.0
         self._num_forwards = 0
-        self._has_counted = False
+        self.has_counted = False
         """Whether a forward pass was counted since the last exchange and `zero_grad`."""
-        self._before_zero_grad: float | None = None
-        """What was counted before `zero_grad`, if anything was."""
+        self._before_zero_grad = NOTHING
+        """What was counted before `zero_grad`, as one forward pass."""
         self._last_counted = 0.0
         """What the last exchange of this step has counted."""
         if loaders is not None:
@@ -73,15 +73,7 @@ class Contribution:
 
     @property
     def _num_counted(self) -> float:
-        return self._counted if self._has_counted else self._before_zero_grad or 0.0
-
-    @property
-    def _seen(self) -> Counted:
-        """What `num_samples` forward has seen; before `zero_grad` that counts as one pass."""
-        num, calls = self._num_counted, self._num_forwards
-        if not self._has_counted:
-            return Counted(num, int(self._before_zero_grad is not None))
-        return Counted(num, calls, calls * self._squares == num**2)
+        return self._counted if self.has_counted else self._before_zero_grad.num_samples
 
     @property
     def weight(self) -> float:
@@ -102,12 +94,12 @@ class Contribution:
             return self._set_weight
         share = self.share
         if share is None and self.batches is not None and self.follows_batches:
-            share = self.batches.look(self._seen)
+            share = self.batches.look(self._seen())
         return None if share is None else share.weight
 
     @property
     def _is_counted(self) -> bool:
-        return self._has_counted or self._before_zero_grad is not None
+        return self.has_counted or self._before_zero_grad is not NOTHING
 
     @property
     def is_known(self) -> bool:
@@ -133,12 +125,17 @@ class Contribution:
         """
         if self.batches is not None:
             share = self.batches.take(
-                Counted() if self.is_set else self._seen,
+                NOTHING if self.is_set else self._seen(),
                 step,
                 is_used=has_backward and not self.is_set,
                 is_joining=self.is_joining,
             )
             self.share = share if self.follows_batches and not self.is_set else None
+
+    def _seen(self) -> Counted:
+        if self.has_counted:
+            return Counted(self._counted, self._num_forwards, self._squares)
+        return self._before_zero_grad
 
     def reset(self) -> None:
         """The exchange has taken it: the next one begins with nothing.
@@ -149,7 +146,7 @@ class Contribution:
             self._last_counted = self._num_counted
         self.is_set = False
         self._forget_count()
-        self._before_zero_grad = self.mean_samples = self.share = None
+        self._before_zero_grad, self.mean_samples, self.share = NOTHING, None, None
 
     def zero_grad(self) -> None:
         """Gradients were cleared: forward passes before it count only if none comes after it.
@@ -157,17 +154,17 @@ class Contribution:
         It may come between a forward pass and its backward pass. Others, of an evaluation or of a
         batch that was left out, have no part in the gradients of the passes that follow.
         """
-        if self._has_counted:
-            self._before_zero_grad = self._counted
+        if self.has_counted:
+            self._before_zero_grad = Counted(self._counted, 1, self._counted**2)
             self._forget_count()
 
     def _forget_count(self) -> None:
         self._counted = self._squares = 0.0
-        self._num_forwards, self._has_counted = 0, False
+        self._num_forwards, self.has_counted = 0, False
 
     def resume(self, num_samples: float) -> None:
         """Continue counting from ``num_samples``."""
-        self._counted, self._has_counted = num_samples, True
+        self._counted, self.has_counted = num_samples, True
 
     def end_step(self) -> None:
         """If a rank has no data in the next step, its weight there is zero."""
@@ -190,4 +187,4 @@ class Contribution:
             self._counted += num_samples
             self._squares += num_samples**2
             self._num_forwards += 1
-            self.was_ever_known = self._has_counted = True
+            self.was_ever_known = self.has_counted = True

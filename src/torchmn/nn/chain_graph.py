@@ -96,7 +96,8 @@ class ChainGraph:
             self.outgoing[edge.source.key].append(edge)
         for edges in self.incoming.values():
             edges.sort(key=lambda edge: edge.position)
-        self._depths = self._measure_depths()
+        self.depths = self._measure_depths()
+        """How many links the longest path from each link to an end has, itself included."""
 
     @property
     def _all(self) -> list[Link]:
@@ -162,7 +163,6 @@ class ChainGraph:
         )
 
     def _measure_depths(self) -> dict[tuple[int, int], int]:
-        """How many links the longest path from each link to an end has, itself included."""
         targets = {
             link.key: [edge.target.key for edge in self.outgoing[link.key]] for link in self._all
         }
@@ -189,15 +189,6 @@ class ChainGraph:
         two more, one of which hides the time of the messages.
         """
         return _Simulation(self, num_microbatches, schedule, has_backward).run()
-
-    def max_in_flight(self, link: Link) -> int:
-        """Of how many micro-batches a link holds activations under ``1f1b``, at most."""
-        depth = self._depths[link.key]
-        return depth + 1 if depth > 1 else 1
-
-    def depth(self, link: Link) -> int:
-        """How many links the longest path from this one has, itself included."""
-        return self._depths[link.key]
 
 
 @dataclass
@@ -239,9 +230,8 @@ class _Simulation:
 
     def _next(self, rank: int) -> Action | None:
         """What this rank does now: backward before forward, links near the end first."""
-        links = sorted(
-            self._graph.links[rank], key=lambda link: (self._graph.depth(link), link.index)
-        )
+        depths = self._graph.depths
+        links = sorted(self._graph.links[rank], key=lambda link: (depths[link.key], link.index))
         is_forward_over = all(
             self._count(FORWARD, link) == self._num_microbatches for link in links
         )
@@ -255,10 +245,12 @@ class _Simulation:
                     return Action(BACKWARD, link, number)
         for link in links:
             number = self._started[FORWARD, link.key]
+            # The last link holds the activations of one micro-batch, one before it those of more.
+            most = depths[link.key] + (depths[link.key] > 1)
             is_full = (
                 self._has_backward
                 and self._schedule == "1f1b"
-                and number - self._count(BACKWARD, link) >= self._graph.max_in_flight(link)
+                and number - self._count(BACKWARD, link) >= most
             )
             if (
                 number < self._num_microbatches

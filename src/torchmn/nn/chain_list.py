@@ -30,7 +30,7 @@ from torchmn.nn.clipping import clip_grad_norm_, share_nonfinite_
 from torchmn.nn.functions import pseudo_connect
 from torchmn.nn.layer_communicator import differentiable_once, has_collective_layers
 from torchmn.nn.messages import Messages, Place, Samples
-from torchmn.nn.micro_batches import tensors_of, with_tensors
+from torchmn.nn.micro_batches import placed, tensors_of, with_tensors
 from torchmn.nn.pipeline import Batch, LossFunction, NoSync, Pipeline, explained
 
 
@@ -336,11 +336,7 @@ class ForwardPass:
         tensors = list(tensors_of(output))
         arrived = [t for t, flag in zip(tensors, flags, strict=True) if flag]
         self._thread, *entered = _Received.apply(self._messages, place, arrived, self._thread)  # type: ignore[no-untyped-call]
-        chosen = iter(entered)
-        return with_tensors(
-            output,
-            iter([next(chosen) if f else t for t, f in zip(tensors, flags, strict=True)]),
-        )
+        return with_tensors(output, iter(placed(entered, flags, tensors)))
 
     def _connected(self, output: Any) -> Any:
         """The output, through which backward reaches all that was sent and received."""

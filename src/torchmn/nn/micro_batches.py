@@ -1,6 +1,6 @@
 """Cutting a batch into micro-batches, and finding the tensors of an object."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -51,6 +51,14 @@ def with_tensors(obj: Any, tensors: Iterator[Tensor]) -> Any:
     if isinstance(obj, dict):
         return type(obj)((key, with_tensors(item, tensors)) for key, item in obj.items())
     return obj
+
+
+def placed(chosen: Iterable[Any], flags: Sequence[bool], values: Sequence[Any]) -> tuple[Any, ...]:
+    """The values, with those that have a flag replaced by the chosen ones."""
+    waiting = iter(chosen)
+    return tuple(
+        next(waiting) if flag else value for value, flag in zip(values, flags, strict=True)
+    )
 
 
 def samples_to_cut(batch: Any, name: str) -> int:

@@ -16,7 +16,14 @@ from torchmn.comm import Communicator
 from torchmn.data.batch_size import num_samples
 from torchmn.nn.chain_graph import BACKWARD, FORWARD, Action, ChainGraph, Edge, Link
 from torchmn.nn.messages import Messages, Place, Samples
-from torchmn.nn.micro_batches import part_of, samples_to_cut, split, tensors_of, with_tensors
+from torchmn.nn.micro_batches import (
+    part_of,
+    placed,
+    samples_to_cut,
+    split,
+    tensors_of,
+    with_tensors,
+)
 
 LossFunction = Callable[..., Tensor]
 NoSync = Callable[[], AbstractContextManager[None]]
@@ -330,11 +337,8 @@ def _entered(obj: Any, flags: Sequence[bool], arrival: _Arrival) -> Any:
     if not trained:
         return obj
     anchor = torch.zeros((), requires_grad=True, device="cpu")
-    entered = iter(_Enter.apply(anchor, arrival, _Tensors(trained)))  # type: ignore[no-untyped-call]
-    chosen = [
-        next(entered) if flag else tensor for tensor, flag in zip(tensors, flags, strict=True)
-    ]
-    return with_tensors(obj, iter(chosen))
+    entered = _Enter.apply(anchor, arrival, _Tensors(trained))  # type: ignore[no-untyped-call]
+    return with_tensors(obj, iter(placed(entered, flags, tensors)))
 
 
 @contextmanager

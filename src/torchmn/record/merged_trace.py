@@ -8,12 +8,13 @@ import gzip
 import json
 import pstats
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from torchmn.base.errors import DataError
+from torchmn.base.private_files import write_whole
 from torchmn.cluster.units import counted
-from torchmn.control.private_files import open_private
 from torchmn.record.profile_request import FOLDER
 
 MERGED = "trace.json.gz"
@@ -48,8 +49,7 @@ def merge_traces(folder: Path) -> Path | None:
         events += _events_of(rank, trace, start_us, begin_us)
     merged = folder / MERGED
     content = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
-    with open(merged, "wb", opener=open_private) as raw, gzip.open(raw, "wb", 5) as file:
-        file.write(content.encode())
+    write_whole(merged, gzip.compress(content.encode(), 5))
     return merged
 
 
@@ -151,10 +151,10 @@ def merge_profiles(folder: Path) -> Path | None:
         return None
     names = ", ".join(name for name, _ in found)
     head = [f"Seconds in functions on {counted(len(found), 'rank')}: {names}", *skipped, ""]
-    table = folder / TABLE
-    with open(table, "w", encoding="utf-8", errors="replace", opener=open_private) as output:
-        output.write("\n".join(head))
-        merged = pstats.Stats(stream=output)
-        merged.add(*(stats for _, stats in found))
-        merged.sort_stats("tottime").print_stats(_NUM_SHOWN)
+    table, output = folder / TABLE, StringIO()
+    output.write("\n".join(head))
+    merged = pstats.Stats(stream=output)
+    merged.add(*(stats for _, stats in found))
+    merged.sort_stats("tottime").print_stats(_NUM_SHOWN)
+    write_whole(table, output.getvalue().encode(errors="replace"))
     return table

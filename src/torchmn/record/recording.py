@@ -32,9 +32,10 @@ from torch.optim.optimizer import (
 from torchmn.base import events
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import UsageError
+from torchmn.base.private_files import make_private_folder
+from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import RECORD_VARIABLE
 from torchmn.cluster.network import nominal_speed, route_of
-from torchmn.control.private_files import make_private_folder
 from torchmn.record.clock_offsets import ClockAddress, ClockServer, measure_offset
 from torchmn.record.profile_request import FOLDER as PROFILE_FOLDER
 from torchmn.record.profile_request import ProfileRequest, is_record_off
@@ -46,7 +47,6 @@ from torchmn.record.records import (
     RecordFile,
     RunEnd,
     RunStart,
-    say,
 )
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.step_trace import RequestedTrace, StepTrace, running

@@ -11,7 +11,6 @@ tells how far it is from that of rank 0.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections import deque
 from pathlib import Path
@@ -19,10 +18,11 @@ from typing import Literal, get_args
 
 import msgspec
 
+from torchmn.base.private_files import make_private_folder, open_private
+from torchmn.base.terminal import say
 from torchmn.cluster.units import MiB
 from torchmn.control import codec
 from torchmn.control.codec import Record
-from torchmn.control.private_files import make_private_folder, open_private
 
 FORMAT = 1
 
@@ -259,11 +259,6 @@ class RecordFile:
             f"rank {self._rank}: the record of steps in {self.folder} ends here "
             f"({error.strerror or error}); training continues."
         )
-
-
-def say(text: str) -> None:
-    """Tell the user, on ``sys.stderr``."""
-    print(f"torchmn: {text}", file=sys.stderr, flush=True)
 
 
 def _write_all(descriptor: int, text: bytes) -> None:

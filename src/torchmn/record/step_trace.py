@@ -19,10 +19,11 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torchmn.base.errors import UsageError
+from torchmn.base.private_files import make_private_folder
+from torchmn.base.terminal import say
 from torchmn.base.torch_private import is_profiler_running
-from torchmn.control.private_files import make_private_folder
 from torchmn.record.profile_request import ProfileRequest
-from torchmn.record.records import ClockOffset, Phase, say
+from torchmn.record.records import ClockOffset, Phase
 from torchmn.record.step_recorder import StepRecorder
 from torchmn.record.timeline import Exchange, Mark
 

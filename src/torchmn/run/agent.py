@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchmn.base.errors import LaunchError, shell_code
+from torchmn.base.private_files import write_whole
 from torchmn.cluster.cpus import CpuAssignment, count_memory_kills, describe_sigkill
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
 from torchmn.control.connection import Channel
@@ -40,7 +41,6 @@ from torchmn.control.messages import (
     StatusRequest,
     Terminate,
 )
-from torchmn.control.private_files import open_private
 from torchmn.control.processes import (
     descendants,
     expects_signal,
@@ -337,10 +337,7 @@ class Agent:
             "elapsed_s": round(self._ended_at - self._started_at, 3),
         }
         try:
-            temporary = path.with_suffix(".tmp")
-            with open(temporary, "w", opener=open_private) as file:
-                file.write(json.dumps(record, indent=1) + "\n")
-            temporary.replace(path)
+            write_whole(path, json.dumps(record, indent=1).encode() + b"\n")
         except OSError as error:
             self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))
 

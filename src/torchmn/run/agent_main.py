@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 
 from torchmn.base.errors import LaunchError, TorchmnError
+from torchmn.base.terminal import say
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import (
     HOSTS_VARIABLE,
@@ -62,7 +63,7 @@ def main() -> int:
             )
             return agent.run({**env, **variables})
     except TorchmnError as error:
-        print(f"torchmn: {error}", file=sys.stderr, flush=True)
+        say(str(error))
         return 1
 
 

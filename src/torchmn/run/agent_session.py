@@ -9,6 +9,7 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
+from torchmn.base.private_files import make_private_folder, open_private
 from torchmn.cluster.units import counted, listed
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
@@ -25,7 +26,6 @@ from torchmn.control.messages import (
     StartRefused,
     StartScript,
 )
-from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import send_group
 from torchmn.run.console import RankOutput
 from torchmn.run.host_checks import differences

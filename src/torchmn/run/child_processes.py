@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from torchmn.base.errors import LaunchError, shell_code
-from torchmn.control.private_files import open_private
+from torchmn.base.private_files import open_private
 from torchmn.control.processes import (
     adopt_orphans,
     descendants,

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from torchmn.cluster.network import local_address_among, route_of
+from torchmn.cluster.units import grouped
 from torchmn.control.codec import Record, decode, encode
 from torchmn.control.connection import find_free_port
 
@@ -70,10 +71,7 @@ def differences(found: Mapping[str, Mapping[str, str]]) -> str:
     """
     found_differences = []
     for name in COMPARED:
-        hosts: dict[str, list[str]] = {}
-        for host, installed in found.items():
-            if name in installed:
-                hosts.setdefault(installed[name], []).append(host)
+        hosts = grouped((each[name], host) for host, each in found.items() if name in each)
         if len(hosts) > 1:
             parts = [f"{version} on {', '.join(at)}" for version, at in hosts.items()]
             found_differences.append(f"{name} is {' and '.join(parts)}")

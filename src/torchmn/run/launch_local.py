@@ -35,6 +35,7 @@ from torchmn.base.errors import (
     UsageError,
     require,
 )
+from torchmn.base.private_files import write_whole
 from torchmn.cluster.launcher_env import read_launcher_env
 from torchmn.cluster.units import counted
 from torchmn.control.rank_claim import claimed_by
@@ -291,9 +292,9 @@ def _call(where: str) -> None:
             linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
         result = call.function(*call.arguments)
         if rank < call.returning:
-            _write(folder / f"{_RESULT}{rank}", _pickled_result(result, rank))
+            write_whole(folder / f"{_RESULT}{rank}", _pickled_result(result, rank))
     except Exception as error:
-        _write(folder / f"{_ERROR}{rank}", pickle.dumps(_failure_of(error, rank)))
+        write_whole(folder / f"{_ERROR}{rank}", pickle.dumps(_failure_of(error, rank)))
         raise
 
 
@@ -325,13 +326,6 @@ def _failure_of(error: Exception, rank: int) -> _Failure:
         trace=trace,
         pickled=pickled,
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """All or nothing: a rank may be killed at any time."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 # ---- in the caller -----------------------------------------------------------------------------
@@ -381,11 +375,7 @@ def _show(stream: TextIO | None, text: str) -> None:
 
 def _failures(folder: Path) -> list[_Failure]:
     """Those of all ranks: causes before consequences, and the earliest first."""
-    found: list[_Failure] = [
-        pickle.loads(path.read_bytes())
-        for path in folder.glob(f"{_ERROR}*")
-        if path.suffix != ".tmp"
-    ]
+    found: list[_Failure] = [pickle.loads(path.read_bytes()) for path in folder.glob(f"{_ERROR}*")]
     return sorted(found, key=lambda each: (each.is_consequence, each.at_s))
 
 

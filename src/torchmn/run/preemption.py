@@ -8,7 +8,6 @@ handlers only set a flag and save nothing.
 
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from torchmn.base.errors import SAVED_STATUS, UsageError
+from torchmn.base.terminal import say
 from torchmn.cluster.walltime import job_end
 from torchmn.comm import Communicator
 from torchmn.control.script import record_progress
@@ -116,7 +116,7 @@ class Preemption:
         self._save()
         self._comm.barrier()
         if self.reason:
-            print(f"torchmn: saved and exited: {self.reason}.", file=sys.stderr, flush=True)
+            say(f"saved and exited: {self.reason}.")
         self.close()
         raise SystemExit(SAVED_STATUS)
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from torchmn.base.private_files import make_private_folder, open_private
 from torchmn.control.connection import Channel
 from torchmn.control.messages import LogWarning, Output, Refresh, Stream
-from torchmn.control.private_files import make_private_folder, open_private
 
 _MAX_UNSHOWN_BYTES = 1 << 14
 # Of output that waits and is in no file: with more the script has to wait.

@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from torchmn.base.errors import DataError, LaunchError, UsageError
+from torchmn.base.private_files import write_whole
+from torchmn.base.terminal import say
 from torchmn.cluster.cpus import available_processors
 from torchmn.cluster.environment_variables import PROFILE_VARIABLE, RECORD_VARIABLE, SECRET_VARIABLE
 from torchmn.cluster.network import Route, route_to
@@ -20,7 +22,6 @@ from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
-from torchmn.control.private_files import open_private
 from torchmn.control.processes import allow_connections
 from torchmn.record.merged_trace import finish_profile
 from torchmn.run.agent import input_path
@@ -141,7 +142,7 @@ def _say_profile(job: Job, env: Mapping[str, str]) -> None:
         except (OSError, DataError) as error:
             made = [f"the profiles are not put together: {error}"]
         for text in made:
-            print(f"torchmn: {text}", file=sys.stderr, flush=True)
+            say(text)
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
@@ -239,9 +240,8 @@ def commands_of(
             major=major,
             num_cores=len(available_processors().logical),
             is_root=os.geteuid() == 0,
-            between=mpirun.Between(route=route, networks=_networks(route, facts or {}))
-            if route
-            else None,
+            route=route,
+            networks=_networks(route, facts or {}) if route else (),
             input_path=path_of_input,
         )
     ]
@@ -281,8 +281,8 @@ def make_log_folder(job: Job) -> Job:
         job.log_dir.mkdir(parents=True, exist_ok=True)
         own = replace(job, log_dir=_new_folder(job.log_dir))
         (own.log_dir / "launcher.log").touch(mode=0o600)
-        with open(own.log_dir / "job.json", "w", opener=open_private) as file:
-            file.write(json.dumps(_record(job), indent=1) + "\n")
+        record = json.dumps(_record(job), indent=1) + "\n"
+        write_whole(own.log_dir / "job.json", record.encode())
     except OSError as error:
         raise UsageError(
             f"The log folder {str(job.log_dir)!r} cannot be used: {error.strerror or error}. "

@@ -4,6 +4,7 @@ import math
 import selectors
 import signal
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torchmn.base.errors import SAVED_STATUS
@@ -163,9 +164,10 @@ class Supervisor:
         )
         has_output = any(record.num_lines for record in self._session.records)
         if result.is_launcher_failure or (result.exit_code and not has_output):
-            lines = self.launcher_log.read_text(errors="replace").splitlines()
-            if lines:
-                self._output.quote("\n".join(lines[-_NUM_QUOTED_LINES:]))
+            with suppress(OSError):  # its folder may be gone
+                lines = self.launcher_log.read_text(errors="replace").splitlines()
+                if lines:
+                    self._output.quote("\n".join(lines[-_NUM_QUOTED_LINES:]))
         if result.summary:
             if result.exit_code != SAVED_STATUS:
                 self._session.report_failure(self._job.log_dir, result, result.summary)

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TextIO
 
 from torchmn.base.errors import SAVED_STATUS, LaunchError
+from torchmn.cluster.commands import ask
 from torchmn.submit.request import JobRequest
-from torchmn.submit.scheduler import RESUBMITTED, Ask, JobState, Scheduler, ask
+from torchmn.submit.scheduler import RESUBMITTED, Ask, JobState, Scheduler
 from torchmn.submit.script import ENDED
 
 _MAX_FAILED_QUERIES = 30

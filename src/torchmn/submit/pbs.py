@@ -7,9 +7,9 @@ A job's own standard output is only copied to its place after the job has ended
 import re
 import shlex
 
+from torchmn.cluster.commands import Answer
 from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import (
-    Answer,
     Ask,
     JobState,
     Scheduler,

@@ -9,52 +9,17 @@ kept in a file, which follows the job from number to number.
 """
 
 import re
-import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from torchmn.base.errors import SAVED_STATUS
+from torchmn.cluster.commands import Answer
 from torchmn.cluster.environment_variables import PROGRESS_VARIABLE
 from torchmn.submit.request import JobRequest
 
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """The output of a scheduler's command."""
-
-    returncode: int
-    out: str = ""
-    err: str = ""
-
-    @property
-    def text(self) -> str:
-        """Standard error and output, for messages."""
-        parts = [part.strip() for part in (self.err, self.out) if part.strip()]
-        return "\n".join(parts) or "nothing"
-
-
 Ask = Callable[[Sequence[str]], Answer]
-
-
-def ask(argv: Sequence[str], *, limit_s: float = 60.0) -> Answer:
-    """Run a command of a scheduler to its end. Never raises: a failure is an answer too."""
-    try:
-        done = subprocess.run(
-            list(argv),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Answer(returncode=124, err=f"{argv[0]} did not end within {limit_s:g} s")
-    except OSError as error:
-        return Answer(returncode=127, err=f"{argv[0]} cannot be run: {error.strerror}")
-    return Answer(returncode=done.returncode, out=done.stdout, err=done.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,16 +6,16 @@ job readable after its end. It must receive the scheduler's signals, which a she
 a command has ended, and survive them: the lines after `torchmn run` decide what becomes of the job.
 """
 
-import os
 import re
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
 from torchmn.base.errors import LaunchError, UsageError
+from torchmn.base.private_files import write_whole
+from torchmn.cluster.commands import ask
 from torchmn.cluster.walltime import parse_duration
 from torchmn.submit.request import JobRequest, PythonEnvironment
-from torchmn.submit.scheduler import Ask, Scheduler, ask, filled, first_lines, last_lines
+from torchmn.submit.scheduler import Ask, Scheduler, filled, first_lines, last_lines
 
 # Start of the last line of a job's log, from which `Follower` reads the exit status.
 ENDED = "torchmn: job ended with exit status"
@@ -129,16 +129,12 @@ def write_script(text: str, path: Path, *, mode: int = 0o700) -> Path | None:
     raise_if_folder(path)
     kept, draft = path.with_name(f"{path.name}~"), path.with_name(f".{path.name}.new")
     try:
-        draft.unlink(missing_ok=True)
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(text.encode())
+        write_whole(draft, text.encode(), mode=mode)
         has_other = path.exists() and path.read_bytes() != text.encode()
         if has_other:
             path.replace(kept)
         draft.replace(path)
     except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
         raise UsageError(
             f"The job script {path} cannot be written ({error.strerror}): choose another file "
             "with --output."

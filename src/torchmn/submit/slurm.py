@@ -2,9 +2,9 @@
 
 import re
 
+from torchmn.cluster.commands import Answer
 from torchmn.submit.request import JobRequest
 from torchmn.submit.scheduler import (
-    Answer,
     Ask,
     JobState,
     Scheduler,

@@ -346,4 +346,4 @@ class CompensatesBackwards(DoubleBuffering):
 
     def attach(self, reducer, inner, models):
         super().attach(reducer, inner, models)
-        self._compensation._factor *= -1
+        self._late._factor *= -1

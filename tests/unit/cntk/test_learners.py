@@ -95,13 +95,20 @@ def test_learners_that_step_together_call_a_closure_once() -> None:
     assert [model.weight.item(), model.bias.item()] == [before[0] - 0.5, before[1] - 0.25]
 
 
-def test_noise_differs_between_groups() -> None:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(9))]} for _ in range(2)]
-    learner = C.sgd(groups, 0.0, gaussian_noise_injection_std_dev=1.0)
-    learner.begin_minibatch(1)
-    learner.step()
-    first, second = (group["params"][0] for group in groups)
-    assert not torch.equal(first, second)
+@pytest.mark.parametrize("are_groups", [True, False], ids=["groups", "learners"])
+def test_noise_differs_between_groups_and_learners(are_groups: bool) -> None:
+    model = torch.nn.Linear(1, 1)
+    groups = [{"params": [each]} for each in model.parameters()]
+    options: Any = {"lr": 0.0, "gaussian_noise_injection_std_dev": 1.0}
+    learners = [
+        C.sgd(each, **options) for each in ([groups] if are_groups else [[g] for g in groups])
+    ]
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    x = torch.ones(1, 1)
+    C.Trainer(model, lambda output: output[:, 0], learners).train_minibatch({"input": x})
+    assert model.weight.item() != model.bias.item() != 0
 
 
 def test_noise_has_its_deviation_and_is_repeatable() -> None:

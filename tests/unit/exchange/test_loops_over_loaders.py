@@ -463,7 +463,10 @@ def test_loaders_of_another_communicator_are_not_followed() -> None:
     assert first == second
 
 
-def test_a_sampler_of_global_batches_divides_for_an_optimizer_too() -> None:
+@pytest.mark.parametrize("loading", ["scatter_loader", "plain", "workers"])
+def test_a_sampler_of_global_batches_divides_for_an_optimizer_too(loading: str) -> None:
+    """What workers have prefetched is weighted by what forward sees."""
+
     def train(comm: Any = None) -> list[Tensor]:
         run = Run(comm)
         model, optimizer = run.model()
@@ -472,7 +475,12 @@ def test_a_sampler_of_global_batches_divides_for_an_optimizer_too() -> None:
             step(model, optimizer, data[start : start + 8])
         if comm is not None:
             sampler = GlobalSampler(data, comm, 8, shuffle=False)
-            for batch in scatter_loader(DataLoader(data, batch_sampler=sampler), comm):
+            workers = {"num_workers": 1, "multiprocessing_context": "fork"}
+            options: Any = workers if loading == "workers" else {}
+            loader = DataLoader(data, batch_sampler=sampler, **options)
+            if loading == "scatter_loader":
+                loader = scatter_loader(loader, comm)
+            for batch in loader:
                 step(model, optimizer, batch)
             assert sampler.state_dict() == {"epoch": 1, "position": 0}
         return [p.detach() for p in model.parameters()]

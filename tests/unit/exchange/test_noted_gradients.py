@@ -16,8 +16,8 @@ from torchmn import create_multi_node_optimizer
 from torchmn.comm import Communicator
 from torchmn.errors import TorchmnError, UnsupportedError
 from torchmn.exchange.backward_pass import Passes
+from torchmn.exchange.early_packing import EarlyPacking
 from torchmn.exchange.parameter_hook import Arrivals, GradientHooks
-from torchmn.exchange.reducer import GradientReducer
 from torchmn.testing import run_ranks
 
 SIZE, NUM_STEPS, WIDTH = 2, 6, 4
@@ -234,7 +234,7 @@ def a_pass_that_raised_does_not_end_them(patch: pytest.MonkeyPatch) -> None:
 def counts_only(patch: pytest.MonkeyPatch) -> None:
     are_enough = property(lambda self: len(self) >= len(self.numbers))
     patch.setattr(Arrivals, "are_complete", are_enough)
-    patch.setattr(GradientReducer, "_refuse_repeated", lambda self, bucket: None)
+    patch.setattr(EarlyPacking, "_refuse_repeated", lambda self, bucket: None)
 
 
 def later_hooks_are_not_looked_for(patch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,9 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
             model.zero_grad()  # the schedule is not notified of this, as by the optimizer's own
             if len(own):
                 scaler.scale(loss_of(model, own)).backward()
-            if unscales and len(own):
+            else:
+                optimizer.skip_backward()
+            if unscales:
                 scaler.unscale_(optimizer)
                 clip(model)
             scaler.step(optimizer)
@@ -110,7 +112,8 @@ def test_a_grad_scaler(world_size: int, unscales: bool, schedule: str) -> None:
     assert near(results[0][1], expected, 1e-5)
 
 
-def test_a_grad_scaler_that_unscales_on_a_rank_without_gradients_is_refused() -> None:
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_grad_scaler_on_a_rank_without_gradients_is_refused(unscales: bool) -> None:
     def rank_main(comm):
         model = mlp(dtype=torch.float32)
         optimizer = optimizer_of(comm, model, weight="samples")
@@ -119,11 +122,67 @@ def test_a_grad_scaler_that_unscales_on_a_rank_without_gradients_is_refused() ->
         if comm.rank == 0:
             scaler.scale(loss_of(model, batch(0, 0, 2, dtype=torch.float32))).backward()
             return
-        scaler.unscale_(optimizer)
-        with pytest.raises(UsageError, match=r"rank 1 of 2.*leave unscale_\(\) and clipping out"):
+        if unscales:
+            scaler.unscale_(optimizer)
+        with pytest.raises(UsageError, match=r"rank 1 of 2.*optimizer.skip_backward\(\) in place"):
             scaler.step(optimizer)
+        optimizer.skip_backward()
 
     run_ranks(rank_main, 2)
+
+
+def test_to_ask_whether_a_step_unscales_exchanges_nothing() -> None:
+    """Libraries may ask more often than a GradScaler, which asks once in a step."""
+
+    def rank_main(comm):
+        model = mlp(dtype=torch.float32)
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, weight="samples")
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(torch.zeros(()))  # it has no scale before
+        for step in range(3):
+            optimizer.zero_grad()
+            if comm.rank == step % 2:
+                own = batch(0, step, dtype=torch.float32) * (float("inf") if step == 1 else 1)
+                scaler.scale(loss_of(model, own)).backward()
+            else:
+                optimizer.skip_backward()
+            asked = [optimizer._step_supports_amp_scaling for _ in range(3)]
+            assert asked == [False] * 3
+            scaler.step(optimizer)
+            asked = [optimizer._step_supports_amp_scaling for _ in range(3)]
+            scaler.update()
+        assert optimizer.reducer.num_passes == 3
+        return scaler.get_scale(), values(model)
+
+    first, second = run_ranks(rank_main, 2)
+    assert first[0] == second[0] == 32.0
+    assert equal(first[1], second[1])
+
+
+@pytest.mark.parametrize("schedule", ["every_step", "double_buffering", "diloco"])
+def test_a_rank_that_skips_its_backward_pass_adds_nothing(schedule: str) -> None:
+    """Means are those of the ranks that had one, without a word about it from the scripts."""
+
+    def rank_main(comm, *, skips):
+        model = mlp()
+        optimizer = create_multi_node_optimizer(sgd(model), comm, model, schedule=schedule)
+        for step in range(4):
+            optimizer.zero_grad()
+            if skips and comm.rank == 1:
+                optimizer.skip_backward()
+            else:
+                optimizer.set_weight(float(comm.rank != 1))
+                loss_of(model, batch(comm.rank, step)).backward()
+            clip(model)
+            optimizer.step()
+        optimizer.flush()
+        return values(model)
+
+    expected = run_ranks(lambda comm: rank_main(comm, skips=False), 3)
+    results = run_ranks(lambda comm: rank_main(comm, skips=True), 3)
+    if schedule != "diloco":  # there a rank steps by itself, or not at all
+        assert all(equal(held, expected[0]) for held in results)
+    assert all(equal(held, results[0]) for held in results)
 
 
 def test_a_rank_that_has_left_its_loop() -> None:

@@ -44,7 +44,8 @@ def read(ranks: Sequence[Rank], num: int = 1) -> None:
 
 def taken(ranks: Sequence[Rank], counts: Sequence[float], num_forwards: int = 1) -> list[Share]:
     return [
-        rank.steps.take(Counted(n, num_forwards)) for rank, n in zip(ranks, counts, strict=True)
+        rank.steps.take(Counted(n, num_forwards, n**2 / num_forwards))
+        for rank, n in zip(ranks, counts, strict=True)
     ]
 
 
@@ -163,9 +164,9 @@ def test_a_constant_is_seen_in_a_loop_that_requests_early() -> None:
 def test_batches_of_several_sizes_in_one_step_have_no_weight() -> None:
     (rank,) = made(2, 8, 8, 8, 5)[1:]
     read([rank], 2)
-    assert not rank.steps.take(Counted(8, 2)).is_miscounted
+    assert not rank.steps.take(Counted(8, 2, 2 * 4**2)).is_miscounted
     read([rank], 2)
-    assert rank.steps.take(Counted(6, 2, are_equal=False)).is_miscounted
+    assert rank.steps.take(Counted(6, 2, 4**2 + 2**2)).is_miscounted
 
 
 def test_an_optimizer_made_later_follows_the_batch_in_hand_and_none_that_was_trained_with() -> None:

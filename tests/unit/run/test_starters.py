@@ -98,7 +98,7 @@ def hydra(flavour: mpirun.Flavour, env: dict[str, str], *launcher_args: str) -> 
         flavour=flavour,
         num_cores=1,
         is_root=True,
-        between=mpirun.Between(route=ROUTE, networks=()),
+        route=ROUTE,
     )
 
 
@@ -255,7 +255,8 @@ def test_open_mpi_between_hosts(major: int) -> None:
         {"MINE": "1", "TORCHMN_RSH": "rsh -v", "UNKNOWN": "1"},
         "/opt/mpi/bin/mpirun",
         major=major,
-        between=mpirun.Between(route=ROUTE, networks=("10.0.0.0/24",)),
+        route=ROUTE,
+        networks=("10.0.0.0/24",),
     )
     words = " ".join(command.argv)
     assert "--host a:2,b:1 " in words
@@ -280,12 +281,9 @@ def test_open_mpi_between_hosts(major: int) -> None:
 def test_open_mpi_cannot_quote_for_other_hosts(mpirun_path: str, shell: str, problem: str) -> None:
     env = {"TORCHMN_RSH": shell}
 
-    def command(between: mpirun.Between | None) -> Command:
-        return open_mpi(on_hosts(), env, mpirun_path, between=between)
-
-    assert command(None).argv[0] == mpirun_path
+    assert open_mpi(on_hosts(), env, mpirun_path).argv[0] == mpirun_path
     with pytest.raises(UnsupportedError, match=problem):
-        command(mpirun.Between(route=ROUTE, networks=("10.0.0.0/24",)))
+        open_mpi(on_hosts(), env, mpirun_path, route=ROUTE, networks=("10.0.0.0/24",))
 
 
 @pytest.fixture

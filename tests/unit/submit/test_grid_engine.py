@@ -6,9 +6,9 @@ import pytest
 
 from tests.unit.submit.examples import GRID_ENGINE_OF_THE_MANUAL, tutorial
 from tests.unit.submit.test_pbs import found, state_of
+from torchmn.cluster.commands import Answer
 from torchmn.errors import UsageError
 from torchmn.submit.grid_engine import GridEngine
-from torchmn.submit.scheduler import Answer
 
 GONE = Answer(returncode=1, err="Following jobs do not exist: \n123\n")
 RECORD = """\

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from tests.unit.submit.examples import PBS_OF_ROW_4_10, tutorial
+from torchmn.cluster.commands import Answer
 from torchmn.submit.pbs import PBS
-from torchmn.submit.scheduler import Answer, JobState, Scheduler
+from torchmn.submit.scheduler import JobState, Scheduler
 
 # The lines of `qstat -f` that matter, as OpenPBS and Torque print them.
 RUNNING = """\

@@ -13,9 +13,9 @@ import pytest
 
 from tests.limits import limit
 from tests.unit.submit.examples import tutorial
+from torchmn.cluster.commands import Answer, ask
 from torchmn.errors import LaunchError, UsageError
 from torchmn.submit.request import PythonEnvironment
-from torchmn.submit.scheduler import Answer, ask
 from torchmn.submit.script import job_script, make_log_dir, submit, write_script
 from torchmn.submit.site import SCHEDULERS
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.submit.examples import SLURM_OF_THE_MANUAL, tutorial
-from torchmn.submit.scheduler import Answer
+from torchmn.cluster.commands import Answer
 from torchmn.submit.slurm import Slurm
 
 # scontrol show job --oneliner, shortened

@@ -71,28 +71,6 @@ def _stream_at(text, p, end, names, bounds):
     return -1, q
 
 
-@_entry
-def has_ids(text):
-    """Whether the first line with a sample begins with a digit; -1 if there is no such line."""
-    p, end = 0, text.size
-    while p < end:
-        while p < end and _is_blank(_at(text, p)):
-            p += 1
-        if p < end and _ZERO <= _at(text, p) <= _NINE:
-            return 1
-        while p < end and _at(text, p) != _NEWLINE:
-            if _at(text, p) == _BAR and p + 1 < end and text[p + 1] == _HASH:
-                p += 2
-                while p < end and _at(text, p) != _BAR and _at(text, p) != _NEWLINE:
-                    p += 1
-            elif not _is_blank(_at(text, p)):
-                return 0
-            else:
-                p += 1
-        p += 1
-    return -1
-
-
 @_inner
 def _next_special(text, p, end):
     """The next bar or end of a line from p on. Whole blocks without one are passed at once."""

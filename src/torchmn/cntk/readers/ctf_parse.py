@@ -3,10 +3,11 @@
 import functools
 import importlib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -242,10 +243,14 @@ def scan(text: Array, columns: Columns, with_ids: bool) -> Table:
     return Table(begins, lines, ids, counts, num_lines)
 
 
+# Blank lines and those of comments, and the blanks after them.
+_WITHOUT_SAMPLES = re.compile(rb"(?:[ \t\r]*(?:\|#[^|\n]*)*\n)*[ \t\r]*")
+
+
 def has_ids(text: Array) -> bool | None:
     """Whether the first line with a sample begins with a number; None if there is no such line."""
-    found = kernels().has_ids(text)
-    return None if found < 0 else found == 1
+    begin = cast("re.Match[bytes]", _WITHOUT_SAMPLES.match(memoryview(text))).end()
+    return None if begin == len(text) else text[begin : begin + 1].tobytes().isdigit()
 
 
 # ---- samples

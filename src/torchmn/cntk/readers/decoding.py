@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from torchmn.base.errors import DataError, require
+from torchmn.cluster.units import KiB
 
 Image = np.ndarray[Any, Any]
 Reduction = Literal[1, 2, 4, 8]
@@ -135,7 +136,7 @@ def _raise_if_huge(width: int, height: int) -> None:
 
 def _orientation(content: bytes) -> int:
     """EXIF's, from 1 to 8; 1 for a file without."""
-    if content.startswith(_JPEG) and _EXIF not in content[:64]:
+    if content.startswith(_JPEG) and _EXIF not in content[: 128 * KiB]:  # after other segments
         return 1
     try:
         with pillow().open(io.BytesIO(content)) as file:

@@ -204,12 +204,13 @@ def _match(
     wanted: Sequence[Hashable], keys: Sequence[Hashable], first: Deserializer, other: Deserializer
 ) -> Indices:
     """For each key, where it is in another deserializer."""
-    places = {key: number for number, key in enumerate(keys)}
-    if len(places) < len(keys):
-        doubled = next(key for number, key in enumerate(keys) if places[key] != number)
-        raise DataError(
-            f"{other!r} has several sequences with the key {doubled!r}. Each key may occur once."
-        )
+    for each, own in ((first, wanted), (other, keys)):
+        places = {key: number for number, key in enumerate(own)}
+        if len(places) < len(own):
+            doubled = next(key for number, key in enumerate(own) if places[key] != number)
+            raise DataError(
+                f"{each!r} has several sequences with the key {doubled!r}. Each key may occur once."
+            )
     missing = [key for key in wanted if key not in places]
     if missing:
         raise DataError(

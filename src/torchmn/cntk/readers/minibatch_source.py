@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -289,7 +290,7 @@ class MinibatchSource:
         self._ahead.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_ahead": self._ahead.unread_copy()}
+        return {**vars(self), "_ahead": copy.copy(self._ahead)}
 
 
 class MinibatchSourceFromData(MinibatchSource):

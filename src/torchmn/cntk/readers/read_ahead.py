@@ -64,9 +64,6 @@ class Threads:
         self._close = weakref.finalize(self, _end, tasks, threads)
         self._process = os.getpid()
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return Threads, (self._num_threads, self._name)
-
 
 def _work(tasks: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None]) -> None:
     while (task := tasks.get()) is not None:
@@ -145,9 +142,6 @@ class Chunks:
         if chunk_id in self._kept:
             with suppress(Exception):
                 self(chunk_id)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Chunks, (self._read, self._name)
 
 
 def named_error(error: BaseException, what: str) -> BaseException:
@@ -234,11 +228,10 @@ class MinibatchesAhead:
         self._loader.close()
         self._chunks.keep_only(())
 
-    def unread_copy(self) -> MinibatchesAhead:
-        """The same with nothing read, for a copy of the source."""
-        return MinibatchesAhead(
-            self._plan, self._deserializer, self._streams, self._seed, self._num_threads
-        )
+    def __reduce__(self) -> tuple[object, ...]:
+        """A copy has read nothing."""
+        made_of = self._plan, self._deserializer, self._streams, self._seed, self._num_threads
+        return MinibatchesAhead, made_of
 
     def _begin(self, progress: Progress, request: Request, at_least: int) -> None:
         """Begin to read minibatches until there are ``at_least`` some that were begun."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from torchmn.base.errors import UnsupportedError, UsageError
 from torchmn.cluster.launcher_env import read_launcher_env
-from torchmn.cntk.learner import LearnerSet
+from torchmn.cntk.learner import Learner, LearnerSet
 from torchmn.comm import Communicator as Ranks
 from torchmn.comm import create_communicator
 from torchmn.exchange.optimizer import MultiNodeOptimizer, create_multi_node_optimizer
@@ -266,7 +266,11 @@ def optimizers_of(
                 f"{learner!r} is no learner. Give what sgd() and its neighbours return, a "
                 "torch.optim.Optimizer, or a distributed learner around one."
             )
-    _raise_if_shared([_local(learner) for learner in learners])
+    local = [each.learner if isinstance(each, DistributedLearner) else each for each in learners]
+    _raise_if_shared(local)
+    for number, learner in enumerate(local):
+        if isinstance(learner, Learner):
+            learner.number = number
     first, *others = learners
     if isinstance(first, MultiNodeOptimizer) and not others:
         return first.communicator, [first]
@@ -284,9 +288,9 @@ def optimizers_of(
         )
     same = distributed[0]
     comm = same.comm or default_communicator()
-    local = LearnerSet([each.learner for each in distributed]) if others else same.learner
+    inner = LearnerSet(local) if others else same.learner
     made = create_multi_node_optimizer(
-        local, comm, models, codec=same.codec, schedule=same.schedule(), weight="samples"
+        inner, comm, models, codec=same.codec, schedule=same.schedule(), weight="samples"
     )
     return comm, [made]
 
@@ -321,7 +325,3 @@ def _warn_of_separate_training() -> None:
             RuntimeWarning,
             stacklevel=4,
         )
-
-
-def _local(learner: DistributedLearner | Optimizer) -> Optimizer:
-    return learner.learner if isinstance(learner, DistributedLearner) else learner

@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,16 @@ IsValid = bool | Tensor
 """Whether what an exchange decoded counts; of a GPU a 0-dim bool that stays there."""
 
 ALIGNMENT = 8  # bytes; encoded stripes must begin at a multiple of it
+
+
+class Lost(NamedTuple):
+    """The residual of a stripe, and the memory of the new one: (stripe.span,), the wide dtype.
+
+    Element 0 is of element ``stripe.begin`` of the buffer.
+    """
+
+    before: Tensor
+    now: Tensor
 
 
 class Codec(ABC):
@@ -158,28 +168,20 @@ class StripeCodec(Codec):
         return layout.split(num_stripes, self.block_length, small_cost=max(1.0, 32 / self.bits))
 
     def encode_with_feedback(
-        self,
-        values: Tensor,
-        residual: Tensor,
-        new_residual: Tensor,
-        stripe: Layout,
-        out: Tensor,
-        side: Side = "worker",
+        self, values: Tensor, lost: Lost, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
-        """Encode v = values + residual, and write v minus its decoded value to ``new_residual``.
+        """Encode v = values + lost.before, and write v minus its decoded value to ``lost.now``.
 
-        ``residual`` and ``new_residual``: (stripe.span,) of the wide dtype, element 0 for element
-        ``stripe.begin`` of ``values``. Where v is not finite, ``new_residual`` is ``residual``.
-        Called by `ErrorFeedback`. This implementation makes four passes over memory; override it
-        where fewer are possible.
+        Where v is not finite, ``lost.now`` is ``lost.before``. Called by `ErrorFeedback`. This
+        implementation makes four passes over memory; override it where fewer are possible.
         """
         local = stripe.moved(-stripe.begin, stripe.wide_dtype)
-        torch.add(residual, span_of(values, stripe), out=new_residual)
-        self.encode_stripe(new_residual, local, out, side)
-        decoded = torch.zeros_like(new_residual)
+        torch.add(lost.before, span_of(values, stripe), out=lost.now)
+        self.encode_stripe(lost.now, local, out, side)
+        decoded = torch.zeros_like(lost.now)
         self.decode_stripe(out, local, decoded)
-        new_residual.sub_(decoded)
-        keep_finite_(new_residual, residual)
+        lost.now.sub_(decoded)
+        keep_finite_(lost)
 
     def flush_residual_into(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
         """Add the residual to ``values``, which continue unencoded: nothing of them is lost.
@@ -197,11 +199,11 @@ def anonymous_layout(numel: int, dtype: torch.dtype) -> Layout:
     return Layout((Segment("", 0, numel),) if numel else (), dtype)
 
 
-def keep_finite_(new_residual: Tensor, residual: Tensor) -> None:
-    """Where ``new_residual`` is not finite, keep the old residual. A GPU is not waited for."""
-    is_finite = torch.isfinite(new_residual)
-    if new_residual.device.type != "cpu" or not is_finite.all():
-        torch.where(is_finite, new_residual, residual, out=new_residual)
+def keep_finite_(lost: Lost) -> None:
+    """Where the new residual is not finite, keep the old one. A GPU is not waited for."""
+    is_finite = torch.isfinite(lost.now)
+    if lost.now.device.type != "cpu" or not is_finite.all():
+        torch.where(is_finite, lost.now, lost.before, out=lost.now)
 
 
 def span_of(values: Tensor, stripe: Layout) -> Tensor:

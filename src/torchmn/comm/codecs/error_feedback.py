@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from torchmn.base.errors import UnsupportedError, UsageError
-from torchmn.comm.codecs.base import IsValid, Side, StripeCodec, span_of
+from torchmn.comm.codecs.base import IsValid, Lost, Side, StripeCodec, span_of
 from torchmn.comm.codecs.layout import Layout
 from torchmn.comm.codecs.residuals import ResidualBlock, Residuals
 
@@ -75,7 +75,8 @@ class ErrorFeedback(StripeCodec):
     ) -> None:
         """See `StripeCodec.encode_stripe`. A worker encodes stripes that are not its own."""
         block = self._block(side, stripe, values.device, is_owner=side == "owner")
-        self.codec.encode_with_feedback(values, block.current, block.pending, stripe, out, side)
+        lost = Lost(block.current, block.pending)
+        self.codec.encode_with_feedback(values, lost, stripe, out, side)
         block.is_written = True
 
     def decode_stripe(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torchmn.comm.codecs.base import (
+    Lost,
     Side,
     StripeCodec,
     check_encoded,
@@ -52,21 +53,15 @@ class ReducedPrecision(StripeCodec):
             self.nonfinite.scan("decoding", stripe, narrow)
 
     def encode_with_feedback(
-        self,
-        values: Tensor,
-        residual: Tensor,
-        new_residual: Tensor,
-        stripe: Layout,
-        out: Tensor,
-        side: Side = "worker",
+        self, values: Tensor, lost: Lost, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
-        torch.add(residual, span_of(values, stripe), out=new_residual)
+        torch.add(lost.before, span_of(values, stripe), out=lost.now)
         narrow = self._narrow(out, stripe)
-        narrow.copy_(new_residual)
-        new_residual.sub_(narrow)
+        narrow.copy_(lost.now)
+        lost.now.sub_(narrow)
         if known_finite(narrow):
             return
-        keep_finite_(new_residual, residual)
+        keep_finite_(lost)
         if side == "worker":
             self.nonfinite.scan("encoding", stripe, narrow)
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from torchmn.base.errors import UsageError
-from torchmn.comm.codecs.base import IsValid, Side, StripeCodec, check_encoded, span_of
+from torchmn.comm.codecs.base import IsValid, Lost, Side, StripeCodec, check_encoded, span_of
 from torchmn.comm.codecs.kernels import kernels_for
 from torchmn.comm.codecs.kernels.wire_format import Noise, QuantizationSpec, StripePlan, plan_stripe
 from torchmn.comm.codecs.layout import Layout
@@ -83,19 +83,13 @@ class Quantized(StripeCodec):
     def encode_stripe(
         self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
-        self._encode(values, None, None, stripe, out, side)
+        self._encode(values, None, stripe, out, side)
 
     def encode_with_feedback(
-        self,
-        values: Tensor,
-        residual: Tensor,
-        new_residual: Tensor,
-        stripe: Layout,
-        out: Tensor,
-        side: Side = "worker",
+        self, values: Tensor, lost: Lost, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
         """See `StripeCodec.encode_with_feedback`; here in one pass."""
-        self._encode(values, residual, new_residual, stripe, out, side)
+        self._encode(values, lost, stripe, out, side)
 
     def decode_stripe(
         self, encoded: Tensor, stripe: Layout, out: Tensor, *, add: bool = False
@@ -126,7 +120,8 @@ class Quantized(StripeCodec):
         values = torch.zeros(sample.end, dtype=sample.wide_dtype, device=device)
         encoded = torch.empty(probe.stripe_nbytes(sample), dtype=torch.uint8, device=device)
         probe.encode_stripe(values, sample, encoded)
-        probe.encode_with_feedback(values, values, torch.empty_like(values), sample, encoded)
+        lost = Lost(values, torch.empty_like(values))
+        probe.encode_with_feedback(values, lost, sample, encoded)
         for add in (False, True):
             probe.decode_stripe(encoded, sample, values, add=add)
 
@@ -156,20 +151,14 @@ class Quantized(StripeCodec):
         return plan
 
     def _encode(
-        self,
-        values: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor | None,
-        stripe: Layout,
-        out: Tensor,
-        side: Side,
+        self, values: Tensor, lost: Lost | None, stripe: Layout, out: Tensor, side: Side
     ) -> None:
         plan = self.plan(stripe)
         check_encoded(out, plan.nbytes)
         noise = Noise(self.seed, self._step, side) if self.spec.is_stochastic else None
         span = span_of(values, stripe).to(stripe.wide_dtype).contiguous()
         kernels = kernels_for(values.device.type)
-        flags = kernels.encode(span, residual, new_residual, out, plan, noise)
+        flags = kernels.encode(span, lost, out, plan, noise)
         if side == "worker":
             self.nonfinite.record_flags("encoding", stripe, flags)
 

@@ -17,18 +17,18 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.base.names import DOUBLE_BUFFERING
 from torchmn.cluster.units import MiB
-from torchmn.comm.codecs import Codec, create_codec
+from torchmn.comm.codecs import ErrorFeedback, create_codec
 from torchmn.comm.codecs.codec_timing import measure_codec
 from torchmn.comm.codecs.layout import is_small
 from torchmn.comm.link_speed import LinkSpeed, measure_links
@@ -42,10 +42,9 @@ from torchmn.exchange.auto.predict import (
 )
 from torchmn.exchange.buckets import NamedParameter
 from torchmn.exchange.parameter_hook import watch_gradient
-from torchmn.exchange.schedules.base import Schedule
-
-if TYPE_CHECKING:
-    from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.resharding import warnings_of
+from torchmn.exchange.schedules.base import Schedule, Traits
 
 NUM_WARM_UP = 2
 NUM_TIMED = 4
@@ -96,11 +95,12 @@ def report_to_stderr(text: str) -> None:
     print("\n".join(f"torchmn: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
-class Autotuner:
-    """Measures the first steps of an optimizer, then selects the fastest plan for it."""
+class Autotuner(Schedule):
+    """Around the schedule of a plan: measures the first steps, then selects the fastest plan."""
 
     def __init__(self, space: SearchSpace) -> None:
         self.space = space
+        self.current: Schedule = next(iter(space.schedules.values()))()
         self.plan: Plan | None = None  # the selected plan; None during the measurements
         self.reason = ""  # why it was selected, in three lines
         self.trials: list[Trial] = []
@@ -108,58 +108,69 @@ class Autotuner:
         self._untried: list[Plan] = []
         self._trying: Plan | None = None
         self._must_start_over = False
-        self._num_passes = 0  # backward passes since the last step
         # Schedules that cannot work in this script, or gain nothing, with the reason.
         self._excluded: dict[str, str] = {}
         self._timer = StepTimer()
 
-    def attach(
-        self, optimizer: MultiNodeOptimizer, switch: Callable[[Schedule, Codec | None, int], None]
-    ) -> None:
-        """Called once. The optimizer has the first schedule and codec of the search space.
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]
+        """Those of the schedule in use."""
+        return self.current.traits
 
-        ``switch`` continues with another schedule, codec and bucket size.
-        """
-        self._switch = weakref.WeakMethod(switch)
-        self._optimizer = weakref.proxy(optimizer)  # which has this
-        self._default = Plan(
+    def attach(
+        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
+    ) -> None:
+        """See `Schedule.attach`. The optimizer has the first codec of the search space."""
+        super().attach(reducer, inner, models)
+        self._models, comm = models, reducer.comm
+        self._default = self._using = Plan(
             schedule=next(iter(self.space.schedules)),
             codec=self.space.codecs[0],
-            bucket_bytes=optimizer.communicator.route.bucket_bytes,
+            bucket_bytes=comm.route.bucket_bytes,
         )
-        self._using = self._default
+        self.current.attach(reducer, inner, models)
 
-    # ---- what the optimizer reports ----
+    # ---- the schedule in use ----
 
-    def timed(self, backward_ended: Callable[[], None]) -> Callable[[], None]:
-        """``backward_ended`` of a schedule, timed."""
+    def backward_ended(self) -> None:
+        """See `Schedule.backward_ended`."""
+        started = time.perf_counter()
+        if self._exchange.num_in_step:
+            self._excluded[DOUBLE_BUFFERING] = "two backward passes before a step"
+        self.current.backward_ended()
+        self._timer.backward_ended(time.perf_counter() - started)
 
-        def timed() -> None:
-            started = time.perf_counter()
-            self._num_passes += 1
-            if self._num_passes > 1:
-                self._excluded[DOUBLE_BUFFERING] = "two backward passes before a step"
-            backward_ended()
-            self._timer.backward_ended(time.perf_counter() - started)
-
-        return timed
-
-    def closure_given(self) -> None:
-        """The next step has a closure. Local."""
-        self._excluded[DOUBLE_BUFFERING] = "step() has a closure"
+    def step(self, closure: Callable[[], float] | None) -> float | None:
+        """See `Schedule.step`. *Collective*: it may switch to another plan."""
+        if closure is not None:
+            self._excluded[DOUBLE_BUFFERING] = "step() has a closure"
+        result = self.current.step(closure)
+        if self._reducer.is_active or self._exchange.num_active:
+            self._step_ended()
+        return result
 
     def scaler_used(self) -> None:
         """A GradScaler looks at the gradients before the step. Local."""
-        if self._num_passes:
+        if self._exchange.num_in_step:
             self._excluded[DOUBLE_BUFFERING] = "a GradScaler looks at all gradients"
 
-    def on_zero_grad(self) -> None:
-        """Gradients were cleared. Local."""
-        self._num_passes = 0
+    def flush(self) -> None:
+        """See `Schedule.flush`."""
+        self.current.flush()
 
-    def step_ended(self) -> None:
-        """A step is over. *Collective*: it may switch to another plan."""
-        self._num_passes = 0
+    def before_access(self, access: Literal["read", "load"]) -> None:
+        """See `Schedule.before_access`."""
+        self.current.before_access(access)
+
+    def rebuild(self) -> None:
+        """See `Schedule.rebuild`."""
+        self.current.rebuild()
+
+    def close(self) -> None:
+        """See `Schedule.close`."""
+        self.current.close()
+
+    def _step_ended(self) -> None:
         if self._must_start_over:
             self._start_over()
             return
@@ -171,12 +182,12 @@ class Autotuner:
             if num_steps == RETUNE_STEPS:
                 self._check_drift()
         elif self._trying is not None:
-            num_warm_up = 1 + self._optimizer.schedule.traits.staleness_steps
+            num_warm_up = 1 + self.traits.staleness_steps
             if num_steps == num_warm_up + NUM_TIMED:
                 self.trials.append(Trial(self._trying, self._slowest_s()))
                 self._try_next()
         elif num_steps == NUM_WARM_UP:
-            self._timer.record_gradients(list(self._optimizer.reducer.parameters.trained()))
+            self._timer.record_gradients(self._exchange.trained())
         elif num_steps == NUM_WARM_UP + NUM_TIMED:
             self._predict()
 
@@ -191,11 +202,12 @@ class Autotuner:
     def _slowest_s(self) -> float:
         """The median of the timed steps on the slowest rank."""
         mine = torch.tensor([self._timer.median_s(NUM_TIMED)], dtype=torch.float64, device="cpu")
-        return float(self._optimizer.reducer.comm.allreduce(mine, "max"))
+        comm = self._reducer.comm
+        return float(comm.allreduce(mine, "max"))
 
     def _predict(self) -> None:
         """Time links and codecs, and select the plans to try."""
-        comm = self._optimizer.reducer.comm
+        comm = self._exchange.comm
         self.trials.append(Trial(self._default, self._slowest_s()))
         group = comm.route.inter_node_group
         link = None
@@ -255,7 +267,8 @@ class Autotuner:
     def _decide(self, plan: Plan, why: str) -> None:
         self.plan, self._trying = plan, None
         self.reason = f"{plan}\n{why}"
-        if self._optimizer.reducer.comm.rank == 0:
+        comm = self._reducer.comm
+        if comm.rank == 0:
             report_to_stderr(f"auto selected {self.reason}")
         self._use(plan)
 
@@ -267,25 +280,48 @@ class Autotuner:
             self._start_over()
 
     def _use(self, plan: Plan) -> None:
+        """Continue with a plan. *Collective*, between two steps.
+
+        Pending updates are applied first; a codec with error feedback takes over the residuals.
+        """
         self._using = plan
-        schedule = self.space.schedules[plan.schedule]()
-        if (switch := self._switch()) is not None:
-            switch(schedule, create_codec(plan.codec), plan.bucket_bytes)
+        self.current.flush()
+        self.current.close()
+        reducer, codec = self._reducer, create_codec(plan.codec)
+        before = reducer.codec
+        if codec is not None:
+            codec = codec.new_instance()
+        if isinstance(before, ErrorFeedback) and isinstance(codec, ErrorFeedback):
+            codec.load_state_dict({"residuals": before.state_dict()["residuals"]})
+        self.current = self.space.schedules[plan.schedule]()
+        reducer.reconfigure(
+            reducer.comm, codec, num_sets=self.traits.num_sets, bucket_bytes=plan.bucket_bytes
+        )
+        self.current.attach(reducer, self._inner, self._models)
         self._timer.restart()
 
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The plan in use, and whether it was selected. Local."""
-        state = {"using": asdict(self._using), "planned_s": self.planned_s}
-        return {**state, "is_selected": self.plan is not None}
+        """That of the schedule in use; the plan in use, and whether it was selected. Local."""
+        return {
+            **self.current.state_dict(),
+            "tuner": {
+                "using": asdict(self._using),
+                "planned_s": self.planned_s,
+                "is_selected": self.plan is not None,
+            },
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state_dict`, before the optimizer loads its own. *Collective*: may switch.
+        """Continue the schedule in use, after `load_plan`."""
+        self.current.load_state_dict(state)
 
-        A state with a selected plan continues with it. After one of the time before, the plan that
-        was in use makes one step, and everything is measured from scratch; so it is without a
-        state, or if the plan is not in the search space.
+    def load_plan(self, state: dict[str, Any]) -> None:
+        """Continue with the plan that is saved under ``tuner``. *Collective*: it may switch.
+
+        After a plan of the time before the selection, that plan makes one step and everything is
+        measured from scratch; so it is without a state, or if the plan is not in the search space.
         """
         if not state or not self.space.contains(Plan(**state["using"])):
             self._start_over()
@@ -297,14 +333,11 @@ class Autotuner:
             self._use(Plan(**state["using"]))
             self._must_start_over = True
 
-    def reshard_state_dict(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """For another number of ranks: the old plan for one step, then all is measured again."""
-        return {**states[0], "is_selected": False}
-
     def resume_warnings(self) -> list[str]:
         """See `MultiNodeOptimizer.resume_warnings`."""
         return [
-            "'auto' measures again and may select another plan: its plan was for the old ranks."
+            *warnings_of(self.current),
+            "'auto' measures again and may select another plan: its plan was for the old ranks.",
         ]
 
 

@@ -26,26 +26,23 @@ from torchmn.exchange.schedules.base import Schedule
 
 
 class BlockReads:
-    """Watches models from now on, by ``hooks``. Local."""
+    """What the script reads of models, by ``hooks``. Local."""
 
-    def __init__(
-        self,
-        comm: Communicator,
-        schedule: Schedule,
-        models: Sequence[nn.Module],
-        hooks: ModelHooks,
-    ) -> None:
-        self._comm, self._schedule, self._has_warned = comm, schedule, False
+    def __init__(self, comm: Communicator, schedule: Schedule, hooks: ModelHooks) -> None:
+        self._comm, self._schedule, self._hooks = comm, schedule, hooks
+        self._has_warned = False
         self._owed: list[str] = []
         """A warning of a model's state, if the optimizer's is not saved or loaded beside it: both
         together continue the block."""
         self._is_checkpoint = False
         self._at_exit = partial(_warn, self._owed)  # of a script that ends by saving
-        if models:
-            atexit.register(self._at_exit)
+
+    def watch(self, models: Sequence[nn.Module]) -> None:
+        """Notice reads of these from now on."""
+        atexit.register(self._at_exit)
         for model in models:
-            hooks.before_forward(model, self._forward_begins)
-            hooks.before_state_dict(model, self._state_is_read)
+            self._hooks.before_forward(model, self._forward_begins)
+            self._hooks.before_state_dict(model, self._state_is_read)
 
     def note_checkpoint(self) -> None:
         """The optimizer's state is saved or loaded."""
@@ -73,7 +70,8 @@ class BlockReads:
             self._note("saved")
 
     def _note(self, what: str) -> None:
-        if self._schedule.traits.is_within_block and not (self._has_warned or self._owed):
+        traits = self._schedule.traits
+        if traits.is_within_block and not (self._has_warned or self._owed):
             self._owed.append(
                 f"{self._comm.rank_label}: the model was {what} in the middle of a block of "
                 f"{self._schedule.name}: since the last exchange each rank has trained alone, and "

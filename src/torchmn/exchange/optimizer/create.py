@@ -139,13 +139,11 @@ def create_multi_node_optimizer(
     codec = _or_auto(codec)
     if isinstance(name, str) and name not in SCHEDULES:
         raise UnknownNameError("schedule", name, [AUTO, *SCHEDULES])
-    tuner = None
     candidates: list[Schedule] = []
     if isinstance(name, Auto) or isinstance(codec, Auto):
         space = _search_space(name, codec, comm)
-        tuner = Autotuner(space)
         candidates = [make() for make in space.schedules.values()]
-        name, codec = next(iter(space.schedules)), space.codecs[0]
+        name, codec = Autotuner(space), space.codecs[0]
     chosen = SCHEDULES[name]() if isinstance(name, str) else name
     if reduction == "sum" and chosen.traits.has_own_steps:
         raise UnsupportedError(
@@ -171,23 +169,14 @@ def create_multi_node_optimizer(
     form = own_codec(codec, comm)
     is_counted = weight is None
     may_differ = is_counted and reduction == "mean" and chosen.traits.averages_gradients
-    made = _kind(
-        optimizer,
-        comm,
-        models,
-        chosen,
-        form,
-        options,
-        tuner=tuner,
-    )
+    made = _kind(optimizer, comm, models, chosen, form, options)
     for chain in chains:
         chain.register_no_sync(made.no_sync)
     if may_differ or (is_counted and chosen.traits.counts_samples):
-        made.follow_batches()
+        made.sample_weights.follow_loaders()
     compare_random_numbers(comm, models)
-    if (
-        tuner is None and codec is not None and not isinstance(chosen, ParameterServer)
-    ):  # it pushes between all ranks
+    pushes = isinstance(chosen, ParameterServer)  # between all ranks
+    if codec is not None and not (pushes or isinstance(chosen, Autotuner)):
         warn_if_it_encodes_nothing(form, comm)
     return made
 

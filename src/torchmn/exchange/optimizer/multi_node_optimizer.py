@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 from weakref import ref
 
@@ -14,36 +16,27 @@ from torch.optim import Optimizer
 from torchmn.base import events
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import TorchmnError, UnsupportedError, UsageError
+from torchmn.base.names import AUTO
 from torchmn.comm import Communicator
-from torchmn.comm.codecs import Codec, ErrorFeedback
+from torchmn.comm.codecs import Codec
 from torchmn.comm.training_start import training_start, training_steps
 from torchmn.data.divided_batches import divided_batches
 from torchmn.exchange.agreements.base import Agreement
 from torchmn.exchange.agreements.learning_rates import LearningRates
 from torchmn.exchange.auto.tuner import Autotuner
-from torchmn.exchange.buckets import NamedParameter
-from torchmn.exchange.finiteness import (
-    NonfiniteGradients,
-    act_on_nonfinite,
-    record_own_nonfinite,
-)
+from torchmn.exchange.finiteness import NonfiniteGradients, act_on_nonfinite, record_own_nonfinite
 from torchmn.exchange.first_forward import watch_first_forward
-from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.optimizer import resume
 from torchmn.exchange.optimizer.block_reads import BlockReads
+from torchmn.exchange.optimizer.group_parameters import GroupParameters
 from torchmn.exchange.optimizer.model_checks import (
-    find_chains,
     untrained_parameters,
     warn_of_untrained_parameters,
 )
 from torchmn.exchange.optimizer.recorded_steps import RecordedSteps
-from torchmn.exchange.optimizer.unusual_steps import (
-    LateScalerSteps,
-    UncountedSteps,
-    joined,
-    over_ranks,
-)
+from torchmn.exchange.optimizer.sample_weights import SampleWeights
+from torchmn.exchange.optimizer.unusual_steps import UncountedSteps, joined, over_ranks
 from torchmn.exchange.optimizer.wrapped_optimizer import (
     WrappedOptimizer,
     before_step,
@@ -53,20 +46,10 @@ from torchmn.exchange.options import GradientOptions
 from torchmn.exchange.parameter_hook import owners_of
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replica_divergence import buffers_of_replicas
-from torchmn.exchange.replicas import (
-    broadcast_and_verify,
-    broadcast_optimizer_state,
-    load_inner_state,
-    named_parameters,
-    parameters_of,
-    raise_if_ranks_differ,
-)
-from torchmn.exchange.resharding import raise_if_other_optimizer
+from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.sparse_gradients import sparse_parameters
 from torchmn.exchange.weights import Contribution
-from torchmn.nn.batch_norm import weigh_losses_by
-from torchmn.nn.chain_list import MultiNodeChainList
 from torchmn.nn.clipping import clip_grad_norm_
 
 
@@ -82,7 +65,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         communicator: the ranks, and the route between them.
         schedule: when ranks exchange gradients or parameters.
         reducer: sums the gradients.
-        tuner: with ``auto``, selects schedule and codec; else None.
+        tuner: with ``auto`` the schedule, which selects schedule and codec; else None.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -100,57 +83,34 @@ class MultiNodeOptimizer(WrappedOptimizer):
         schedule: Schedule,
         codec: Codec | None,
         options: GradientOptions,
-        *,
-        tuner: Autotuner | None = None,
     ) -> None:
         _raise_if_attached(schedule)
         raise_if_it_has_no_hooks(inner)
-        self.inner = inner
-        self.communicator = comm
-        training_steps(comm).expect()
-        self.schedule = schedule
-        self.tuner = tuner
-        self._models = models = list(models)  # what refers to them need not refer to this
-        self._is_joining = False
-        self._is_closed = False
-        self._options = options
-        weight = options.weight or "rank"
-        self._remove_step_hook: Callable[[], None] | None = None
-        self._has_closure = False
-        """Whether the inner optimizer's step calls what computes gradients."""
-        self._hooks = ModelHooks()
-        self._first_forward = ModelHooks()
-        self._has_local_passes = False
-        """Whether p.grad may hold gradients of passes under no_sync()."""
-        self._asked = {
-            "schedule": schedule.name if tuner is None else "auto",
-            "codec": codec.name if codec is not None else None,
-            "zero_fill": options.zero_fill,
-            "weight": weight,
-            "reduction": options.reduction,
-            "max_grad_norm": options.max_grad_norm,
-        }
-        self._counts_samples = False
-        self._uncounted_steps = UncountedSteps()
-        self._has_checked_untrained = False
-        self._late_scaler_steps = LateScalerSteps()
+        self.inner, self.communicator, self.schedule = inner, comm, schedule
+        self.tuner = schedule if isinstance(schedule, Autotuner) else None
         self._taken_over_by = ""
-        self._named = named = list[NamedParameter]()
-        """The parameters that were unified last."""
-        loaders = divided_batches(comm)
-        self._unify()
+        self._models = models = list(models)  # what refers to them need not refer to this
+        self._options = options
+        self._codec_name = None if codec is None else codec.name
+        self._is_closed = self._has_closure = False
+        self._remove_step_hook: Callable[[], None] = lambda: None
+        self._hooks, self._first_forward = ModelHooks(), ModelHooks()
+        self._steps = training_steps(comm)
+        self._steps.expect()
+        asked = {"schedule": AUTO if self.tuner else schedule.name, "codec": self._codec_name}
+        self._in_groups = GroupParameters(comm, inner, models, asked | options.to_compare())
+        self._take_over()
+        traits, loaders = schedule.traits, divided_batches(comm)
         self.reducer = GradientReducer(
             comm,
             codec,
-            lambda: named_parameters(inner, models, named),
+            self._in_groups.named,
             in_groups=lambda: parameters_of(inner),
-            num_sets=schedule.traits.num_sets,
-            on_backward_end=self._on_backward_end(schedule),
-            zero_fill=options.zero_fill,
-            reduction=options.reduction,
-            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            num_sets=traits.num_sets,
+            on_backward_end=schedule.backward_ended,
+            options=options,
             contribution=Contribution(
-                is_by_samples=weight == "samples", loaders=loaders, size=comm.size
+                is_by_samples=options.weight == "samples", loaders=loaders, size=comm.size
             ),
             find_sparse=lambda: sparse_parameters(models),
             find_untrained=lambda: untrained_parameters(inner, models),
@@ -160,61 +120,40 @@ class MultiNodeOptimizer(WrappedOptimizer):
             owner=self,
         )
         loaders.facts.append(ref(self.reducer.replicas))
+        self.sample_weights = SampleWeights(
+            models,
+            self._hooks,
+            self.reducer,
+            has_own_steps=traits.has_own_steps,
+            before_count=self._before_forward,
+        )
+        self.recorded = RecordedSteps(inner, self.reducer, schedule, models)
+        self._block_reads = BlockReads(comm, schedule, self._hooks)
+        uncounted = UncountedSteps(schedule.name, inner, self.reducer)
+        self._before_steps = [uncounted.before_step] if traits.counts_samples else []
+        self._after_steps = [self._warn_of_untrained]
         try:
-            self._attach_schedule()
-            if tuner is not None:
-                tuner.attach(self, self._switch)
+            schedule.attach(self.reducer, inner, models)
             self._remove_step_hook = before_step(inner, self._before_step)
             # With this the model also keeps the optimizer: gradients are exchanged even if nothing
             # else refers to it.
-            self._hooks.before_copy(self._models[0], self._remove_eager_step)
-            watched = self._models if schedule.traits.has_own_steps else []
-            self._block_reads = BlockReads(comm, schedule, watched, self._hooks)
-            for model in self._models:
+            self._hooks.before_copy(models[0], lambda: self.schedule.before_access("read"))
+            for model in models:
                 self._hooks.before_load(model, lambda: self.schedule.before_access("load"))
-            if weight == "samples" or schedule.traits.counts_samples:
-                self._count_samples()
-            self._first_forward = watch_first_forward(self._models)
-            self.recorded = RecordedSteps(self, self._models)
+            if traits.has_own_steps:
+                self._block_reads.watch(models)
+                self._after_steps.append(self._block_reads.end_step)
+            if options.weight == "samples" or traits.counts_samples:
+                self.sample_weights.count()
+            self._first_forward = watch_first_forward(models)
             self.recorded.meet()
         except BaseException:
             self.reducer.close()  # nothing else will
             self._unhook()
             raise
 
-    def _on_backward_end(self, schedule: Schedule) -> Callable[[], None]:
-        ended = schedule.backward_ended
-        return ended if self.tuner is None else self.tuner.timed(ended)
-
-    def _attach_schedule(self) -> None:
-        schedule = self.schedule
-        schedule.attach(self.reducer, self.inner, self._models)
-
-    def _switch(self, schedule: Schedule, codec: Codec | None, bucket_bytes: int) -> None:
-        """Continue with another schedule, codec and bucket size. *Collective*, between two steps.
-
-        Pending updates are applied first; a codec with error feedback takes over the residuals.
-        """
-        self.schedule.flush()
-        self.schedule.close()
-        before, reducer = self.reducer.codec, self.reducer
-        if codec is not None:
-            codec = codec.new_instance()
-        if isinstance(before, ErrorFeedback) and isinstance(codec, ErrorFeedback):
-            codec.load_state_dict({"residuals": before.state_dict()["residuals"]})
-        self.schedule = schedule
-        reducer.reconfigure(
-            reducer.comm,
-            codec,
-            num_sets=schedule.traits.num_sets,
-            bucket_bytes=bucket_bytes,
-            on_backward_end=self._on_backward_end(schedule),
-        )
-        self._attach_schedule()
-
     def _unhook(self) -> None:
-        if self._remove_step_hook is not None:
-            self._remove_step_hook()
+        self._remove_step_hook()
         self._hooks.remove()
         self._first_forward.remove()
 
@@ -222,17 +161,25 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `step` unscales by itself. Read by `torch.amp.GradScaler.step` only.
+        """Whether `step` unscales by itself: it does not. Read by ``torch.amp.GradScaler.step``.
 
-        *Collective* on a rank without a backward pass, see `LateScalerSteps`.
-
-        Raises UnsupportedError: a mean of another step has been scaled by another factor.
+        Local. Raises UnsupportedError: a mean of another step has been scaled by another factor;
+        UsageError: the scaler would find no gradients, and could not follow those of other ranks.
         """
         self._meet_scaler()
-        return self._late_scaler_steps.take_part(self)
+        reducer = self.reducer
+        if reducer.is_needed and all(p.grad is None for p in parameters_of(self.inner)):
+            raise UsageError(
+                f"{self.communicator.rank_label}: a GradScaler is to step, and this rank has no "
+                "gradients: it had no backward pass. Where a rank has nothing to learn from call "
+                "optimizer.skip_backward() in place of backward(), before scaler.unscale_() and "
+                "scaler.step(): every p.grad is then the mean of the other ranks."
+            )
+        return False
 
     def _meet_scaler(self) -> None:
-        if self.schedule.traits.staleness_steps:
+        traits = self.schedule.traits
+        if traits.staleness_steps:
             raise UnsupportedError(
                 f"GradScaler and {self.schedule.name} cannot be combined: the gradient in p.grad "
                 "is of an earlier step and carries that step's scale. Use schedule='every_step', "
@@ -243,20 +190,19 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def __repr__(self) -> str:
         parts = [self.schedule.name]
-        if self._asked["codec"] is not None:
+        if self._codec_name is not None:
             between = self.communicator.route.codec_scope or "no ranks"
-            parts.append(f"{self._asked['codec']} between {between}")
+            parts.append(f"{self._codec_name} between {between}")
         return f"MultiNodeOptimizer({', '.join(parts)}, {self.communicator!r}, {self.inner!r})"
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the inner optimizer's; a mean that no step has applied is dropped. Local."""
-        if self.tuner is not None:
-            self.tuner.on_zero_grad()
         self.reducer.on_zero_grad()
-        self._follow_groups()
+        in_groups = chain.from_iterable(map(itemgetter("params"), self.inner.param_groups))
+        if self._in_groups.ids != [*map(id, in_groups)]:  # as `have_changed`, without a call
+            self._follow_groups()
         self.inner.zero_grad(set_to_none)
-        self._has_local_passes = False
 
     @not_compiled
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -265,7 +211,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         A rank without a backward pass takes part with zeros, and takes over the gradients of a
         rank that had one as they are now, clipped for instance. Where it cannot (shards of
         parameters, optimizers that share a backward pass, double buffering) the other ranks raise
-        RankMismatchError if their script has changed them: use ``max_grad_norm`` there. A closure's
+        RankMismatchError if their script has changed them: use `skip_backward` there. A closure's
         loss is averaged over ranks (added, where gradients are), so that optimizers that use it
         (LBFGS) decide the same on all ranks. Under local updates ranks may step as often as they
         have batches: they exchange where their samples fill a block. A closure's loss is the rank's
@@ -283,53 +229,63 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 "only one multi-node optimizer can exchange the gradient of a parameter. Step the "
                 "newer one, or make one optimizer with several parameter groups."
             )
-        if "grad_scale" in vars(self) and not self._late_scaler_steps.unscale(self):
-            return None  # as the scalers of the other ranks
         if not events.observers:
             result = self._step(closure)
         else:
-            with self.recorded:
+            with self.recorded.step(self):
                 result = self._step(closure)
-        training_start.begin()  # where no forward pass was seen, as in compiled code
+        if (
+            training_start.function is not None
+        ):  # where no forward pass was seen, as in compiled code
+            training_start.begin()
         return result
 
     def _step(self, closure: Callable[[], float] | None) -> float | None:
-        reducer = self.reducer
-        reducer.passes.raise_if_unfinished()
+        reducer, schedule = self.reducer, self.schedule
+        passes = reducer.passes
+        if passes.current is not None:
+            passes.raise_if_unfinished()
         self._has_closure = closure is not None
-        if closure is None:
-            self._uncounted_steps.before_step(self)
-        elif self._is_joining:
-            raise UnsupportedError(
-                "step(closure) inside join(): a rank that has left its loop cannot take part in "
-                "the mean of the loss. Compute loss and gradients before step()."
-            )
-        else:
+        if closure is not None:
+            if reducer.contribution.is_joining:
+                raise UnsupportedError(
+                    "step(closure) inside join(): a rank that has left its loop cannot take part "
+                    "in the mean of the loss. Compute loss and gradients before step()."
+                )
             closure = over_ranks(closure, reducer, self._make_ready_for_step)
-            if self.tuner is not None:
-                self.tuner.closure_given()
-        result = self.schedule.step(closure)
-        if reducer.is_needed and not self._has_checked_untrained:
-            self._has_checked_untrained = True
-            warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
-        reducer.end_step(are_replicas=self.schedule.traits.replica_consistency == "per_step")
-        training_steps(self.communicator).add()
-        self._has_local_passes = False
-        self._block_reads.end_step()
+        else:
+            for function in self._before_steps:
+                function()
+        result = schedule.step(closure)
+        reducer.end_step(are_replicas=schedule.traits.replica_consistency == "per_step")
+        self._steps.count = (self._steps.count or 0) + 1
+        for function in self._after_steps:
+            function()
         self._follow_groups()
-        if self.tuner is not None:
-            self.tuner.step_ended()
         return result
+
+    def skip_backward(self) -> None:
+        """On a rank that has nothing to learn from in a step, in place of ``backward()``.
+
+        *Collective* with the backward passes of the other ranks. Every ``p.grad`` is then their
+        mean, to which this rank adds nothing (but with the weight of `set_weight`, zeros), so that
+        what the script does to gradients, ``GradScaler.unscale_`` and clipping, it does on all
+        ranks. Without it `step` takes part, which a GradScaler cannot wait for. (One that has not
+        scaled a loss yet needs ``scaler.scale(torch.zeros(()))`` before its first step.)
+        """
+        reducer = self.reducer
+        own = reducer.contribution
+        if not (own.is_set or reducer.local_passes.states):
+            own.set(0.0, 0.0)
+        reducer.exchange_now()
 
     def replicated_tensors(self) -> list[Tensor]:
         """The parameters, where the schedule promises the same bits on all ranks now. Local.
 
         Empty where replicas differ by design: what a replica check may compare.
         """
-        self._remove_eager_step()
-        if self.schedule.traits.replica_consistency != "per_step":
-            return []
-        return [*parameters_of(self.inner)]
+        self.schedule.before_access("read")
+        return [*parameters_of(self.inner)] if self._are_replicas else []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the inner optimizer's. *Collective.*
@@ -337,17 +293,15 @@ class MultiNodeOptimizer(WrappedOptimizer):
         All ranks take rank 0's parameters, buffers and optimizer state. Raises UsageError: a
         parameter is not in the model; the group is then not added.
         """
-        self._remove_eager_step()
-        if self.schedule.traits.replica_consistency != "per_step":
+        self.schedule.before_access("read")
+        if not self._are_replicas:
             self.schedule.flush()  # or what other ranks have learned would be overwritten
         self.inner.add_param_group(param_group)
         try:
-            self._unify()
+            self._lay_out_again()
         except TorchmnError:
             self.inner.param_groups.pop()
             raise
-        self.reducer.rebuild()
-        self.schedule.rebuild()
 
     def state_dict(self) -> dict[str, Any]:
         """The inner state, which a plain optimizer loads too; under ``torchmn`` our own.
@@ -358,12 +312,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         is awaited.
         """
         self._block_reads.note_checkpoint()
-        state = resume.save(
-            self.inner, self.schedule, self.reducer, has_local_passes=self._has_local_passes
-        )
-        if self.tuner is not None:
-            state["torchmn"]["tuner"] = self.tuner.state_dict()
-        return state
+        return resume.save(self.inner, self.schedule, self.reducer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load our own state or a plain optimizer's. All ranks must call it, or none.
@@ -373,19 +322,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         optimizer.
         """
         self._block_reads.note_checkpoint()
-        ours = state_dict.get("torchmn", {})
-        raise_if_other_optimizer(self.inner, state_dict, ours.get("optimizer", ""))
-        self._remove_eager_step()
-        if self.tuner is not None:
-            self.tuner.load_state_dict(ours.get("tuner", {}))
-        own = resume.schedule_state(state_dict, self.schedule)
-        load_inner_state(self.inner, {k: v for k, v in state_dict.items() if k != "torchmn"})
-        if ours.get("progress", {}).get("has_untrained"):
-            self.reducer.find_untrained()
-        self.schedule.load_state_dict(own)
-        self.reducer.load_state_dict(ours.get("codec", {}), ours.get("progress", {}))
-        resume.load_accumulated(self.reducer, ours.get("accumulated"))
-        self._has_local_passes = "accumulated" in ours
+        resume.load(state_dict, self.inner, self.schedule, self.reducer)
 
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
@@ -399,36 +336,24 @@ class MultiNodeOptimizer(WrappedOptimizer):
         old rank's.
         Raises UsageError: the old ranks were saved at different places.
         """
-        schedule, tuner = self.schedule, self.tuner
-        ours = [state.get("torchmn", {}) for state in states]
-        is_tuned = tuner is not None and all("tuner" in own for own in ours)
-        if tuner is not None and is_tuned:
-            make = tuner.space.schedules.get(ours[0]["schedule"])
-            schedule = make() if make is not None else schedule
-        state = resume.reshard(states, comm, schedule, self.reducer.exchange.reduction)
-        if tuner is not None and is_tuned:
-            state["torchmn"]["tuner"] = tuner.reshard_state_dict([own["tuner"] for own in ours])
-        return state
+        return resume.reshard(states, comm, self.schedule, self._options.reduction)
 
     def resume_warnings(self) -> list[str]:
         """What does not hold when a state is loaded by another number of ranks. Local."""
         return resume.other_size_warnings(
-            self.schedule, self.tuner, codec=self._asked["codec"], models=self._models
+            self.schedule, codec=self._codec_name, models=self._models
         )
 
     # ---- what a plain optimizer has not ----
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients here; the first backward pass outside exchanges the sum. Local.
 
         Without one `step` does; gradients that a script changes before, as by clipping, are this
         rank's own then: a warning, or, if others had such a pass, RankMismatchError from `step`.
         """
-        self._has_local_passes = True
-        local_passes = self.reducer.local_passes
-        with local_passes.no_sync():
-            yield
+        local = self.reducer.local_passes
+        return local.no_sync()
 
     def set_weight(self, weight: float) -> None:
         """The weight of this rank in the next mean: its number of samples or tokens. Local.
@@ -439,57 +364,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
         Raises UsageError: negative or not finite, or neither 0 nor 1 where gradients are summed.
         """
-        if not 0 <= weight < float("inf"):
-            raise UsageError(f"weight={weight} must be a non-negative finite number.")
-        if self.reducer.exchange.reduction == "sum" and weight not in (0, 1):
-            raise UsageError(
-                f"set_weight({weight}) with reduction='sum': gradients are added as they are. "
-                "Multiply the loss, or use reduction='mean', which divides by the weights. "
-                "(Weight 0 leaves this rank out.)"
-            )
-        self.reducer.contribution.set(float(weight), float(weight))
-        if not self.schedule.traits.has_own_steps:
-            self._weigh_losses()
-
-    @not_compiled
-    def _weigh_losses(self) -> None:
-        """Let layers that communicate in backward use the weight, if it is known. Local."""
-        reducer = ref(self.reducer)  # layers live longer than an optimizer
-
-        def loss_weight() -> float | None:
-            found = reducer()
-            return None if found is None else found.contribution.loss_weight
-
-        for model in self._models:
-            weigh_losses_by(model, loss_weight)
-
-    def follow_batches(self) -> None:
-        """Weight the ranks by their parts of batches, in steps that are of a loader's. Local.
-
-        Batch normalization over ranks follows it. See `torchmn.scatter_loader`.
-        """
-        self.reducer.contribution.follows_batches = True
-        divided_batches(self.communicator).when_used(self, MultiNodeOptimizer._loader_is_there)
-
-    def _loader_is_there(self) -> None:
-        if self._is_closed:
-            return
-        self._count_samples()
-        if not self.schedule.traits.has_own_steps:
-            self.reducer.exchange.forget_scale()  # samples are another unit than ranks
-            self._weigh_losses()
-
-    def _count_samples(self) -> None:
-        """Count the samples that the first model sees, from the first call of this on. Local."""
-        if self._counts_samples:
-            return
-        self._counts_samples = True
-        contribution, model = self.reducer.contribution, self._models[0]
-        self._hooks.before_forward(model, self._before_forward)
-        self._hooks.before_forward(model, contribution.count)
-        self._hooks.show_to_compiler(model)
-        if isinstance(model, MultiNodeChainList):  # its forward_backward does not call it
-            model.register_count(contribution.add)
+        self.sample_weights.set(weight)
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -506,12 +381,13 @@ class MultiNodeOptimizer(WrappedOptimizer):
         No other collective may be called inside. Raises UnsupportedError: a closure is given to
         `step` inside.
         """
-        self._is_joining = self.reducer.contribution.is_joining = True
+        contribution = self.reducer.contribution
+        contribution.is_joining = True
         try:
             with joined(self, self._models):
                 yield
         finally:
-            self._is_joining = self.reducer.contribution.is_joining = False
+            contribution.is_joining = False
 
     def flush(self) -> None:
         """Apply what was exchanged but not applied, and end a partial block. *Collective.*
@@ -526,10 +402,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
         *Collective*, with `join` on the workers. Returns whether this rank is one that serves; on
         the others, which train, it returns at once.
         """
-        if self.schedule.traits.serves:
+        traits = self.schedule.traits
+        if traits.serves:
             with self.join():
                 pass
-        return self.schedule.traits.serves
+        return traits.serves
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the current gradients by their global norm; returns the norm before. Local.
@@ -541,76 +418,78 @@ class MultiNodeOptimizer(WrappedOptimizer):
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
-        return self.reducer.exchange.nonfinite.problems
+        exchange = self.reducer.exchange
+        return exchange.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
         self._is_closed = True
+        self._after_steps.clear()
         self._block_reads.close()
         self.schedule.close()
         self.reducer.close_for_good()
-        self.recorded.close()
+        self.recorded.close(self)
+        self.sample_weights.close()
         self._unhook()
 
-    # ---- inside ----
-
-    def _unify(self) -> None:
-        """Take over the parameters that the inner optimizer has now. *Collective.*"""
-        self._take_parameters_over()  # an older one may hold a step of its own in parameters
-        raise_if_ranks_differ(self.communicator, self._models, self.inner, self._asked)
-        broadcast_and_verify(self.communicator, self._models)
-        broadcast_optimizer_state(self.communicator, self.inner)
-        self._in_groups = parameters_of(self.inner)
+    # ---- other parameters in the groups ----
 
     def _follow_groups(self) -> None:
-        """Unify again if the script has put other parameters into the groups. *Collective* then.
+        """Exchange what is in the groups now, if the script has put others in. *Collective* then.
 
         Gaussian splatting replaces all of them between steps; other scripts append to a group.
         """
-        now = parameters_of(self.inner)
-        if self._is_closed or [*map(id, now)] == [*map(id, self._in_groups)]:
+        if self._is_closed or not self._in_groups.have_changed():
             return
-        if self.schedule.traits.replica_consistency != "per_step":
+        if not self._are_replicas:
             raise UnsupportedError(
                 f"{self.communicator.rank_label}: other parameters were put into the optimizer's "
                 f"groups, which {self.schedule.name} cannot follow: call flush() and close() "
                 "before that, and create_multi_node_optimizer(optimizer.inner, ...) after it."
             )
-        self._remove_eager_step()
-        self._unify()
+        self.schedule.before_access("read")
+        self._lay_out_again()
+
+    def _lay_out_again(self) -> None:
+        self._take_over()
         self.reducer.rebuild()
         self.schedule.rebuild()
+
+    def _take_over(self) -> None:
+        """Take over the parameters that the groups have now. *Collective.*"""
+        ours = self._in_groups.find()
+        for reducer in owners_of(ours):
+            older = reducer.owner if isinstance(reducer, GradientReducer) else None
+            if not isinstance(older, MultiNodeOptimizer) or older is self:
+                continue
+            if ours.isdisjoint(parameters_of(older.inner)):  # it exchanges what nothing trained
+                older.schedule.before_access("read")
+                older.reducer.release(ours)
+            else:  # it may hold a step of its own in parameters
+                older._taken_over_by = self._label
+                older.close()
+        self._in_groups.unify()
 
     def _before_forward(self, model: nn.Module, *_: object) -> None:
         if not torch.compiler.is_compiling() and model.training and torch.is_grad_enabled():
             self._follow_groups()
 
     @property
+    def _are_replicas(self) -> bool:
+        """Whether all ranks hold the same parameters after each step."""
+        traits = self.schedule.traits
+        return traits.replica_consistency == "per_step"
+
+    @property
     def _label(self) -> str:
         return f"the multi-node optimizer of {type(self.inner).__name__} ({self.schedule.name})"
 
-    def _take_parameters_over(self) -> None:
-        """Close the multi-node optimizers that train our parameters. *Collective.*
+    # ---- in a step ----
 
-        Those that only exchange them, because nothing trained them, stop exchanging them.
-        """
-        self._named[:] = named_parameters(self.inner, self._models, self._named)
-        ours = [parameter for _, parameter in self._named]
-        for reducer in owners_of(ours):
-            older = reducer.owner if isinstance(reducer, GradientReducer) else None
-            if not isinstance(older, MultiNodeOptimizer) or older is self:
-                continue
-            if set(ours).isdisjoint(parameters_of(older.inner)):
-                older._remove_eager_step()
-                older.reducer.release(set(ours))
-            else:
-                older._taken_over_by = self._label
-                older.close()
-
-    def _before_step(self) -> None:
+    def _before_step(self, *_: object) -> None:
         """Called before the inner optimizer's step, which a GradScaler skips if need be."""
         passes = self.reducer.passes
-        if passes.are_inside:
+        if passes.current is not None and passes.are_inside:
             raise UnsupportedError(
                 f"{self.communicator.rank_label}: {type(self.inner).__name__}.step() was called "
                 "inside of backward(), by a hook on a parameter (gradient release, optimizer in "
@@ -622,20 +501,26 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     def _make_ready_for_step(self) -> None:
         """All that is done to gradients before the inner optimizer sees them."""
-        if not self.reducer.is_needed:
-            exchange = self.reducer.exchange
+        reducer = self.reducer
+        exchange = reducer.exchange
+        if not reducer.is_needed:
             exchange.fill_missing()
-            if not self.reducer.is_suspended:
-                record_own_nonfinite(self.reducer, parameters_of(self.inner))
-        self._act_on_problem()
+            if not reducer.is_suspended:
+                record_own_nonfinite(reducer, parameters_of(self.inner))
+        if exchange.unsettled is not None or exchange.nonfinite.current is not None:
+            self._act_on_problem()
         if self._options.max_grad_norm is not None:
             self.clip_grad_norm_(self._options.max_grad_norm)
 
     def _act_on_problem(self) -> None:
         act_on_nonfinite(self.reducer, self._options.on_nonfinite)
 
-    def _remove_eager_step(self) -> None:
-        self.schedule.before_access("read")
+    def _warn_of_untrained(self) -> None:
+        """Once, after the first step: it is known then what is exchanged."""
+        reducer = self.reducer
+        if reducer.is_needed:
+            self._after_steps.remove(self._warn_of_untrained)
+            warn_of_untrained_parameters(self.communicator, reducer.parameters.untrained)
 
 
 def _agreements(inner: Optimizer) -> list[Agreement]:
@@ -649,23 +534,3 @@ def _raise_if_attached(schedule: Schedule) -> None:
             f"This {type(schedule).__name__} object belongs to another optimizer already, whose "
             "state it holds. Make a new schedule object for each optimizer."
         )
-
-
-def measure_norms(optimizer: MultiNodeOptimizer, listener: NormListener) -> None:
-    """Give a listener the norms of gradients, and count samples for it. Local.
-
-    Raises UsageError: there is one already; UnsupportedError: the model is a chain over ranks.
-    """
-    comm, exchange = optimizer.communicator, optimizer.reducer.exchange
-    if find_chains(optimizer._models, comm, None):
-        raise UnsupportedError(
-            f"{comm.rank_label}: the norm of a gradient is that of all parameters, and the modules "
-            "of this chain are on several ranks. Measure with a model that is whole on each rank."
-        )
-    if exchange.norm_listener is not None:
-        raise UsageError(
-            "The norms of this optimizer's gradients are measured already. Use the "
-            f"{type(exchange.norm_listener).__name__} that was made first."
-        )
-    exchange.norm_listener = listener
-    optimizer._count_samples()

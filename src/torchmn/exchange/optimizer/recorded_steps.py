@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchmn.base import events
@@ -17,59 +17,47 @@ from torchmn.comm.codecs.layout import is_small
 from torchmn.data.batch_size import num_samples
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.parameter_hook import watch_gradient
+from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.schedules.base import Schedule
 from torchmn.exchange.sharded_parameters import whole_of
-
-if TYPE_CHECKING:
-    from torchmn.exchange.buckets import NamedParameter
-    from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
-    from torchmn.exchange.reducer import GradientReducer
 
 _GRADIENT_STEPS = frozenset({3, 10, 30, 100})
 _GRADIENT_PERIOD = 500
 
 
 class RecordedSteps:
-    """A context around each step of one optimizer, for where there are observers. Local."""
+    """The steps of one optimizer, for where there are observers. Local."""
 
-    def __init__(self, optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> None:
-        self._found = weakref.ref(optimizer)  # it has this: no cycle, it is freed when closed
+    def __init__(
+        self,
+        inner: Optimizer,
+        reducer: GradientReducer,
+        schedule: Schedule,
+        models: Sequence[nn.Module],
+    ) -> None:
+        self._inner, self._reducer, self._schedule = inner, reducer, schedule
         self._models = models
         self._observers: tuple[events.Observer, ...] = ()  # those that know the settings
-        self._number = 0
         self._hooks = ModelHooks()
         self._facts: dict[Tensor, events.Gradient] = {}  # of gradients that are timed in this step
         self._watches: list[RemovableHandle] = []
-        self._noted: tuple[object, object] = (None, None)
+        self._noted: tuple[object, ...] = ()
 
-    @property
-    def _optimizer(self) -> MultiNodeOptimizer:
-        optimizer = self._found()
-        assert optimizer is not None  # noqa: S101 - it has this object
-        return optimizer
-
-    @property
-    def _reducer(self) -> GradientReducer:
-        return self._optimizer.reducer
-
-    def _trained(self) -> list[NamedParameter]:
-        parameters = self._reducer.parameters
-        return list(parameters.trained())
-
-    def __enter__(self) -> None:
+    @contextmanager
+    def step(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around a step."""
         self.meet()
-        self._number = self._reducer.step
+        number, ended = self._reducer.step, None
         for observer in events.observers:
-            observer.step_begins(self._optimizer)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
+            observer.step_begins(optimizer)
+        try:
+            yield
+            ended = number
             self._note_settings()
-        for observer in events.observers:
-            observer.step_ended(self._optimizer, self._number if kind is None else None)
-        if kind is None:
-            self._watch_gradients(self._number + 1)
+        finally:
+            for observer in events.observers:
+                observer.step_ended(optimizer, ended)
+        self._watch_gradients(number + 1)
 
     def meet(self) -> None:
         """Look at the model from now on if there are observers, and tell new ones the settings."""
@@ -82,37 +70,37 @@ class RecordedSteps:
             self._note_settings()
             self._watch_gradients(self._reducer.step)
 
-    def step_without_data(self) -> None:
+    def step_without_data(self, optimizer: Optimizer) -> None:
         """A step of the other ranks, in which this rank has taken part."""
         for observer in events.observers:
-            observer.step_ended(self._optimizer, self._reducer.step, samples=0)
+            observer.step_ended(optimizer, self._reducer.step, samples=0)
 
-    def close(self) -> None:
+    def close(self, optimizer: Optimizer) -> None:
         """Take the hooks off."""
         for observer in events.observers:
-            observer.optimizer_closed(self._optimizer)
+            observer.optimizer_closed(optimizer)
         self._take_off()
 
     def _take_off(self) -> None:
         self._stop_watching()
         self._hooks.remove()
-        self._noted = None, None
+        self._noted = ()
 
     def _note_settings(self) -> None:
-        optimizer = self._optimizer
-        reducer, schedule = optimizer.reducer, optimizer.schedule
-        if self._noted == (schedule, reducer.codec):
-            return
-        self._noted = schedule, reducer.codec
-        parameters = [parameter for _, parameter in self._trained()]
+        reducer, schedule = self._reducer, self._schedule
         exchange, route = reducer.exchange, reducer.comm.route
+        plan = schedule.name, reducer.codec, exchange.bucket_bytes
+        if self._noted == plan:
+            return
+        self._noted = plan
+        parameters = [parameter for _, parameter in exchange.trained()]
         filling = exchange.filling
         values = {
             "schedule": schedule.name,
             "codec": "float32" if reducer.codec is None else reducer.codec.name,
             "bucket_bytes": str(exchange.bucket_bytes or route.bucket_bytes),
             "num_buckets": str(len(filling.buckets)),
-            "optimizer": type(optimizer.inner).__name__,
+            "optimizer": type(self._inner).__name__,
             "model": ", ".join(type(model).__name__ for model in self._models),
             "num_parameters": str(sum(parameter.numel() for parameter in parameters)),
             "gradient_nbytes": str(sum(parameter.nbytes for parameter in parameters)),
@@ -127,7 +115,8 @@ class RecordedSteps:
         if self._watches and not is_timed and not self._facts:
             return
         self._stop_watching()
-        trained = [p for _, p in self._trained() if p.requires_grad]
+        exchange = self._reducer.exchange
+        trained = [p for _, p in exchange.trained() if p.requires_grad]
         if is_timed:
             self._facts = {
                 whole_of(p): events.Gradient(p.numel(), p.nbytes, is_small(p.shape))

@@ -10,10 +10,13 @@ from torch.optim import Optimizer
 
 from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
+from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.replicas import load_inner_state
 from torchmn.exchange.resharding import (
     mean_state,
+    raise_if_other_optimizer,
     reshard_codec,
     reshard_inner,
     reshard_object,
@@ -26,9 +29,7 @@ _NOT_THE_SCHEDULES = ("schedule", "optimizer", "codec", "progress", "accumulated
 """The keys under ``torchmn`` that are not the schedule's."""
 
 
-def save(
-    inner: Optimizer, schedule: Schedule, reducer: GradientReducer, *, has_local_passes: bool
-) -> State:
+def save(inner: Optimizer, schedule: Schedule, reducer: GradientReducer) -> State:
     """See `MultiNodeOptimizer.state_dict`."""
     ours = schedule.state_dict()  # first: it waits for what is under way
     state = inner.state_dict()
@@ -37,15 +38,30 @@ def save(
         "optimizer": type(inner).__name__,
         "codec": reducer.state_dict(),
         "progress": reducer.progress(),
-        **({"accumulated": _accumulated(reducer)} if has_local_passes else {}),
+        **({"accumulated": _accumulated(reducer)} if reducer.local_passes.may_exist else {}),
         **ours,
     }
     return state
 
 
-def schedule_state(state: State, schedule: Schedule) -> State:
-    """The schedule's own part of a saved state. Raises UsageError: it is another schedule's."""
+def load(state: State, inner: Optimizer, schedule: Schedule, reducer: GradientReducer) -> None:
+    """See `MultiNodeOptimizer.load_state_dict`."""
     ours = state.get("torchmn", {})
+    raise_if_other_optimizer(inner, state, ours.get("optimizer", ""))
+    schedule.before_access("read")
+    if isinstance(schedule, Autotuner):
+        schedule.load_plan(ours.get("tuner", {}))
+    own = _schedule_state(ours, schedule)
+    load_inner_state(inner, {k: v for k, v in state.items() if k != "torchmn"})
+    if ours.get("progress", {}).get("has_untrained"):
+        reducer.find_untrained()
+    schedule.load_state_dict(own)
+    reducer.load_state_dict(ours.get("codec", {}), ours.get("progress", {}))
+    _load_accumulated(reducer, ours.get("accumulated"))
+
+
+def _schedule_state(ours: State, schedule: Schedule) -> State:
+    """The schedule's own part of a saved state. Raises UsageError: it is another schedule's."""
     saved = ours.get("schedule", schedule.name)
     own = {key: value for key, value in ours.items() if key not in _NOT_THE_SCHEDULES}
     if own and saved != schedule.name:
@@ -65,6 +81,12 @@ def reshard(
     if not all(ours):
         return state
     schedules = [{k: v for k, v in own.items() if k not in _NOT_THE_SCHEDULES} for own in ours]
+    plans = [own["tuner"] for own in ours if "tuner" in own]
+    is_tuned = isinstance(schedule, Autotuner) and len(plans) == len(ours)
+    if isinstance(schedule, Autotuner):
+        space, schedule = schedule.space, schedule.current
+        if is_tuned and (make := space.schedules.get(ours[0]["schedule"])) is not None:
+            schedule = make()
     is_same = ours[0]["schedule"] == schedule.name
     state["torchmn"] = {
         "schedule": ours[0]["schedule"],
@@ -73,6 +95,8 @@ def reshard(
         # The scale of weights suits the old number of ranks; the new ones agree on theirs.
         "progress": {**ours[0]["progress"], "scale": None} if "progress" in ours[0] else {},
         **(reshard_object(schedule, schedules, comm) if is_same else schedules[0]),
+        # The old plan for one step, then all is measured again.
+        **({"tuner": {**plans[0], "is_selected": False}} if is_tuned else {}),
     }
     accumulated = [own["accumulated"] for own in ours if "accumulated" in own]
     if accumulated:
@@ -81,10 +105,10 @@ def reshard(
 
 
 def other_size_warnings(
-    schedule: Schedule, tuner: object, *, codec: object, models: Sequence[nn.Module]
+    schedule: Schedule, *, codec: object, models: Sequence[nn.Module]
 ) -> list[str]:
     """See `MultiNodeOptimizer.resume_warnings`."""
-    warnings = warnings_of(schedule) + warnings_of(tuner)
+    warnings = warnings_of(schedule)
     if codec is not None:
         warnings.append(
             f"The residuals of {codec} are kept, but gradients are rounded in other parts: the run "
@@ -113,10 +137,11 @@ def _accumulated(reducer: GradientReducer) -> State:
     }
 
 
-def load_accumulated(reducer: GradientReducer, state: State | None) -> None:
+def _load_accumulated(reducer: GradientReducer, state: State | None) -> None:
     """Continue from gradients of passes under no_sync(); None clears nothing but their weight."""
     own = reducer.contribution
     own.reset()
+    reducer.local_passes.may_exist = state is not None
     if state is None:
         return
     for name, parameter in reducer.parameters.trained():

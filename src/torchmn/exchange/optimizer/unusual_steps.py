@@ -1,4 +1,4 @@
-"""Steps that are not the usual one: with a closure, in `join`, late under a scaler, uncounted."""
+"""Steps that are not the usual one: with a closure, in `join`, with samples that nobody counted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchmn.base.errors import UsageError
 from torchmn.exchange.reducer import GradientReducer
@@ -27,82 +28,33 @@ class UncountedSteps:
     Blocks of local updates would never end. Local.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: str, inner: Optimizer, reducer: GradientReducer) -> None:
+        self._schedule, self._inner, self._reducer = schedule, inner, reducer
         self._num_steps = 0
         """In a row."""
 
-    def before_step(self, optimizer: MultiNodeOptimizer) -> None:
+    def before_step(self) -> None:
         """Raise UsageError if nothing was counted, and no loader knows the samples."""
-        comm, reducer = optimizer.communicator, optimizer.reducer
+        reducer = self._reducer
         own = reducer.contribution
-        if not optimizer.schedule.traits.counts_samples:
-            return
         is_own_step = reducer.is_suspended  # else exchanges have taken what was counted
         if is_own_step:
             own.begin_exchange(reducer.step, has_backward=True)
         if own.is_known or (own.was_ever_known and not is_own_step):
             self._num_steps = 0
             return
-        if all(p.grad is None for p in parameters_of(optimizer.inner)):
+        if all(p.grad is None for p in parameters_of(self._inner)):
             return
         self._num_steps += 1
         if own.was_ever_known and self._num_steps < _MAX_STEPS:
             return
         since = f" in {_MAX_STEPS} steps" if own.was_ever_known else ""
         raise UsageError(
-            f"{comm.rank_label}: {optimizer.schedule.name} counts samples, but the model's forward "
+            f"{reducer.comm.rank_label}: {self._schedule} counts samples, but the model's forward "
             f"has seen no tensor with a batch dimension{since}. Calls of the whole model in "
             "train() are counted; otherwise call optimizer.set_weight(number_of_samples) before "
             "step()."
         )
-
-
-class LateScalerSteps:
-    """Steps of a GradScaler on a rank that had no backward pass: it takes part before it looks.
-
-    Then the scaler finds the same values that are not finite as those of other ranks, and leaves
-    out the same steps. `share_with_late_ranks` is what a late rank does without a scaler.
-
-    ``GradScaler.step`` asks an optimizer whether it unscales by itself. A late rank takes part then
-    and says yes: the scaler looks for values that are not finite, leaves the scale and what it has
-    found with the optimizer, and calls `step` in any case.
-    """
-
-    def __init__(self) -> None:
-        self._num_passes = -1
-        """How many exchanges there had been at the last one."""
-
-    def take_part(self, optimizer: MultiNodeOptimizer) -> bool:
-        """Take part in the exchange if this rank has not; whether it was late. *Collective.*"""
-        reducer = optimizer.reducer
-        if reducer.num_passes == self._num_passes:  # of a step that it left out
-            reducer.exchange.num_in_step = 0
-        before = reducer.num_passes
-        reducer.exchange_if_late()
-        self._num_passes = reducer.num_passes
-        return self._num_passes > before
-
-    def unscale(self, optimizer: MultiNodeOptimizer) -> bool:
-        """Unscale the gradients of a late rank whose scaler calls its step; False: leave it out.
-
-        Raises UsageError: the script has called ``unscale_``, which found no gradients and noted
-        nothing, so that the scaler could not follow the others.
-        """
-        scale, found_inf = vars(optimizer)["grad_scale"], vars(optimizer)["found_inf"]
-        if not isinstance(scale, Tensor):
-            raise UsageError(
-                f"{optimizer.communicator.rank_label}: scaler.unscale_(optimizer) was called on a "
-                "rank that had no backward pass in this step, and so no gradients yet: they come "
-                "from the other ranks in scaler.step(optimizer). On such a rank leave unscale_() "
-                "and clipping out: it takes over the gradients as the others have clipped them."
-            )
-        if float(found_inf):
-            return False
-        factor = scale.double().reciprocal().float()
-        for parameter in parameters_of(optimizer.inner):
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device))
-        return True
 
 
 def over_ranks(
@@ -156,9 +108,7 @@ def joined(optimizer: MultiNodeOptimizer, models: Sequence[nn.Module]) -> Iterat
             optimizer.schedule.step(None)
             if not reducer.exchange.num_active:
                 break
-            optimizer.recorded.step_without_data()
-            if optimizer.tuner is not None:
-                optimizer.tuner.step_ended()
+            optimizer.recorded.step_without_data(optimizer)
     schedule = optimizer.schedule
     reducer.contribution.reset()
     reducer.exchange.forget_scale()

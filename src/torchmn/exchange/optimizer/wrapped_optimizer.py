@@ -75,10 +75,13 @@ def raise_if_it_has_no_hooks(optimizer: Optimizer) -> None:
     )
 
 
-def before_step(optimizer: Optimizer, function: Callable[[], None]) -> Callable[[], None]:
-    """Call ``function()`` before each step, until what is returned is called. Local."""
+def before_step(optimizer: Optimizer, function: Callable[..., None]) -> Callable[[], None]:
+    """Call ``function`` before each step, until what is returned is called. Local.
+
+    Its arguments, if any, are those of a hook of `torch.optim.Optimizer`.
+    """
     if getattr(type(optimizer).step, "hooked", False):
-        return optimizer.register_step_pre_hook(lambda *_: function()).remove
+        return optimizer.register_step_pre_hook(function).remove
     own = vars(optimizer)
     before, plain = own.get("step"), optimizer.step
 

@@ -10,8 +10,11 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from torchmn.comm import Communicator
 from torchmn.exchange.gradient_exchange import GradientExchange
+from torchmn.exchange.local_passes import LocalPasses
 from torchmn.exchange.reducer import GradientReducer
+from torchmn.exchange.weights import Contribution
 
 ReplicaConsistency = Literal["per_step", "per_block", "none"]
 """How long ranks' parameters may differ, at most: when they hold the same bits again."""
@@ -59,11 +62,17 @@ class Schedule(ABC):
     (True, 'every_step')
     """
 
-    traits: Traits
-    """As they are now: where they change during training this is a property."""
     _reducer: GradientReducer
     _exchange: GradientExchange
+    _contribution: Contribution
+    _local_passes: LocalPasses
+    _comm: Communicator
     _inner: Optimizer
+
+    @property
+    @abstractmethod
+    def traits(self) -> Traits:
+        """As they are now. Where they never change this is an attribute of the class."""
 
     @property
     def name(self) -> str:
@@ -75,6 +84,8 @@ class Schedule(ABC):
     ) -> None:
         """Called once, when the multi-node optimizer is made. ``models`` own the parameters."""
         self._reducer, self._exchange, self._inner = reducer, reducer.exchange, inner
+        self._comm, self._contribution = reducer.comm, reducer.contribution
+        self._local_passes = reducer.local_passes
 
     @abstractmethod
     def backward_ended(self) -> None:

@@ -22,10 +22,9 @@ is saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
@@ -33,12 +32,13 @@ from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.base.names import DOUBLE_BUFFERING
 from torchmn.comm import Communicator
 from torchmn.exchange.agreements.late_ranks import LateRanks
-from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.gradient_exchange import CHANGED_AND_LATE
 from torchmn.exchange.gradient_memory import GradientState
 from torchmn.exchange.means import Means
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.schedules.base import Schedule, Traits
 from torchmn.exchange.schedules.eager_step import EagerStep
+from torchmn.exchange.schedules.late_means import DelayCompensation, LateMeans
 from torchmn.exchange.sums import Sums
 
 
@@ -84,8 +84,7 @@ class DoubleBuffering(Schedule):
         self._pending: Sums | None = None
         self._has_mean = False
         """Whether the exchange of this step has left a mean in ``p.grad``."""
-        self._ahead: EagerStep | None = None
-        self._compensation: DelayCompensation | None = None
+        self._late: LateMeans
         self._own: dict[Tensor, Tensor] = {}
         """This rank's gradients of the last backward pass, if eager."""
         self._assigned: list[GradientState] = []
@@ -113,34 +112,33 @@ class DoubleBuffering(Schedule):
                 "schedule='every_step'."
             )
         super().attach(reducer, inner, models)
-        self._rank_label = reducer.comm.rank_label
+        exchange, parameters = self._exchange, reducer.parameters
+        rank_label = self._comm.rank_label
+        self._late = LateMeans(inner)
         if self.delay_compensation:
-            if self._exchange.sparse:
-                names = [name for name, _ in self._exchange.sparse]
+            if exchange.sparse:
+                names = [name for name, _ in exchange.sparse]
                 raise UnsupportedError(
-                    f"{reducer.comm.rank_label}: DoubleBuffering(delay_compensation="
-                    f"{self.delay_compensation}) needs dense gradients, and those of {names[:3]} "
-                    "are sparse. Use sparse=False, or no compensation."
+                    f"{rank_label}: DoubleBuffering(delay_compensation={self.delay_compensation}) "
+                    f"needs dense gradients, and those of {names[:3]} are sparse. Use "
+                    "sparse=False, or no compensation."
                 )
-            self._compensation = DelayCompensation(
-                self.delay_compensation / self._exchange.num_added, self._exchange.trained
-            )
+            factor = self.delay_compensation / exchange.num_added
+            self._late = DelayCompensation(inner, factor, exchange.trained)
         if self.eager:
-            parameters = reducer.parameters
             if parameters.are_sharded or parameters.mesh.has_parallel_layers:
                 raise UnsupportedError(
-                    f"{reducer.comm.rank_label}: DoubleBuffering(eager=True) compares norms of "
-                    "whole gradients on each rank, and of this model ranks hold parts. Use "
-                    "DoubleBuffering() or 'every_step'."
+                    f"{rank_label}: DoubleBuffering(eager=True) compares norms of whole gradients "
+                    "on each rank, and of this model ranks hold parts. Use DoubleBuffering() or "
+                    "'every_step'."
                 )
-            self._ahead = EagerStep(inner, self._exchange.trained, reducer.comm.rank_label)
-            self._ahead.watch(models)
-            self._exchange.keep_own_gradients()
+            self._late = EagerStep(inner, exchange.trained, rank_label, models)
+            exchange.keep_own_gradients()
 
     def before_access(self, access: Literal["read", "load"]) -> None:
         """See `Schedule.before_access`."""
-        if self._ahead is not None and access == "read":
-            self._ahead.remove()
+        if access == "read":
+            self._late.remove()
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
@@ -159,10 +157,7 @@ class DoubleBuffering(Schedule):
         else:
             self._assign(before)
             self._assigned = exchange.gradient_states()
-        if self._compensation is not None:
-            self._compensation.note_parameters()
-        if self._ahead is not None:
-            self._ahead.pass_ended()  # last, as it may raise
+        self._late.pass_ended()  # last, as it may raise
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`."""
@@ -174,7 +169,7 @@ class DoubleBuffering(Schedule):
         self._was_changed = bool(self._assigned) and self._assigned != exchange.gradient_states()
         if exchange.num_in_step == 0:
             self._reducer.exchange_now(is_late=True)
-        elif self._reducer.local_passes.exist:
+        elif self._local_passes.exist:
             raise UnsupportedError(
                 "A backward pass under no_sync() came after the one that was exchanged, before "
                 "step(). With double_buffering the pass outside no_sync() must be the last one."
@@ -183,16 +178,13 @@ class DoubleBuffering(Schedule):
         self._assigned = []
         has_mean, self._has_mean = self._has_mean, False
         own, self._own = self._own, {}
-        if has_mean and self._ahead is not None:
-            # an own part of a sum is as many times smaller
-            self._ahead.step(own, float(exchange.num_added))
-        elif has_mean:
-            self._inner.step()
+        if has_mean:  # an own part of a sum is as many times smaller
+            self._late.step(own, float(exchange.num_added))
         return loss
 
     def _step_without_data(self) -> None:
         """Take part in a step of the others. *Collective.*"""
-        self._forget()
+        self._late.forget()
         if self._pending is not None:
             self._pending.wait()
         self._reducer.finish_filling()
@@ -210,7 +202,7 @@ class DoubleBuffering(Schedule):
         """See `Schedule.flush`."""
         has_mean, self._has_mean = self._has_mean, False
         num_exchanges, self._exchange.num_in_step = self._exchange.num_in_step, 0
-        self._forget()
+        self._late.forget()
         if has_mean and num_exchanges:  # there was a backward pass, but no step yet
             self._inner.step()
         if self._pending is None:
@@ -227,24 +219,12 @@ class DoubleBuffering(Schedule):
         """
         self._exchange.assign(means)
         if means.footer.get(LateRanks).are_some_late and self._was_changed:
-            raise RankMismatchError(
-                f"{self._rank_label}: in the step before, gradients were changed "
-                "between backward() and step(), as by clip_grad_norm_, and a rank without a "
-                "backward pass had none to change. Its parameters are others now. Clip by "
-                "create_multi_node_optimizer(max_grad_norm=...), or call backward() on all ranks: "
-                "a batch of 0 rows will do."
-            )
-        if self._compensation is not None:
-            self._compensation.correct_gradients()
+            raise RankMismatchError(f"{self._comm.rank_label}: {CHANGED_AND_LATE}")
+        self._late.mean_assigned()
 
     def close(self) -> None:
         """See `Schedule.close`."""
-        if self._ahead is not None:
-            self._ahead.close()
-
-    def _forget(self) -> None:
-        if self._ahead is not None:
-            self._ahead.forget()
+        self._late.close()
 
     def state_dict(self) -> dict[str, Any]:
         """See `Schedule.state_dict`: the mean that the next step will apply, by name.
@@ -255,15 +235,11 @@ class DoubleBuffering(Schedule):
         if self._pending is None:
             return {}
         self._pending.wait()
-        state: dict[str, Any] = {
+        return {
             "pending": Means(self._pending).copies(),
             "pending_record": self._pending.record(),
+            **self._late.state_dict(),
         }
-        if self._ahead is not None:
-            state["ahead"] = self._ahead.state_dict()
-        if self._compensation is not None:
-            state["then"] = self._compensation.state_dict()
-        return state
 
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
@@ -287,66 +263,6 @@ class DoubleBuffering(Schedule):
             self._pending.drain()  # its memory is used again
         self._pending, self._has_mean = None, False
         self._own = {}
-        if self._ahead is not None:
-            self._ahead.load_state_dict(state.get("ahead", {}))
-        if self._compensation is not None:
-            self._compensation.load_state_dict(state.get("then", {}))
+        self._late.load_state_dict(state)
         if "pending" in state:
             self._pending = self._exchange.load_means(state["pending"], state.get("pending_record"))
-
-
-# A late gradient, corrected for how far the parameters have moved since it was computed.
-#
-#     g~ = g + lambda g g (w - w_then)        element by element; w_then: where g was computed
-#
-# is the gradient at w to first order, with lambda g g in place of the Hessian: the expectation of
-# the squared gradient of one sample is the diagonal of the Fisher matrix. The squared mean over a
-# batch of B samples is about B times smaller where noise is most of it, so that lambda of the size
-# of the global batch estimates the Fisher matrix, and 1 is a small correction.
-#
-# Source: Zheng et al., *Asynchronous Stochastic Gradient Descent with Delay Compensation*, 2017
-# (DC-ASGD-c, with a constant lambda). Difference: g is the mean over ranks, not one worker's.
-
-
-class DelayCompensation:
-    """Keeps where gradients are computed, and corrects ``p.grad``. All methods are local.
-
-    Args:
-        factor: lambda; where gradients are sums over ranks, divided by the number of ranks.
-        trained: returns the parameters that are exchanged, by name.
-    """
-
-    def __init__(self, factor: float, trained: Callable[[], Sequence[NamedParameter]]) -> None:
-        self._factor, self._trained = factor, trained
-        self._then: dict[str, Tensor] = {}
-        """By name, the parameters for which the pending gradient was computed."""
-
-    @torch.no_grad()
-    def correct_gradients(self) -> None:
-        """Correct every ``p.grad`` that was computed at the noted parameters."""
-        for name, parameter in self._trained():
-            gradient, then = parameter.grad, self._then.get(name)
-            if gradient is None or then is None or then.shape != parameter.shape:
-                continue
-            # |g|^2 for complex numbers, so that the diagonal stays real.
-            square = (gradient * gradient.conj()).real if gradient.is_complex() else gradient**2
-            gradient.add_((parameter - then).mul_(square), alpha=self._factor)
-
-    @torch.no_grad()
-    def note_parameters(self) -> None:
-        """The next gradient to be corrected was computed here."""
-        before, self._then = self._then, {}
-        for name, parameter in self._trained():
-            kept = before.get(name)
-            if kept is None or kept.shape != parameter.shape or kept.dtype != parameter.dtype:
-                kept = torch.empty_like(parameter, requires_grad=False)
-            self._then[name] = kept.copy_(parameter)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """The noted parameters, by name."""
-        return {name: then.clone() for name, then in self._then.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `state_dict`; an empty dict notes nothing."""
-        named = self._trained() if state else []
-        self._then = {name: state[name].to(p, copy=True) for name, p in named if name in state}

@@ -19,6 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from torchmn.base.torch_private import functorch_level, is_tracing
 from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.replicas import parameters_of
+from torchmn.exchange.schedules.late_means import LateMeans
 from torchmn.exchange.schedules.trial_step import trial_step
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -40,16 +42,22 @@ _NOT_COMPILED = (
 )
 
 
-class EagerStep:
-    """Makes steps with own gradients, and adds them during passes. All methods are local.
+class EagerStep(LateMeans):
+    """Makes steps with own gradients, and adds them when one of ``models`` is called to train it.
 
     ``trained`` returns the parameters that are exchanged, by name.
     """
 
-    def __init__(self, inner: Optimizer, trained: Callable[[], Named], rank_label: str) -> None:
-        self._inner, self._trained, self._rank_label = inner, trained, rank_label
+    def __init__(
+        self,
+        inner: Optimizer,
+        trained: Callable[[], Named],
+        rank_label: str,
+        models: Sequence[nn.Module],
+    ) -> None:
+        super().__init__(inner)
+        self._trained, self._rank_label, self._models = trained, rank_label, list(models)
         self._hooks = ModelHooks()
-        self._models: list[nn.Module] = []
         self._changes: dict[str, Tensor] = {}
         """What the next passes add, by the parameter's name."""
         self._before: list[tuple[str, nn.Parameter, Tensor]] = []
@@ -60,10 +68,6 @@ class EagerStep:
         """Of the last means that the optimizer has seen."""
         self._num_missed = 0
         """Passes for which it was not added."""
-
-    def watch(self, models: Sequence[nn.Module]) -> None:
-        """Add steps when one of the models is called to train it."""
-        self._models = list(models)
         for model in models:
             self._hooks.before_forward(model, self._forward_begins, prepend=True)
 
@@ -82,7 +86,7 @@ class EagerStep:
         if not torch.compiler.is_compiling():
             self._forward_begins()
 
-    def step(self, own: Mapping[Tensor, Tensor], scale: float = 1.0) -> None:
+    def step(self, own: Mapping[Tensor, Tensor], scale: float) -> None:
         """Step with the means in ``p.grad``; note what a step with own gradients would change.
 
         The latter are multiplied by ``scale``, or by less: their norm becomes no larger than that
@@ -143,16 +147,17 @@ class EagerStep:
 
     # ---- state ----
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Any]:
         """What the next passes add, by name. It is not added then."""
         self.remove()
-        return {name: change.clone() for name, change in self._changes.items()}
+        return {"ahead": {name: change.clone() for name, change in self._changes.items()}}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from `state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `LateMeans.load_state_dict`."""
         self.forget()
-        named = self._trained() if state else []
-        self._changes = {name: state[name].to(p, copy=True) for name, p in named}
+        changes = state.get("ahead", {})
+        named = self._trained() if changes else []
+        self._changes = {name: changes[name].to(p, copy=True) for name, p in named}
 
     # ---- implementation ----
 

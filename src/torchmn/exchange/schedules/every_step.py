@@ -71,15 +71,17 @@ class EveryStep(Schedule):
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         """See `Schedule.step`. A rank without any backward pass takes part here."""
-        reducer = self._reducer
+        reducer, exchange, local = self._reducer, self._exchange, self._local_passes
         if not reducer.is_active:
             reducer.shadow_exchange()
             share_with_late_ranks(reducer)
             return None
         if closure is None:
-            reducer.exchange_if_late()
-            share_with_late_ranks(reducer)
-        self._exchange.num_in_step = 0
+            if exchange.num_in_step == 0 or local.states:
+                reducer.exchange_now(is_late=True)
+            if exchange.are_late_on_some or local.were_changed:
+                share_with_late_ranks(reducer)
+        exchange.num_in_step = 0
         return self._inner.step(closure)
 
     def flush(self) -> None:

@@ -110,7 +110,6 @@ class Phases(Schedule):
     ) -> None:
         """See `Schedule.attach`. Raises UsageError, UnsupportedError: as the schedules do."""
         super().attach(reducer, inner, models)
-        self._comm: Communicator = reducer.comm
         self._codec: Codec | None = reducer.codec
         for schedule in reversed(self.schedules):  # the first one last: it begins
             is_as_made = reducer.comm is self._comm and reducer.codec is self._codec
@@ -153,7 +152,7 @@ class Phases(Schedule):
                 self._is_stepping = False
             self._unapplied = None
             if phase is self.current and not self._reducer.is_needed:  # one rank alone
-                self._num_every_step_samples += self._reducer.contribution.num_samples
+                self._num_every_step_samples += self._contribution.num_samples
         if self._is_over():
             self._begin_next()
         return result
@@ -222,7 +221,7 @@ class Phases(Schedule):
             self._num_every_step_samples = 0.0
         if isinstance(before, LocalUpdateSchedule) and isinstance(self.current, EveryStep):
             average_inner_state(self._comm, self._inner, is_active=self._reducer.is_active)
-            self._reducer.contribution.reset()
+            self._contribution.reset()
         self._open()
         return num_in_loops
 

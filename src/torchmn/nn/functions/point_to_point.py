@@ -22,6 +22,7 @@ from torchmn.comm.collectives import unread_messages
 from torchmn.comm.reductions import dense
 from torchmn.nn.functions.exchange import Exchange, Gradients, Like, order_of, use_delegate
 from torchmn.nn.functions.recomputation import checkpoints, has_gradients
+from torchmn.nn.micro_batches import placed
 
 _MARK = "functions.send"
 
@@ -147,7 +148,7 @@ def recv(
         recorded = exchange.recorded(
             chosen, delegate=delegate_variable, is_in_program=around.is_in_program
         )
-        values = _placed(recorded, flags, values)
+        values = placed(recorded, flags, values)
     elif delegate_variable is not None and any(has_gradients(value) for value in values):
         connected = pseudo_connect(delegate_variable, *values)
         values = connected if isinstance(connected, tuple) else (connected,)
@@ -212,7 +213,7 @@ class _Message:
         exchange = Exchange(self.comm, f"gradient of rank {self.peer}", answer.send_gradient)
         chosen = [value for value, flag in zip(values, flags, strict=True) if flag]
         recorded = exchange.recorded(chosen, delegate=grads[0], is_in_program=False)
-        return _placed(recorded, flags, values), None
+        return placed(recorded, flags, values), None
 
 
 def _unread(comm: Communicator) -> str:
@@ -227,14 +228,6 @@ def _unread(comm: Communicator) -> str:
 
 def _is_ours(content: Any) -> bool:
     return isinstance(content, tuple) and len(content) == 6 and content[0] == _MARK
-
-
-def _placed(chosen: Sequence[Any], flags: Sequence[bool], values: Sequence[Any]) -> tuple[Any, ...]:
-    """The values, with those that have a flag replaced."""
-    waiting = iter(chosen)
-    return tuple(
-        next(waiting) if flag else value for value, flag in zip(values, flags, strict=True)
-    )
 
 
 class _Connect(torch.autograd.Function):

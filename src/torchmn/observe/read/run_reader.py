@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from torchmn.base.errors import DataError
+from torchmn.cluster.units import grouped
 from torchmn.control.codec import decode_union
 from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
 from torchmn.record.records import (
@@ -132,11 +133,11 @@ def _read_run(folder: Path, max_nbytes: int, last_steps: int | None) -> Run:
 
 def _rank_files(folder: Path) -> dict[int, list[Path]]:
     """The files of each rank, in order."""
-    found: dict[int, list[tuple[int, Path]]] = {}
-    for path in folder.iterdir():
-        match = _FILE.fullmatch(path.name)
-        if match:
-            found.setdefault(int(match[1]), []).append((int(match[2] or 0), path))
+    found = grouped(
+        (int(match[1]), (int(match[2] or 0), path))
+        for path in folder.iterdir()
+        if (match := _FILE.fullmatch(path.name))
+    )
     return {rank: [path for _, path in sorted(paths)] for rank, paths in found.items()}
 
 
@@ -283,9 +284,7 @@ class _Table:
         clocks = {(each.at_s, each.offset_s, each.error_s) for each in others[ClockOffset]}
         memory = {(each.at_s, each.rss_nbytes, each.device_nbytes) for each in others[Memory]}
         at_s, process, device = _transposed(sorted(memory), 3)
-        values: dict[str, list[Value]] = {}
-        for each in others[Value]:
-            values.setdefault(each.name, []).append(each)
+        values = grouped((each.name, each) for each in others[Value])
         settings = dict(self._start.settings)
         for changed in others[SettingsChanged]:
             settings |= changed.settings

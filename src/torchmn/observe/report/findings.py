@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchmn.cluster.units import KiB
+from torchmn.cluster.units import KiB, grouped
 from torchmn.observe.report.finding import (
     CURES,
     MAX_FINDINGS,
@@ -25,7 +25,6 @@ from torchmn.observe.report.summary import (
     Summary,
     bits,
     duration,
-    grouped,
     megabytes,
     rank_list,
 )
@@ -180,7 +179,7 @@ def _slow_steps(summary: Summary) -> Iterator[Finding]:
     by_phase = excess.clip(0).max(1).sum(0)
     phase = PHASES[int(by_phase.argmax())]
     lateness = excess[:, :, int(by_phase.argmax())]
-    last = grouped(dict(enumerate(lateness.argmax(1).tolist())))
+    last = grouped((late, row) for row, late in enumerate(lateness.argmax(1).tolist()))
     index, steps = max(last.items(), key=lambda item: len(item[1]))
     is_one_rank = (
         len(summary.ranks) > 1

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from torchmn.base.errors import UsageError
+from torchmn.base.private_files import write_whole
 from torchmn.observe.read.run_reader import read_run
 from torchmn.observe.report.summary import Summary, summarize
 from torchmn.record.records import PHASES
@@ -27,12 +28,9 @@ def write_metrics(path: Path, file: Path) -> None:
             f"RUN --metrics run.prom; done`; ./{file} if it is the name of a file."
         )
     text = _text(summarize(read_run(path, last_steps=LAST_STEPS)))
-    new = file.with_name(f".{file.name}.new")
     try:
-        new.write_text(text)
-        new.replace(file)
+        write_whole(file, text.encode(), mode=0o666)
     except OSError as error:
-        new.unlink(missing_ok=True)
         raise UsageError(f"The file {str(file)!r} cannot be written: {error.strerror}.") from None
 
 

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from torchmn.base.errors import DataError
-from torchmn.cluster.units import spans
+from torchmn.cluster.units import grouped, spans
 from torchmn.observe.read.recorded_run import Floats, Integers, RankRecord, Run
 from torchmn.record.records import NOISE_SCALE, PHASES, Phase
 
@@ -19,8 +19,6 @@ SLOW_STEP = 2.0
 MAX_SLOW_SHARE = 0.25
 # Ranks with fewer steps than this share of the longest record are left out.
 MIN_SHARE_OF_STEPS = 0.1
-
-_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +193,7 @@ class Summary:
     @cached_property
     def hosts(self) -> dict[str, list[int]]:
         """Indices in ``ranks`` by host."""
-        return grouped({index: self.host(index) for index in range(len(self.ranks))})
+        return grouped((self.host(index), index) for index in range(len(self.ranks)))
 
     @cached_property
     def exchange_busy_s(self) -> Floats:
@@ -314,14 +312,6 @@ class Summary:
 def _slower(one: float, other: float) -> float | None:
     """The speed between two adapters, as far as they are known."""
     return min((each for each in (one, other) if each), default=None)
-
-
-def grouped(keys: dict[int, _Key]) -> dict[_Key, list[int]]:
-    """The indices of each key."""
-    found: dict[_Key, list[int]] = {}
-    for index, key in keys.items():
-        found.setdefault(key, []).append(index)
-    return found
 
 
 def summarize(run: Run) -> Summary:

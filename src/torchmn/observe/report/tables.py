@@ -8,7 +8,8 @@ shorter with more ranks, so the speed-up on ``n`` ranks is ``1 / (s + (1 - s) / 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchmn.observe.report.summary import Summary, bits, duration, grouped, megabytes, rank_list
+from torchmn.cluster.units import grouped
+from torchmn.observe.report.summary import Summary, bits, duration, megabytes, rank_list
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +147,7 @@ def placement_table(summary: Summary) -> Table:
     """Which rank is where; ranks of one host with consecutive numbers in one row if many."""
     starts = [rank.start for rank in summary.run.ranks]
     if len(starts) > MAX_ROWS:
-        by_host = grouped({start.rank: start.host for start in starts})
+        by_host = grouped((start.host, start.rank) for start in starts)
         return Table(
             columns=("host", "ranks"),
             rows=[(host, rank_list(ranks)) for host, ranks in list(by_host.items())[:256]],

@@ -18,6 +18,7 @@ import time
 from typing import Literal
 
 from torchmn.base.errors import LaunchError, TorchmnError
+from torchmn.base.terminal import say
 from torchmn.cluster.environment_variables import JOB_VARIABLE, ROUND_VARIABLE, SECRET_VARIABLE
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
@@ -185,7 +186,7 @@ def main() -> int:
     finally:
         kill_descendants(os.getpid())
     if text:
-        print(f"torchmn: {text}", file=sys.stderr, flush=True)
+        say(text)
     return 1 if text else 0
 
 

@@ -16,6 +16,7 @@ import time
 from contextlib import suppress
 
 from torchmn.base.errors import LaunchError
+from torchmn.base.terminal import say
 from torchmn.control.authenticated_listener import connect_authenticated
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import Channel
@@ -134,12 +135,10 @@ class RankMonitor:
                     send(pid, signal.SIGKILL)
         is_lost = was_open and not self._server.is_open
         if is_lost and self._kill_at is None and self._leaving is None:
-            print(
-                f"torchmn: rank {self._order.rank} on {socket.gethostname()} has lost the monitor "
+            say(
+                f"rank {self._order.rank} on {socket.gethostname()} has lost the monitor "
                 "server, which runs on the host of rank 0: it was killed or stopped, or that host "
-                "or the network has failed. The rank is ended.",
-                file=sys.stderr,
-                flush=True,
+                "or the network has failed. The rank is ended."
             )
             self._terminate(Terminate(signum=signal.SIGTERM))
 
@@ -209,7 +208,7 @@ def main() -> int:
             order.server, secret=order.secret, role=ROLE, identity=identity
         )
     except LaunchError as error:
-        print(f"torchmn: rank {order.rank}: {error}", file=sys.stderr, flush=True)
+        say(f"rank {order.rank}: {error}")
         return 1
     RankMonitor(order, connection, server).run()
     return 0

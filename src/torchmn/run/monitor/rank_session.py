@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from torchmn.base.private_files import make_private_folder, write_whole
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.connection import Channel
 from torchmn.control.hang_report import HangReport
@@ -30,7 +31,6 @@ from torchmn.control.messages import (
     StoppedProcess,
     Terminate,
 )
-from torchmn.control.private_files import make_private_folder, open_private
 from torchmn.control.processes import StoppedProcesses, ancestors, is_stopped
 from torchmn.run.monitor.failure_detector import FailureDetector
 from torchmn.run.monitor.job_result import FAILURE_FILE, HANG_FILE, JobResult, RankRecord, summarize
@@ -287,8 +287,7 @@ def stderr_tail(result: JobResult) -> list[str]:
 def _write(path: Path, text: str) -> str:
     try:
         make_private_folder(path.parent)
-        with open(path, "w", opener=open_private) as file:
-            file.write(text)
+        write_whole(path, text.encode(errors="replace"))
     except OSError as error:
         return f"cannot write {path}: {error}"
     return ""

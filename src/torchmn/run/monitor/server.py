@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from torchmn.base.errors import LaunchError
+from torchmn.base.terminal import say
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.codec import Record, decode
 from torchmn.control.connection import address_of, listen
@@ -130,7 +131,7 @@ class MonitorServer:
         problems.append(write_failure_report(self._session.log_dir, result, summary))
         for problem in problems:
             if problem:
-                print(f"torchmn: {problem}", file=sys.stderr)
+                say(problem)
 
 
 def main() -> int:

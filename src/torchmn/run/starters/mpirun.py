@@ -3,14 +3,13 @@
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from torchmn.base.errors import LaunchError, UnsupportedError
+from torchmn.cluster.commands import ask
 from torchmn.cluster.environment_variables import RSH_VARIABLE
 from torchmn.cluster.network import Route
 from torchmn.run.job import Command, Job, worker_command
@@ -24,15 +23,10 @@ def flavour_of(mpirun: str) -> tuple[Flavour, int]:
 
     Raises LaunchError: it is unknown, or does not run.
     """
-    try:
-        answer = subprocess.run(
-            [mpirun, "--version"], capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(
-            f"{mpirun} does not answer --version: {error}. Use --backend gloo."
-        ) from None
-    output = answer.stdout + answer.stderr
+    answer = ask([mpirun, "--version"], limit_s=20)
+    if answer.returncode in (124, 127):
+        raise LaunchError(f"{mpirun} does not answer --version: {answer.err}. Use --backend gloo.")
+    output = answer.out + answer.err
     version = re.search(r"(\d+)\.\d+", output)
     major = int(version[1]) if version else 0
     if "Open MPI" in output or "OpenRTE" in output:
@@ -46,18 +40,6 @@ def flavour_of(mpirun: str) -> tuple[Flavour, int]:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Between:
-    """How the hosts of a job reach each other.
-
-    ``route`` leads from this host to the others; ``networks``, such as ``10.0.0.0/24``, connect the
-    hosts with each other, and need not have this host.
-    """
-
-    route: Route
-    networks: tuple[str, ...]
-
-
 def command(
     job: Job,
     env: Mapping[str, str],
@@ -67,17 +49,19 @@ def command(
     num_cores: int,
     is_root: bool,
     major: int = 5,
-    between: Between | None = None,
+    route: Route | None = None,
+    networks: tuple[str, ...] = (),
     input_path: str = "",
 ) -> Command:
     """One mpirun for all ranks. The agents bind themselves to their cores.
 
-    ``between`` is ``None`` if there is only this host. Raises UnsupportedError: the MPI cannot use
-    the remote shell, or cannot be started by it.
+    ``route`` leads from this host to the others, if there are others; ``networks``, such as
+    ``10.0.0.0/24``, connect the hosts with each other, and need not have this host. Raises
+    UnsupportedError: the MPI cannot use the remote shell, or cannot be started by it.
     """
     carried = [name for name in env if is_carried(job, name)]
     if flavour == "Hydra":
-        options, variables = _hydra(job, env, carried, between)
+        options, variables = _hydra(job, env, carried, route)
     else:
         options, variables = _open_mpi(job), {}
         if is_root:
@@ -88,8 +72,8 @@ def command(
             # Open MPI's wheel looks for fabrics through libfabric, which takes more than a second
             # of MPI_Init and finds nothing that one machine needs. The user's own choice stays.
             variables = {"OMPI_MCA_btl": "^ofi"}
-        if between:
-            options += _between_hosts(mpirun, env, between, major)
+        if route:
+            options += _between_hosts(mpirun, env, route, networks, major)
             options += [word for name in carried for word in ("-x", name)]
     options += [*job.launcher_args, *worker_command(input_path)]
     chosen = {name: env.get(name, text) for name, text in variables.items()}
@@ -104,18 +88,18 @@ def _open_mpi(job: Job) -> list[str]:
 
 
 def _hydra(
-    job: Job, env: Mapping[str, str], carried: Sequence[str], between: Between | None
+    job: Job, env: Mapping[str, str], carried: Sequence[str], route: Route | None
 ) -> tuple[list[str], dict[str, str]]:
     """MPICH and MVAPICH: the options, and variables for what has none."""
     options, variables = ["-rmk", "user", "-bind-to", "none", "-n", str(job.num_ranks)], {}
-    if between is None:
+    if route is None:
         options += ["-launcher", "fork"]
     else:
         path, words = _hydras_remote_shell(env)
         hosts = ",".join(f"{host.name}:{host.slots}" for host in job.hosts)
         # as rsh: Hydra would give ssh an option -x, which other remote shells do not have
         options += ["-hosts", hosts, "-launcher", "rsh", "-launcher-exec", path]
-        options += ["-localhost", between.route.address, "-genvlist", ",".join(carried)]
+        options += ["-localhost", route.address, "-genvlist", ",".join(carried)]
         variables["HYDRA_LAUNCHER_EXTRA_ARGS"] = words
     return options, variables
 
@@ -143,7 +127,9 @@ def _hydras_remote_shell(env: Mapping[str, str]) -> tuple[str, str]:
     return path, " ".join(words)
 
 
-def _between_hosts(mpirun: str, env: Mapping[str, str], between: Between, major: int) -> list[str]:
+def _between_hosts(
+    mpirun: str, env: Mapping[str, str], route: Route, networks: tuple[str, ...], major: int
+) -> list[str]:
     """Options by which Open MPI starts its daemons on other hosts and uses the right networks."""
     if problem := _unquoted(mpirun, env):
         raise UnsupportedError(f"--launcher mpirun: {problem}. Use another launcher.")
@@ -152,12 +138,12 @@ def _between_hosts(mpirun: str, env: Mapping[str, str], between: Between, major:
     if shell[0] != "srun":  # Slurm's it finds itself
         agent = ("--prtemca", "plm_ssh_agent") if major >= 5 else ("--mca", "plm_rsh_agent")
         options += [*agent, " ".join(shell)]
-    used = {"btl_tcp_if_include": between.networks}
+    used = {"btl_tcp_if_include": networks}
     if major < 5:  # also between the daemons and mpirun
-        used["oob_tcp_if_include"] = (*between.networks, between.route.network)
-    for name, networks in used.items():
-        if f"OMPI_MCA_{name}" not in env and not any(":" in network for network in networks):
-            options += ["--mca", name, ",".join(dict.fromkeys(networks))]
+        used["oob_tcp_if_include"] = (*networks, route.network)
+    for name, included in used.items():
+        if f"OMPI_MCA_{name}" not in env and not any(":" in network for network in included):
+            options += ["--mca", name, ",".join(dict.fromkeys(included))]
     if prefix := _prefix(mpirun):
         options += ["--prefix", prefix]
     return options

@@ -19,6 +19,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from torchmn.base.errors import LaunchError, TorchmnError, shell_code
+from torchmn.base.terminal import say
 from torchmn.cluster.network import local_address_for
 from torchmn.control import connection as channels
 from torchmn.control.authenticated_listener import AuthenticatedListener, connect
@@ -60,7 +61,7 @@ def main(args: list[str]) -> int:
         host, *command = args
         return _call(host, " ".join(command))
     except TorchmnError as error:
-        print(f"torchmn: {error}", file=sys.stderr, flush=True)
+        say(str(error))
         return _LOST_STATUS
 
 

@@ -6,11 +6,11 @@ other users of the host could read.
 
 import shlex
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from torchmn.base.errors import LaunchError
+from torchmn.cluster.commands import ask
 from torchmn.cluster.environment_variables import RSH_VARIABLE, split_words
 from torchmn.cluster.network import is_this_host
 from torchmn.cluster.units import counted
@@ -159,23 +159,13 @@ def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
     is_task = _chosen_shell(env) in [command for _, command in _OF_SCHEDULERS]
     limit_s = _SCHEDULER_ANSWER_S if is_task else _ANSWER_S
     order = ProbeHost(cwd=str(job.cwd), script=job.script, hosts=deciding_hosts(job))
-    try:
-        answer = subprocess.run(
-            to_host(env, host, "torchmn.run.host_checks"),
-            input=encode(order).decode(),
-            env=dict(env),
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
+    command = to_host(env, host, "torchmn.run.host_checks")
+    answer = ask(command, limit_s=limit_s, env=env, order=encode(order).decode())
+    if answer.returncode == 124:
         return f"no response within {limit_s:g} s"
-    except OSError as error:
-        return f"{remote_shell_name(env)} cannot be run ({error.strerror})"
     if answer.returncode == 0:
         try:
-            return decode(answer.stdout.splitlines()[-1], HostFacts)
+            return decode(answer.out.splitlines()[-1], HostFacts)
         except (ValueError, IndexError):
-            return f"it answered {answer.stdout[-80:]!r}"
-    return (answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]
+            return f"it answered {answer.out[-80:]!r}"
+    return (answer.err.strip().splitlines() or [f"exit code {answer.returncode}"])[-1]

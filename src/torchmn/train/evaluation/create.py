@@ -141,7 +141,7 @@ class _MultiNodeEvaluation:
             name: recorder.batches_of(loader) for name, loader in own_loaders.items()
         }
         try:
-            with recorder.recording():
+            with RecordingReporter(recorder):
                 result = self._evaluate_shard()
         finally:
             self._evaluator._iterators = own_loaders
@@ -188,30 +188,12 @@ class Recorder:
         """The same loader, which notifies this recorder of each batch."""
         return _RecordedLoader(loader, self)
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record what is reported to the current reporter, which still receives everything."""
-        reporter = reporting.get_current_reporter()
-        report = reporter.report
-
-        def record(values: Mapping[str, Any], observer: torch.nn.Module | None = None) -> None:
-            observation, reporter.observation = reporter.observation, {}
-            try:
-                report(values, observer)
-                named = reporter.observation
-            finally:
-                reporter.observation = observation
-            if self._batch is not None:
-                for name, value in named.items():
-                    raise_if_no_mean(name, value)
-                self._batch.update(named)
-            observation.update(named)
-
-        reporter.report = record  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            del reporter.report
+    def note(self, named: Mapping[str, Any]) -> None:
+        """What was reported, by the names of its observers."""
+        if self._batch is not None:
+            for name, value in named.items():
+                raise_if_no_mean(name, value)
+            self._batch.update(named)
 
     def begin_batch(self, batch: Any) -> None:
         """Begin a batch, and end the one before."""
@@ -242,6 +224,24 @@ class Recorder:
             if name not in self._sums:
                 self._sums.add(name, value, self.num_samples)
         return {name: pair for name, pair in self._sums.sums().items() if name in result}
+
+
+class RecordingReporter(reporting.Reporter):
+    """Tells a recorder what is reported, with the names of the reporter that was current."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._named = reporting.get_current_reporter()
+        self.observation = self._named.observation
+        self._recorder = recorder
+
+    def report(self, values: Any, observer: nn.Module | None = None) -> None:
+        """See `pytorch_pfn_extras.reporting.Reporter.report`."""
+        found: dict[str, Any] = {}
+        with self._named.scope(found):
+            self._named.report(values, observer)
+        self._recorder.note(found)
+        self.observation.update(found)
 
 
 class _RecordedLoader:

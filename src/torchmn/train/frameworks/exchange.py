@@ -307,7 +307,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
     @property
     def counts_samples(self) -> bool:
         """Whether means or blocks depend on the number of samples."""
-        return self._counts_samples
+        return self.sample_weights.are_counted
 
     @property
     def _needs_closure(self) -> bool:
@@ -327,7 +327,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
             own = state
         elif (
             self.reducer.codec is not None
-            or self._has_local_passes
+            or self.reducer.local_passes.may_exist
             or not isinstance(self.schedule, EveryStep)
         ):
             own = {"torchmn": state["torchmn"]}

@@ -24,7 +24,8 @@ from torchmn.base.errors import UnsupportedError, UsageError, raise_if_no_count
 from torchmn.cluster.units import counted
 from torchmn.comm.codecs.half_precision import ReducedPrecision
 from torchmn.exchange.gradient_norms import GradientNorms
-from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer, measure_norms
+from torchmn.exchange.optimizer.model_checks import find_chains
+from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 from torchmn.exchange.schedules.double_buffering import DoubleBuffering
 from torchmn.exchange.schedules.every_step import EveryStep
 from torchmn.record import recording
@@ -98,7 +99,7 @@ class GradientNoiseScale:
         self._square = 0.0
         """The average of |G|², and of tr(Σ)."""
         self._variance = 0.0
-        measure_norms(optimizer, self)
+        _measure_norms(optimizer, self)
 
     def value(self) -> float | None:
         """The gradient noise scale in samples. Local; the same on all ranks.
@@ -195,3 +196,23 @@ def _raise_if_unknowable(optimizer: MultiNodeOptimizer) -> None:
             f"{label}: GradientNoiseScale measures dense gradients, and that of "
             f"'{parameters.sparse[0][0]}' is sparse. Make its layer with sparse=False to measure."
         )
+
+
+def _measure_norms(optimizer: MultiNodeOptimizer, listener: GradientNoiseScale) -> None:
+    """Give a listener the norms of gradients, and count samples for it. Local.
+
+    Raises UsageError: there is one already; UnsupportedError: the model is a chain over ranks.
+    """
+    comm, exchange = optimizer.communicator, optimizer.reducer.exchange
+    if find_chains(optimizer._models, comm, None):
+        raise UnsupportedError(
+            f"{comm.rank_label}: the norm of a gradient is that of all parameters, and the modules "
+            "of this chain are on several ranks. Measure with a model that is whole on each rank."
+        )
+    if exchange.norm_listener is not None:
+        raise UsageError(
+            "The norms of this optimizer's gradients are measured already. Use the "
+            f"{type(exchange.norm_listener).__name__} that was made first."
+        )
+    exchange.norm_listener = listener
+    optimizer.sample_weights.count()

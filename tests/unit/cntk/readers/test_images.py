@@ -293,6 +293,8 @@ class TestJpeg:
         exif = PIL.Exif()
         exif[0x0112] = orientation
         content = encoded(pixels(2, 16, 24), "JPEG", exif=exif)
+        comment = b"\xff\xfe\x00\x66" + bytes(100)  # another segment may come before EXIF's
+        content = content[:2] + comment + content[2:]
         turned = ImageOps.exif_transpose(PIL.open(io.BytesIO(content)))
         expected = np.asarray(turned)[:, :, ::-1]
         np.testing.assert_array_equal(decoding.decode(content, 3), expected)

@@ -98,6 +98,8 @@ def test_other_keys_are_refused() -> None:
         MinibatchSource([Keyed("x", KEYS, 3), Keyed("y", others, 3)])
     with pytest.raises(DataError, match=r"y.txt'\) has several sequences with the key 'a1'"):
         MinibatchSource([Keyed("x", KEYS, 3), Keyed("y", [*KEYS[:-1], "a1"], 3)])
+    with pytest.raises(DataError, match=r"x.txt'\) has several sequences with the key 'a1'"):
+        MinibatchSource([Keyed("x", [*KEYS[1:], "a1"], 3), Keyed("y", KEYS, 3)])
 
 
 def test_a_stream_may_define_the_minibatch_size() -> None:

@@ -13,6 +13,7 @@ import torch
 from packaging.version import Version
 
 from torchmn.comm.codecs import Layout, Quantized
+from torchmn.comm.codecs.base import Lost
 from torchmn.comm.codecs.kernels import reference
 from torchmn.comm.codecs.kernels.wire_format import Noise
 from torchmn.comm.codecs.layout import Segment
@@ -65,24 +66,21 @@ def _compare(
     plan = codec.plan(stripe)
     noise = Noise(3, 5, "worker") if codec.spec.is_stochastic else None
     encoded = torch.zeros(plan.nbytes, dtype=torch.uint8)
-    new_residual = None if residual is None else torch.zeros_like(residual)
-    flags = reference.encode(values, residual, new_residual, encoded, plan, noise)
+    lost = None if residual is None else Lost(residual, torch.zeros_like(residual))
+    flags = reference.encode(values, lost, encoded, plan, noise)
 
     there = torch.zeros(plan.nbytes, dtype=torch.uint8, device=device)
-    residual_there = None if residual is None else residual.to(device)
-    new_residual_there = None if residual is None else torch.zeros_like(residual_there)
-    flags_there = cuda.encode(
-        values.to(device), residual_there, new_residual_there, there, plan, noise
-    ).cpu()
+    lost_there = None if lost is None else Lost(*(each.to(device) for each in lost))
+    flags_there = cuda.encode(values.to(device), lost_there, there, plan, noise).cpu()
     what = f"{codec!r}, {stripe.dtype}, {[s.numel for s in stripe.segments]}, {values[:3].tolist()}"
     assert torch.equal(flags_there, flags), what
     # Scales of 4 and 2 bits and the values of 1 bit are sums, which are added in another order.
     if codec.spec.bits == 8 or codec.spec.is_stochastic:
         differ = (there.cpu() != encoded).nonzero().flatten()[:9].tolist()
         assert not differ, f"{what}: bytes {differ}"
-        if residual is not None:
+        if lost is not None:
             torch.testing.assert_close(
-                new_residual_there.cpu(), new_residual, rtol=0, atol=0, equal_nan=True, msg=what
+                lost_there.now.cpu(), lost.now, rtol=0, atol=0, equal_nan=True, msg=what
             )
 
     for source, add in itertools.product((encoded, there.cpu()), (False, True)):
@@ -95,9 +93,7 @@ def _compare(
         if not add:
             decoded = ours.cpu()
     if flags.any():
-        assert new_residual_there is None or torch.equal(
-            new_residual_there.cpu()[:512], residual[:512]
-        ), what
+        assert lost is None or torch.equal(lost_there.now.cpu()[:512], residual[:512]), what
         return
     # what was sent and what was lost add up to the value; the loss is at most the reference's
     if residual is not None:
@@ -107,11 +103,11 @@ def _compare(
             if s.is_small:
                 assert torch.equal(decoded[run], values[run]), what
                 continue
-            lost = new_residual_there.cpu()[run]
+            own = lost_there.now.cpu()[run]
             rounding = 1e-6 * float(v.abs().max())
-            torch.testing.assert_close(decoded[run] + lost, v, rtol=0, atol=rounding, msg=what)
+            torch.testing.assert_close(decoded[run] + own, v, rtol=0, atol=rounding, msg=what)
             if torch.isfinite(v.square().sum()):
-                assert lost.norm() <= 1.001 * new_residual[run].norm() + rounding, what
+                assert own.norm() <= 1.001 * lost.now[run].norm() + rounding, what
 
 
 def _named_by_version(kernel, constants: dict[str, object]) -> dict[object, object]:

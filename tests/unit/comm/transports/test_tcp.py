@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import struct
@@ -202,20 +203,19 @@ class DisturbedTransport(TorchDistributedTransport):
 
     def all_gather_stripes_(self, buffer, time_limit) -> None:
         super().all_gather_stripes_(buffer, time_limit)
-        if buffer.numel() != self.size * tcp._ROW_BYTES or self.rank == 0:
+        if buffer.dtype != torch.uint8 or self.rank == 0:
             return
-        row = buffer[: tcp._ROW_BYTES].numpy().tobytes()
-        token, rest = row[: tcp._TOKEN_BYTES], row[tcp._TOKEN_BYTES :]
-        port, _ = struct.unpack_from("<HB", rest)
+        own = json.loads(buffer.view(self.size, -1)[0].numpy().tobytes().rstrip(b"\0"))
+        if not isinstance(own, list) or len(own) != 3:
+            return
+        token, port, addresses = own
         for number in range(100):
-            client = socket.create_connection(
-                (socket.inet_ntoa(rest[3:7]), port), timeout=limit(10)
-            )
+            client = socket.create_connection((addresses[0], port), timeout=limit(10))
             self.clients.append(client)
             if number % 3 == 1:
                 client.sendall(os.urandom(100))
             elif number % 3 == 2:  # the token was sent over an open network, the secret was not
-                client.sendall(token + struct.pack("<I", 1))
+                client.sendall(bytes.fromhex(token) + struct.pack("<I", 1))
 
 
 def test_unauthenticated_clients_are_rejected_and_do_not_block_ranks(monkeypatch) -> None:
@@ -241,7 +241,7 @@ def test_ranks_without_the_secret_do_not_connect(monkeypatch) -> None:
     """They know the token, which travels by the inner transport, and not the secret of the job."""
     monkeypatch.setattr(tcp, "_CONNECT_S", 0.3)
     known = threading.local()
-    monkeypatch.setattr(tcp, "_secret", lambda token: f"{known.secret} {token.hex()}")
+    monkeypatch.setattr(tcp, "_secret", lambda token: f"{known.secret} {token}")
     store = HashStore()
 
     def rank_main(rank):

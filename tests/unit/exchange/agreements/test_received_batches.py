@@ -17,7 +17,7 @@ from tests.limits import limit
 from tests.unit.models import equal, loss_of, mlp, values
 from torchmn import GlobalSampler, create_multi_node_optimizer, scatter_loader
 from torchmn.comm import Communicator
-from torchmn.errors import RankMismatchError
+from torchmn.errors import RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
 DIFFERENT = "the ranks exchange gradients of different batches"
@@ -67,6 +67,22 @@ def a_local_continue(own: Script) -> None:
         own.step(batch)
 
 
+def a_local_continue_before_the_first_exchange(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number == 0 and own.comm.rank == 1:
+            continue
+        own.step(batch)
+
+
+def a_local_continue_before_the_first_exchange_where_one_is_requested_early(own: Script) -> None:
+    batches = iter(own.loader)
+    held = next(batches)
+    for number, batch in enumerate(batches):
+        if number > 0 or own.comm.rank == 0:
+            own.step(held)
+        held = batch
+
+
 def a_local_continue_after_a_batch_that_all_repeat(own: Script) -> None:
     for number, batch in enumerate(own.loader):
         if number == 5 and own.comm.rank == 1:
@@ -113,6 +129,8 @@ def a_local_continue_over_a_global_sampler(own: Script) -> None:
     "script",
     [
         a_local_continue,
+        a_local_continue_before_the_first_exchange,
+        a_local_continue_before_the_first_exchange_where_one_is_requested_early,
         a_local_continue_over_a_global_sampler,
         a_local_continue_after_a_batch_that_all_repeat,
         a_local_continue_in_the_second_epoch,
@@ -131,6 +149,42 @@ def test_another_batch_on_one_rank_is_named_on_all(
     found = run_ranks(rank_main, size, timeout_s=limit(10))
     assert len(set(found)) == 1
     assert all(f"rank {rank} at batch" in found[0] for rank in range(size))
+
+
+# ---- what forward has not seen on one rank ----
+
+
+def accumulated_but_for_one(own: Script) -> None:
+    for number, batch in enumerate(own.loader):
+        if number == 5 and own.comm.rank == 1:
+            continue
+        if number % 4 < 3:
+            with own.optimizer.no_sync():
+                loss_of(own.model, batch[0]).backward()
+        else:
+            loss_of(own.model, batch[0]).backward()
+            own.optimizer.step()
+            own.optimizer.zero_grad()
+
+
+def some_samples_of_equal_parts(own: Script) -> None:
+    for (x,) in own.loader:
+        own.step([x[x[:, 0] > 0] if own.comm.rank == 0 else x])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("script", [accumulated_but_for_one, some_samples_of_equal_parts])
+def test_what_forward_has_not_seen_is_named_on_all_ranks(
+    script: Callable[[Script], None], size: int
+) -> None:
+    def rank_main(comm):
+        with pytest.raises(UsageError, match="not in proportion to the ranks' parts") as caught:
+            script(Script(comm, "every_step"))
+        return str(caught.value).partition(":")[2]
+
+    found = run_ranks(rank_main, size, timeout_s=limit(10))
+    assert len(set(found)) == 1
+    assert all(f"rank {rank} saw" in found[0] for rank in range(size))
 
 
 # ---- what scripts may do ----

@@ -20,7 +20,7 @@ from torchmn.exchange.schedules import DoubleBuffering, EveryStep
 from torchmn.testing import run_ranks
 
 MAX_TURNS = 2 * tuner.MAX_TRIALS + 1
-MAX_TURN_STEPS = 1 + DoubleBuffering.traits.staleness_steps + tuner.NUM_TIMED
+MAX_TURN_STEPS = 1 + DoubleBuffering().traits.staleness_steps + tuner.NUM_TIMED
 MAX_STEPS = tuner.NUM_WARM_UP + tuner.NUM_TIMED + MAX_TURNS * MAX_TURN_STEPS
 ALLOWED = {
     "stale": "double_buffering",

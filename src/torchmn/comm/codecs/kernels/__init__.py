@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
+from torchmn.comm.codecs.base import Lost
 from torchmn.comm.codecs.kernels.wire_format import Noise, StripePlan
 
 
@@ -17,13 +18,7 @@ class Kernels(Protocol):
     """The interface of `reference`, `cpu` and `cuda`."""
 
     def encode(
-        self,
-        values: Tensor,
-        residual: Tensor | None,
-        new_residual: Tensor | None,
-        out: Tensor,
-        plan: StripePlan,
-        noise: Noise | None,
+        self, values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
     ) -> Tensor:
         """See `reference.encode`."""
 

@@ -18,6 +18,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from torchmn.comm.codecs.base import Lost
 from torchmn.comm.codecs.kernels.wire_format import (
     CLIP_FACTOR_4BIT,
     CODES,
@@ -50,12 +51,7 @@ _inner = njit(  # wrappers for calls from Python would take as long to compile a
 
 
 def encode(
-    values: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    out: Tensor,
-    plan: StripePlan,
-    noise: Noise | None,
+    values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
 ) -> Tensor:
     """See `reference.encode`."""
     flags = np.zeros(len(plan.table), np.uint8)
@@ -63,8 +59,8 @@ def encode(
     keys = np.zeros(len(plan.table), np.uint32) if noise is None else noise.keys(plan.stripe)
     _encode(
         values.numpy(),
-        None if residual is None else residual.numpy(),
-        None if new_residual is None else new_residual.numpy(),
+        None if lost is None else lost.before.numpy(),
+        None if lost is None else lost.now.numpy(),
         plan.table,
         keys,
         out.numpy(),

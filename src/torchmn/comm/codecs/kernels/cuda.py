@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchmn.comm.codecs.base import Lost
 from torchmn.comm.codecs.kernels.reference import outer_sum, subtract_outer_
 from torchmn.comm.codecs.kernels.wire_format import (
     CLIP_FACTOR_4BIT,
@@ -59,12 +60,7 @@ _tables: weakref.WeakKeyDictionary[StripePlan, _Tables] = weakref.WeakKeyDiction
 
 
 def encode(
-    values: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    out: Tensor,
-    plan: StripePlan,
-    noise: Noise | None,
+    values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
 ) -> Tensor:
     """See `reference.encode`."""
     spec, tables = plan.spec, _tables_of(plan, values.device)
@@ -78,8 +74,8 @@ def encode(
         if len(tables.blocks):
             _encode_block[(len(tables.blocks),)](
                 values,
-                values if residual is None else residual,
-                values if new_residual is None else new_residual,
+                values if lost is None else lost.before,
+                values if lost is None else lost.now,
                 out,
                 out.view(torch.float32),
                 flags,
@@ -88,7 +84,7 @@ def encode(
                 BITS=spec.bits,
                 LEVELS=max(spec.levels, 1),
                 IS_STOCHASTIC=spec.is_stochastic,
-                HAS_RESIDUAL=residual is not None,
+                HAS_RESIDUAL=lost is not None,
                 PLANES=8 // spec.bits,
                 BYTES=_columns(plan),
                 **EXACT,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchmn.comm.codecs.base import Lost
 from torchmn.comm.codecs.kernels.wire_format import (
     CLIP_FACTOR_4BIT,
     CODES,
@@ -27,18 +28,12 @@ _ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it in float32 rounds 
 
 
 def encode(
-    values: Tensor,
-    residual: Tensor | None,
-    new_residual: Tensor | None,
-    out: Tensor,
-    plan: StripePlan,
-    noise: Noise | None,
+    values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
 ) -> Tensor:
     """Encode a stripe; returns flags (num_segments,) uint8: segments that are not finite.
 
-    ``values`` (span,) in the wide dtype, ``residual`` and ``new_residual`` (span,) or both None,
-    ``out`` (plan.nbytes,) uint8. See `StripeCodec.encode_with_feedback`. A block that is not finite
-    is encoded as NaN.
+    ``values`` (span,) in the wide dtype, ``out`` (plan.nbytes,) uint8. See
+    `StripeCodec.encode_with_feedback`. A block that is not finite is encoded as NaN.
     """
     spec = plan.spec
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=values.device)
@@ -49,7 +44,7 @@ def encode(
             _view(out, row[CODES], row[NUMEL], values.dtype).copy_(values[own])
             flags[s] = ~torch.isfinite(values[own]).all()
             continue
-        v = values[own] if residual is None else values[own] + residual[own]
+        v = values[own] if lost is None else values[own] + lost.before[own]
         counters = _counters(v, 0 if keys is None else int(keys[s]) + row[OFFSET])
         floats, packed, decoded, bad = [], [], [], []
         for rows, chances in zip(_rows(v, spec), _rows(counters, spec), strict=True):
@@ -61,10 +56,8 @@ def encode(
         _write(out, row[FLOATS], torch.cat(floats).view(torch.uint8))
         _write(out, row[CODES], torch.cat(packed))
         flags[s] = torch.cat(bad).any()
-        if residual is not None and new_residual is not None:
-            torch.where(
-                torch.cat(bad), residual[own], v - torch.cat(decoded), out=new_residual[own]
-            )
+        if lost is not None:
+            torch.where(torch.cat(bad), lost.before[own], v - torch.cat(decoded), out=lost.now[own])
     return flags
 
 

@@ -53,9 +53,8 @@ from torchmn.exchange.agreements.weights import weight_scale
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import copy_state_from_rank
 from torchmn.exchange.schedules.base import Schedule, Traits
-from torchmn.exchange.schedules.every_step import EveryStep
+from torchmn.exchange.schedules.changed_parameters import ParameterSample
 from torchmn.exchange.schedules.local_updates.fragments import (
-    ChangedParameters,
     Fragment,
     FragmentSchedule,
     PseudoGradient,
@@ -72,10 +71,10 @@ from torchmn.exchange.schedules.local_updates.growing_blocks import (
 )
 from torchmn.exchange.schedules.local_updates.outer_momentum import (
     OuterState,
-    momentum_of,
     take_partial_step,
 )
 from torchmn.exchange.schedules.local_updates.resharding import reshard_blocks
+from torchmn.exchange.schedules.local_updates.within_node import IntraNodeAverage
 
 IntraNode = Literal["every_step"]
 BlockSize = float | GrowingBlocks
@@ -107,7 +106,6 @@ class LocalUpdateSchedule(Schedule):
     name: str
     resets_momentum = False
     """Whether the inner optimizer's first moments become zero at the start of each block."""
-    _comm: Communicator
 
     def __init__(
         self,
@@ -143,7 +141,8 @@ class LocalUpdateSchedule(Schedule):
         self._has_anchors = self._are_anchors_verified = False
         self._num_missed_steps = 0
         """Steps of a warm-up in which this rank had left its loop."""
-        self._changed = ChangedParameters()
+        self._known = ParameterSample([])
+        """Of parameters before a model has loaded a state."""
         self._is_resumed = False
         """Whether no step was made since `load_state_dict`: the model's state belongs to it."""
 
@@ -171,12 +170,7 @@ class LocalUpdateSchedule(Schedule):
 
     def partial_outer_step(self, pseudo_gradients: Sequence[PseudoGradient], part: float) -> None:
         """The same for a block that ended when ``part`` of it was full, above 0 and below 1."""
-        take_partial_step(
-            pseudo_gradients,
-            part,
-            lambda scaled: self.outer_step(scaled, self.current_block_size),
-            self.outer_state_tensors,
-        )
+        take_partial_step(pseudo_gradients, part, self._full_step, self.outer_state_tensors)
 
     def outer_state_tensors(self, pseudo_gradients: Sequence[PseudoGradient]) -> OuterState:
         """The floating-point tensors that `outer_step` changes besides the anchors."""
@@ -199,8 +193,7 @@ class LocalUpdateSchedule(Schedule):
     ) -> None:
         """See `Schedule.attach`. Raises UsageError, UnsupportedError: does not suit this world."""
         super().attach(reducer, inner, models)
-        self._comm, self._codec = reducer.comm, reducer.codec
-        comm = self._comm
+        comm, self._codec = reducer.comm, reducer.codec
         self._length = BlockLength(self.block_size or DEFAULT_SAMPLES_PER_WORKER * comm.size)
         if self.current_block_size < comm.size:
             raise UsageError(
@@ -231,11 +224,12 @@ class LocalUpdateSchedule(Schedule):
             self._reducer.suspend()
 
     def rebuild(self) -> None:
-        parameters = averageable(self._reducer.exchange.trained())
+        parameters = averageable(self._exchange.trained())
         self.anchors = {
             name: self.anchors.get(name, torch.empty_like(p, requires_grad=False))
             for name, p in parameters
         }
+        self._known = ParameterSample(parameters)
         parts = split_into_fragments(parameters, self.num_fragments)
         codecs = new_codecs(self._codec, parts, self._fragments)
         self._fragments = [
@@ -251,7 +245,8 @@ class LocalUpdateSchedule(Schedule):
         """See `Schedule.backward_ended`. Called only with ``intra_node``."""
         if self._node is not None:
             self._node.backward_ended()
-            self._count_samples(self._node.num_samples)
+            self._node.num_active = self._exchange.num_active
+            self._count_samples(self._exchange.num_samples)
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
         if not self._reducer.is_active:
@@ -262,9 +257,8 @@ class LocalUpdateSchedule(Schedule):
             result = self._node.step(closure)
         else:
             result = self._inner.step(closure)
-            mesh = self._reducer.exchange.mesh  # whose ranks must end their blocks together
-            own = self._reducer.contribution
-            (num_samples,) = mesh.means(own.num_samples)
+            own, mesh = self._contribution, self._exchange.mesh
+            (num_samples,) = mesh.means(own.num_samples)  # its ranks end their blocks together
             self._count_samples(num_samples, own.mean_samples)
         self._progress(self.overlap_steps)
         return result
@@ -277,8 +271,8 @@ class LocalUpdateSchedule(Schedule):
         node = self._node
         if node is not None and self._reducer.is_needed and not node.has_left:
             node.step(None)
-            num_active = node.num_active
-            self._count_samples(node.num_samples)
+            node.num_active = num_active = self._exchange.num_active
+            self._count_samples(self._exchange.num_samples)
             self._take_anchors()
             if num_active:
                 node.num_missed_steps += 1
@@ -291,8 +285,9 @@ class LocalUpdateSchedule(Schedule):
 
     def before_access(self, access: Literal["read", "load"]) -> None:
         """See `Schedule.before_access`."""
-        if access == "load" and self._has_anchors and not self._is_resumed:
-            self._changed.note(self._fragments)
+        is_within = self._has_anchors and not self._is_resumed
+        if access == "load" and is_within and not self._known.is_noted:
+            self._known.note()
 
     def flush(self) -> None:
         """See `Schedule.flush`. Ends the partial block of every fragment.
@@ -319,19 +314,21 @@ class LocalUpdateSchedule(Schedule):
         return self._length.current
 
     @property
+    def _num_sharing(self) -> int:
+        """How many ranks train as one worker with this one, itself included."""
+        return 1 if self._node is None else self._node.num_ranks
+
+    @property
     def _is_within_block(self) -> bool:
         """With overlap a block lasts from the first step to `flush`."""
-        if not self._fragments or self._comm.size == (
-            1 if self._node is None else self._node.comm.size
-        ):
+        if not self._fragments or self._comm.size == self._num_sharing:
             return False
         return self._pending is not None or any(each.num_samples for each in self._fragments)
 
     def _size_blocks(self) -> None:
         """Let the block under way end when `current_block_size` samples are processed."""
         size, num_workers = self._length.current, self._comm.size
-        num_ranks = self._node.comm.size if self._node is not None else 1
-        self._order.share = size * num_ranks / num_workers
+        self._order.share = size * self._num_sharing / num_workers
         for fragment in self._fragments:
             # A power of two: sums stay near the size of pseudo-gradients, no bit of a mean changes.
             fragment.scale = weight_scale(size / num_workers, 1)
@@ -339,13 +336,15 @@ class LocalUpdateSchedule(Schedule):
     def _take_anchors(self) -> None:
         """Begin a block, unless one is under way: before the first step or exchange of it."""
         self._is_resumed = False
-        self._changed.raise_if_changed(
-            self._fragments,
-            f"{self._comm.rank_label}: model.load_state_dict() has replaced parameters within a "
-            "block of local updates, and the outer step would take the difference for what was "
-            "learned. Call optimizer.flush() on all ranks before you load a state: the next block "
-            "then begins with it.",
-        )
+        changed = self._known.changed()
+        self._known.forget()
+        if changed:
+            raise UsageError(
+                f"{self._comm.rank_label}: model.load_state_dict() has replaced parameters within "
+                f"a block of local updates ({', '.join(changed[:3])}), and the outer step would "
+                "take the difference for what was learned. Call optimizer.flush() on all ranks "
+                "before you load a state: the next block then begins with it."
+            )
         if not self._has_anchors:
             for fragment in self._fragments:
                 fragment.take_anchors()
@@ -403,20 +402,21 @@ class LocalUpdateSchedule(Schedule):
         fragment.pack(weight, rate, is_active=is_active, step=self._reducer.step)
         self._pending = fragment
         if overlap_steps and self.eager:
-            fragment.move(self._momentum(fragment))
+            fragment.move(self._momentum(fragment.pseudo_gradients()))
         fragment.start(overlap_steps)
         if overlap_steps:
             return 1
         self._finish_exchange()
         return fragment.sums.num_active
 
-    def _momentum(self, fragment: Fragment) -> list[Tensor] | None:
-        """What the next outer step will do to its parameters even if they learned nothing."""
-        return momentum_of(
-            fragment.pseudo_gradients(),
-            lambda zeros: self.outer_step(zeros, self.current_block_size),
-            self.outer_state_tensors,
-        )
+    def _momentum(self, zeros: Sequence[PseudoGradient]) -> list[Tensor]:
+        """What the next outer step will do to anchors even if nothing was learned. Local."""
+        if not self.outer_state_tensors(zeros):
+            return []
+        return take_partial_step(zeros, 0, self._full_step, self.outer_state_tensors)
+
+    def _full_step(self, pseudo_gradients: Sequence[PseudoGradient]) -> None:
+        self.outer_step(pseudo_gradients, self.current_block_size)
 
     def _finish_exchange(self) -> None:
         """Wait for the pending exchange and take the outer step."""
@@ -425,7 +425,7 @@ class LocalUpdateSchedule(Schedule):
             return
         sums = fragment.sums
         sums.drain()
-        if self._reducer.exchange.record_nonfinite(sums) is not None:
+        if self._exchange.record_nonfinite(sums) is not None:
             self._discard_block(fragment)
             return
         num_samples = sums.total_weight
@@ -504,8 +504,7 @@ class LocalUpdateSchedule(Schedule):
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
         """See `Resharding` and `reshard_blocks`."""
-        num_sharing = self._node.comm.size if self._node is not None else 1
-        return reshard_blocks(states, comm, num_sharing=num_sharing)
+        return reshard_blocks(states, comm, num_sharing=self._num_sharing)
 
     def resume_warnings(self) -> list[str]:
         """See `MultiNodeOptimizer.resume_warnings`."""
@@ -521,7 +520,7 @@ class LocalUpdateSchedule(Schedule):
             self._pending.sums.drain()  # its memory is used again
             self._pending = None
         self._check_state(state)
-        self._changed.forget()
+        self._known.forget()
         self._is_resumed = True
         node, fragments = self._node, self._fragments
         self._order.restart()
@@ -565,60 +564,3 @@ def _is_concurrent(comm: Communicator) -> bool:
 def _check(name: str, is_right: bool, value: object, rule: str) -> None:
     if not is_right:
         raise UsageError(f"{name}={value!r} must be {rule}.")
-
-
-class IntraNodeAverage(EveryStep):
-    """`EveryStep` among the ranks of a node, which therefore hold the same parameters."""
-
-    def __init__(
-        self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
-    ) -> None:
-        """*Collective.*"""
-        super().__init__()
-        comm = reducer.comm
-        self.comm = comm.split(comm.inter_rank, comm.intra_rank)
-        self.num_missed_steps = 0
-        """Steps of the node since this rank left its loop."""
-        self.has_left = False
-        """Whether all ranks of the node have left their loops."""
-        self.num_active = 1
-        """How many ranks share the samples of the last step."""
-        self.attach(reducer, inner, models)
-
-    def backward_ended(self) -> None:
-        """See `Schedule.backward_ended`."""
-        super().backward_ended()
-        self.num_active = self._exchange.num_active
-
-    def step(self, closure: Callable[[], float] | None) -> float | None:
-        """See `Schedule.step`."""
-        result = super().step(closure)
-        if not self._reducer.is_active:
-            self.num_active = self._exchange.num_active
-        return result
-
-    @property
-    def num_samples(self) -> float:
-        """Of the ranks of the node, in the last exchange."""
-        return self._exchange.num_samples
-
-    def begin(self) -> None:
-        """Reduce gradients within the node from now on. *Collective.*"""
-        self._reducer.reconfigure(self.comm, None)
-
-    def leave(self, parameters: Sequence[Tensor]) -> None:
-        """All ranks of the node have left: copy from one that made every step. *Collective.*"""
-        self.has_left = True
-        missed = self.comm.allgather_obj(self.num_missed_steps)
-        if any(missed):
-            source = missed.index(0)
-            copy_state_from_rank(self.comm, list(parameters), self._inner, source)
-        self.num_missed_steps, self.num_active = 0, self.comm.size
-
-    def restart(self) -> None:
-        """The ranks of the node enter their loops again. Local."""
-        self.has_left, self.num_missed_steps = False, 0
-
-    def close(self) -> None:
-        """Close the communicator of the node."""
-        self.comm.finalize()

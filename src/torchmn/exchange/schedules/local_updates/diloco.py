@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from torchmn.base.errors import UsageError
 from torchmn.exchange.schedules.local_updates.base import BlockSize, IntraNode, LocalUpdateSchedule
-from torchmn.exchange.schedules.local_updates.fragments import Fragment, PseudoGradient
+from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
 from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState
 from torchmn.exchange.schedules.trial_step import trial_step
 
@@ -131,9 +131,9 @@ class DiLoCo(LocalUpdateSchedule):
         for each in pseudo_gradients:
             each.anchor.grad = None
 
-    def _momentum(self, fragment: Fragment) -> list[Tensor] | None:
-        with trial_step(self.outer):
-            return super()._momentum(fragment)
+    def _momentum(self, zeros: Sequence[PseudoGradient]) -> list[Tensor]:
+        with trial_step(self.outer):  # its counts of steps as well
+            return super()._momentum(zeros)
 
     def outer_state_tensors(self, pseudo_gradients: Sequence[PseudoGradient]) -> OuterState:
         return {

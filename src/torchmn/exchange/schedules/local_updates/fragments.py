@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
-from torchmn.comm.checksums import checksum
 from torchmn.comm.codecs import Codec
 from torchmn.comm.local_tensors import local_part
 from torchmn.exchange.agreements.base import Agreement, PassContext
@@ -139,11 +138,13 @@ class Fragment:
         self.num_samples = 0.0
 
     @torch.no_grad()
-    def move(self, changes: Sequence[Tensor] | None) -> None:
-        """Change the parameters; the pending exchange does not see it, and its end undoes it."""
-        if changes is not None:
-            for parameter, change in zip(self.parameters, changes, strict=True):
-                parameter.add_(change)
+    def move(self, changes: Sequence[Tensor]) -> None:
+        """Change the parameters; the pending exchange does not see it, and its end undoes it.
+
+        Without any changes they stay.
+        """
+        for parameter, change in zip(self.parameters, changes, strict=bool(changes)):
+            parameter.add_(change)
 
     def start(self, overlap_steps: float) -> None:
         """Hand all buckets to the engine and return at once."""
@@ -151,7 +152,7 @@ class Fragment:
         self._starts = [p.detach().clone() for p in self.parameters] if overlap_steps else None
         packing, self._packing = self._packing, None
         if packing is not None:
-            self.sums = packing.start()
+            self.sums = packing.sums.start_remaining()
 
     @property
     def mean_rate(self) -> float:
@@ -400,35 +401,3 @@ class FragmentSchedule:
         """Resume from `state_dict`."""
         self._next, self._samples = state["next"], state["samples"]
         self._num_due = state["num_due"]
-
-
-# Finds a state that a script loads into the model in the middle of a block.
-#
-# It would count as what this rank has learned since the block began. A state that is loaded and
-# taken back, as for an evaluation of averaged parameters, changes nothing.
-
-
-class ChangedParameters:
-    """Compares parameters by their checksum, from `note` to `raise_if_changed`. Local."""
-
-    def __init__(self) -> None:
-        self._noted: int | None = None
-
-    def note(self, fragments: Sequence[Fragment]) -> None:
-        """From now on they must not change; of two calls the first one counts."""
-        if self._noted is None:
-            self._noted = _checksum_of(fragments)
-
-    def forget(self) -> None:
-        """What they are now is where training continues."""
-        self._noted = None
-
-    def raise_if_changed(self, fragments: Sequence[Fragment], message: str) -> None:
-        """Raise UsageError if they are not what was noted, if anything was."""
-        noted, self._noted = self._noted, None
-        if noted is not None and _checksum_of(fragments) != noted:
-            raise UsageError(message)
-
-
-def _checksum_of(fragments: Sequence[Fragment]) -> int:
-    return checksum([p for fragment in fragments for p in fragment.parameters])

@@ -2,14 +2,13 @@
 
 A worker sends a request to each server and gets one response to it: a kind, an object, and the
 gradients or parameters in memory that both sides have. A server that cannot answer within a quarter
-of the time limit says so, and the worker asks again: so a worker can tell slow workers from a dead
-server. Requests have one tag, responses another. A server has a thread for each worker of another
-rank; its own rank calls it, on the thread of an engine.
+of the time limit says so, again and again: so a worker can tell slow workers from a dead server.
+Requests have one tag, responses another. A server has a thread for each worker of another rank; its
+own rank calls it, on the thread of an engine.
 """
 
-import copy
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +19,15 @@ from torch import Tensor
 
 from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.comm import object_codec
-from torchmn.comm.codecs import ErrorFeedback, Layout, StripeCodec
-from torchmn.comm.codecs.base import NonfiniteTracker
-from torchmn.comm.engine import Engine, Work
+from torchmn.comm.codecs import StripeCodec
+from torchmn.comm.engine import Engine
 from torchmn.comm.transports.base import BackoffTimeLimit, TimeLimit, Transport
 from torchmn.exchange.schedules.parameter_server.server import ShardServer
-from torchmn.exchange.schedules.parameter_server.shards import ShardMemory
+from torchmn.exchange.schedules.parameter_server.shards import (
+    SentGradients,
+    ShardMemory,
+    decoder_of,
+)
 
 _REQUEST, _RESPONSE = 1, 2
 _YEAR_S = 365 * 86400.0
@@ -67,16 +69,13 @@ class Messages:
         ``buffers(peer, kind)`` receive what comes with it. ``first`` limits the wait for it to
         begin.
         """
-        exchange = self.transport.exchange
-        sizes = {peer: torch.zeros(1, dtype=torch.int64, device="cpu") for peer in peers}
+        exchange, host = self.transport.exchange, torch.device("cpu")
+        sizes = {peer: torch.zeros(1, dtype=torch.int64, device=host) for peer in peers}
         exchange([], list(sizes.items()), first, tag)
-        heads = {
-            peer: torch.empty(int(size), dtype=torch.uint8, device="cpu")
-            for peer, size in sizes.items()
-        }
+        heads = {p: torch.empty(int(n), dtype=torch.uint8, device=host) for p, n in sizes.items()}
         exchange([], list(heads.items()), self._limit(), tag)
         described = {
-            peer: object_codec.unpack_head(head.numpy().tobytes(), torch.device("cpu"))
+            peer: object_codec.unpack_head(head.numpy().tobytes(), host)
             for peer, head in heads.items()
         }
         recvs = []
@@ -100,13 +99,10 @@ class WorkerThread(threading.Thread):
         self, server: ShardServer, worker: int, messages: Messages, codec: StripeCodec | None
     ) -> None:
         super().__init__(name=f"torchmn-server{server.rank}-for{worker}", daemon=True)
-        self._server = server
-        self._worker = worker
-        self._messages = messages
+        self._server, self._worker, self._messages = server, worker, messages
         self._memory = ShardMemory(server.parameters)
-        self._codec = decoder_of(codec)
-        self._incoming = message_buffers(self._memory, codec)
-        self._limit: BackoffTimeLimit | None = None
+        self._gradients = SentGradients(self._memory, decoder_of(codec))
+        self._limit: TimeLimit | None = None
         self._is_ended = False
 
     def run(self) -> None:
@@ -114,12 +110,13 @@ class WorkerThread(threading.Thread):
         server, worker = self._server, self._worker
         try:
             while True:
-                kind, fields = self._receive(_YEAR_S)
+                kind, fields = self._receive()
                 if kind == "leave":
                     server.leave(worker)
                     return
                 try:
-                    answer = server.answer(kind, worker, fields, self._memory, self._ask_again)
+                    stay = partial(self._send, "wait")
+                    answer = server.answer(kind, worker, fields, self._memory, stay)
                 except TorchmnError as error:
                     self._send("error", [type(error).__name__, str(error)])
                 else:
@@ -138,35 +135,26 @@ class WorkerThread(threading.Thread):
         if self._limit is not None:
             self._limit.end()
 
-    def _ask_again(self) -> None:
-        """Tell the worker, which must wait, that its server is alive. Raises: the worker is not."""
-        self._send("wait", None)
-        self._receive(self._messages.timeout_s)
-
-    def _send(self, kind: str, content: Any, buffers: Sequence[Tensor] = ()) -> None:
+    def _send(self, kind: str, content: Any = None, buffers: Sequence[Tensor] = ()) -> None:
         self._messages.send(_RESPONSE, {self._worker: (kind, content, buffers)})
 
-    def _receive(self, limit_s: float) -> tuple[str, Any]:
+    def _receive(self) -> tuple[str, Any]:
         # If the transport polls, every thread of this rank does: together not too often.
-        pause_s = _PAUSE_S * self._messages.transport.size
-        self._limit = BackoffTimeLimit(limit_s, pause_s)
+        self._limit = BackoffTimeLimit(_YEAR_S, _PAUSE_S * self._messages.transport.size)
         if self._is_ended:
             self._limit.end()
         received = self._messages.receive(
             _REQUEST,
             [self._worker],
-            lambda _, kind: self._incoming if kind == "push" else (),
+            lambda _, kind: self._gradients.buffers if kind == "push" else (),
             self._limit,
         )
         kind, fields = received[self._worker]
-        if kind == "push" and self._codec is not None:
-            for buffer, layout, encoded in _stripes(self._memory, self._incoming):
-                self._codec.decode_stripe(encoded, layout, buffer)
-            self._codec.nonfinite.clear()  # the worker has checked
+        if kind == "push":
+            self._gradients.decode()
         return kind, fields
 
 
-@dataclass(eq=False)
 class ServerClient:
     """The worker's end, for all servers. One thread at a time.
 
@@ -174,32 +162,29 @@ class ServerClient:
     ``own_server`` is that of this rank, None if it has none.
     """
 
-    messages: Messages | None
-    memory: Mapping[int, ShardMemory]
-    own_server: ShardServer | None
-    codec: StripeCodec | None
-    rank: int
-    rank_label: str
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        messages: Messages | None,
+        memory: Mapping[int, ShardMemory],
+        own_server: ShardServer | None,
+        codec: StripeCodec | None,
+        rank: int,
+        rank_label: str,
+    ) -> None:
+        self._messages, self._memory, self._own_server = messages, memory, own_server
+        self._codec, self._rank, self._rank_label = codec, rank, rank_label
         self._own_engine = Engine(torch.device("cpu"))
-        self._outgoing = {
-            server: message_buffers(memory, self.codec)
-            for server, memory in self.memory.items()
-            if server != self.rank
-        }
+        self._outgoing = {s: SentGradients(m, codec) for s, m in memory.items() if s != rank}
         self._broken: CommunicationError | None = None
 
     def encode(self) -> list[str]:
         """Encode the gradients for servers of other ranks; returns names of those out of range."""
-        codec = self.codec
-        if codec is None:
+        if self._codec is None:
             return []
-        for server, outgoing in self._outgoing.items():
-            for buffer, layout, encoded in _stripes(self.memory[server], outgoing):
-                codec.encode_stripe(buffer, layout, encoded)
-        names = codec.nonfinite.names("encoding")
-        codec.finish(is_valid=not names)
+        for outgoing in self._outgoing.values():
+            outgoing.encode()
+        names = self._codec.nonfinite.names("encoding")
+        self._codec.finish(is_valid=not names)
         return names
 
     def request(self, kind: str, fields: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
@@ -215,89 +200,65 @@ class ServerClient:
         try:
             return self._request(kind, fields)
         except CommunicationError as error:
-            self._broken = type(error)(f"{self.rank_label}: {error}")
+            self._broken = type(error)(f"{self._rank_label}: {error}")
             raise self._broken from error
 
     def _request(self, kind: str, fields: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
-        own, rank = self.own_server, self.rank
+        own, rank = self._own_server, self._rank
         answers: dict[int, Any] = {}
-        work: Work[Any] | None = None
+        work = None
         if own is not None:  # at once: other servers wait for what this rank sends to its own
-            request = (kind, rank, fields[rank], self.memory[rank], lambda: None)
+            request = (kind, rank, fields[rank], self._memory[rank], lambda: None)
             work = self._own_engine.submit(partial(own.answer, *request))
-        asked: dict[int, Message] = {
-            server: (kind, fields[server], buffers if kind == "push" else ())
-            for server, buffers in self._outgoing.items()
-        }
-        is_pull = kind in _WITH_PARAMETERS
-        while asked:
-            received = self._ask(asked, is_pull)
-            asked = {s: ("again", None, ()) for s, (what, _) in received.items() if what == "wait"}
-            for server, (what, answer) in received.items():
-                if what == "error":
-                    cls = _ERRORS.get(answer[0], CommunicationError)
-                    raise cls(f"the server on rank {server} reports: {answer[1]}")
-                if what == "result":
-                    answers[server] = answer
+        for server, what, answer in self._responses(kind, fields, answers):
+            if what == "error":
+                cls = _ERRORS.get(answer[0], CommunicationError)
+                raise cls(f"the server on rank {server} reports: {answer[1]}")
+            if what == "result":
+                answers[server] = answer
         if work is not None:
             while not work.is_done_within(1.0):  # the server itself has a time limit
                 pass
             answers[rank] = work.wait()
         return answers
 
-    def _ask(self, asked: Mapping[int, Message], is_pull: bool) -> dict[int, tuple[str, Any]]:
-        if self.messages is None:
-            return {}
+    def _responses(
+        self, kind: str, fields: Mapping[int, dict[str, Any]], answers: Mapping[int, Any]
+    ) -> Iterator[tuple[int, str, Any]]:
+        """Send a request to other ranks; yields what comes back until all are in ``answers``."""
+        messages, outgoing, memory = self._messages, self._outgoing, self._memory
+        if messages is None:
+            return
+        is_push, is_pull = kind == "push", kind in _WITH_PARAMETERS
         try:
-            self.messages.send(_REQUEST, asked)
-            return self.messages.receive(
-                _RESPONSE,
-                asked,
-                lambda s, kind: self.memory[s].buffers if is_pull and kind == "result" else (),
-                BackoffTimeLimit(self.messages.timeout_s, _PAUSE_S),
-            )
+            sent = {s: (kind, fields[s], o.buffers if is_push else ()) for s, o in outgoing.items()}
+            messages.send(_REQUEST, sent)
+            while waiting := outgoing.keys() - answers.keys():
+                received = messages.receive(
+                    _RESPONSE,
+                    waiting,
+                    lambda s, what: memory[s].buffers if is_pull and what == "result" else (),
+                    BackoffTimeLimit(messages.timeout_s, _PAUSE_S),
+                )
+                for server, (what, answer) in received.items():
+                    yield server, what, answer
         except (PeerLostError, TimeLimitError) as error:
             raise type(error)(
-                f"a parameter server is lost or silent, one of ranks {sorted(asked)}: {error} Its "
-                "part of the parameters is lost: resume from the last checkpoint. A serving rank "
-                "must not exit until all ranks have called flush() or left optimizer.join()."
+                f"a parameter server is lost or silent, one of ranks {sorted(outgoing)}: {error} "
+                "Its part of the parameters is lost: resume from the last checkpoint. A serving "
+                "rank must not exit until all ranks have called flush() or left optimizer.join()."
             ) from error
 
     def leave(self, limit_s: float) -> None:
         """Tell all servers that this worker leaves; servers that are lost are ignored."""
-        if self.own_server is not None:
-            self.own_server.leave(self.rank)
-        if self.messages is None or self._broken is not None:
+        if self._own_server is not None:
+            self._own_server.leave(self._rank)
+        if self._messages is None or self._broken is not None:
             return
         for server in self._outgoing:
             with suppress(CommunicationError):
-                self.messages.send(_REQUEST, {server: ("leave", None, ())}, limit_s)
+                self._messages.send(_REQUEST, {server: ("leave", None, ())}, limit_s)
 
     def close(self) -> None:
         """End the thread that calls this rank's own server, which is closed."""
         self._own_engine.close()
-
-
-def _stripes(memory: ShardMemory, encoded: Sequence[Tensor]) -> list[tuple[Tensor, Layout, Tensor]]:
-    """The buffers that are not empty, each with its layout and what it is encoded in."""
-    rows = zip(memory.buffers, memory.layouts, encoded, strict=True)
-    return [row for row in rows if row[1].numel]
-
-
-def message_buffers(memory: ShardMemory, codec: StripeCodec | None) -> list[Tensor]:
-    """The buffers that are sent for a memory: its own, or bytes to encode it in."""
-    if codec is None:
-        return memory.buffers
-    return [
-        torch.zeros(codec.stripe_nbytes(layout), dtype=torch.uint8, device="cpu")
-        for layout in memory.layouts
-    ]
-
-
-def decoder_of(codec: StripeCodec | None) -> StripeCodec | None:
-    """A codec for decoding on another thread: the state of a codec is not thread-safe."""
-    if codec is None:
-        return None
-    decoder = copy.copy((codec.codec if isinstance(codec, ErrorFeedback) else codec).new_instance())
-    decoder.nonfinite = NonfiniteTracker()
-    return decoder

@@ -31,7 +31,6 @@ from torch.optim import LBFGS, Optimizer
 from torchmn.base import events
 from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.base.torch_private import STEP_HOOKS
-from torchmn.comm import Communicator
 from torchmn.comm.codecs import StripeCodec
 from torchmn.comm.engine import Engine, Work
 from torchmn.comm.transports.base import abort_pending_receives
@@ -40,6 +39,7 @@ from torchmn.exchange.finiteness import NonfiniteGradients
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.base import Schedule, Traits
+from torchmn.exchange.schedules.changed_parameters import ParameterSample
 from torchmn.exchange.schedules.parameter_server.messages import (
     Messages,
     ServerClient,
@@ -47,7 +47,6 @@ from torchmn.exchange.schedules.parameter_server.messages import (
 )
 from torchmn.exchange.schedules.parameter_server.server import Reply, ShardServer
 from torchmn.exchange.schedules.parameter_server.shards import (
-    PulledParameters,
     ShardMemory,
     assign_shards,
     device_copy,
@@ -86,7 +85,6 @@ class ParameterServer(Schedule):
         has_own_steps=True,
         replica_consistency="none",
     )
-    _comm: Communicator
     _server_class: type[ShardServer] = ShardServer
 
     def __init__(
@@ -149,7 +147,7 @@ class ParameterServer(Schedule):
     ) -> None:
         """See `Schedule.attach`. Raises UnsupportedError: see `_raise_if_unsupported`."""
         super().attach(reducer, inner, models)
-        self._comm = comm = reducer.comm
+        comm = self._comm
         self._raise_if_unsupported()
         options = comm.allgather_obj(repr(self))
         if len(set(options)) > 1:
@@ -169,7 +167,7 @@ class ParameterServer(Schedule):
             for server, shard in shards.items()
             for name, parameter in shard
         ]
-        self._pulled_parameters = PulledParameters(self._parameters)
+        self._known = ParameterSample(self._parameters)
         codec = reducer.codec
         self._codec = codec if isinstance(codec, StripeCodec) else None
         if self._codec is not None:
@@ -331,7 +329,7 @@ class ParameterServer(Schedule):
         with torch.no_grad():
             for _, _, parameter, slot in self._places:
                 parameter.copy_(slot)
-        self._pulled_parameters.note()
+        self._known.note()
         for server, reply in replies.items():
             self.versions[server] = reply.version
         lost = {worker for reply in replies.values() for worker in reply.lost} - self.lost
@@ -348,7 +346,7 @@ class ParameterServer(Schedule):
         """Raise UsageError if the script has changed parameters since they were pulled. Local."""
         if not self._is_open:
             return
-        changed = self._pulled_parameters.changed()
+        changed = self._known.changed()
         if changed:
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
             raise UsageError(
@@ -364,7 +362,7 @@ class ParameterServer(Schedule):
         if self._is_open:
             return
         self._is_open, self._is_finished_by_join = True, False
-        self._pulled_parameters.note()
+        self._known.note()
         self._clock = 0
         if self._server is not None:
             self._server.open(self._episode)
@@ -486,7 +484,7 @@ class ParameterServer(Schedule):
                 f"{rank_label}: parameter_server does not support step(closure): workers do not "
                 "step together. Compute loss and gradients before step()."
             )
-        if self._reducer.contribution.weight != 1.0:
+        if self._contribution.weight != 1.0:
             raise UnsupportedError(
                 f"{rank_label}: parameter_server does not support weights: each worker's gradient "
                 "is a separate update. Use weight='rank' and scale the loss instead."

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from torchmn.base.errors import CommunicationError, PeerLostError, TimeLimitError, TorchmnError
 from torchmn.exchange.buckets import NamedParameter
+from torchmn.exchange.schedules.late_means import compensate_
 from torchmn.exchange.schedules.parameter_server.shards import (
     Hyper,
     ShardMemory,
@@ -34,13 +35,13 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     optimizer_like,
 )
 
-# Makes a waiting worker ask again, so that it knows its server to be alive; without the lock.
+# Tells a waiting worker that its server is alive; called without the lock.
 Stay = Callable[[], None]
 
 # What a worker pulled: the version, and the values if they are needed again.
 _Pulled = tuple[int, ShardMemory | None]
 _NO_WORKER = 2**62
-_ASKS_PER_LIMIT = 4  # how often a waiting worker asks within the time limit
+_SIGNS_PER_LIMIT = 4  # how often a waiting worker is told so within the time limit
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,12 @@ class ShardServer:
                 return self.state()
             if kind == "confirm":
                 return self.confirm(worker, stay=stay, **fields)
-            fields = {**fields, "memory": memory, "stay": stay}
             if kind == "finish":
-                return self.finish(worker, **fields)
-            return self.push(worker, has_gradients=kind == "push", **fields)
+                return self.finish(worker, memory=memory, stay=stay, **fields)
+            has_gradients = kind == "push"
+            return self.push(
+                worker, memory=memory, stay=stay, has_gradients=has_gradients, **fields
+            )
         except TorchmnError:
             raise
         except BaseException as error:  # no worker may wait
@@ -288,9 +291,7 @@ class ShardServer:
                 continue
             if base[1] is not None:
                 drift = self._values.slots[name] - base[1].slots[name]
-                # |g|^2 for complex numbers, so that the diagonal stays real.
-                size = (grad * grad.conj()).real if grad.is_complex() else grad * grad
-                grad.add_(drift.mul_(size), alpha=self._delay_compensation)
+                compensate_(grad, drift, self._delay_compensation)
             copy.grad = grad
         if self._copies:
             self._optimizer.step()
@@ -303,22 +304,22 @@ class ShardServer:
 
     def _wait(self, is_ready: Callable[[], bool], episode: int, stay: Stay) -> None:
         limit_s = self._timeout_s
-        ask_s = time.monotonic() + limit_s / _ASKS_PER_LIMIT
+        sign_s = time.monotonic() + limit_s / _SIGNS_PER_LIMIT
         while not is_ready():
             self._raise_if_closed()
             now, end_s = time.monotonic(), self._progress_s + limit_s
             if now >= end_s:
                 self._time_limit_error = TimeLimitError(self._describe_wait(episode))
                 raise self._time_limit_error
-            if now < ask_s:
-                self._changed.wait(min(ask_s, end_s) - now)
+            if now < sign_s:
+                self._changed.wait(min(sign_s, end_s) - now)
                 continue
             self._changed.release()
             try:
                 stay()
             finally:
                 self._changed.acquire()
-            ask_s = now + limit_s / _ASKS_PER_LIMIT
+            sign_s = now + limit_s / _SIGNS_PER_LIMIT
 
     def _describe_wait(self, episode: int) -> str:
         seen = []

@@ -1,7 +1,8 @@
-"""The shards of the parameters, one for each server, their host memory, and what was pulled."""
+"""The shards of the parameters, one for each server, and their host memory."""
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torchmn.base.torch_private import STEP_HOOKS
-from torchmn.exchange.buckets import NamedParameter, elements_of, plan_buckets
+from torchmn.comm.codecs import ErrorFeedback, StripeCodec
+from torchmn.comm.codecs.base import NonfiniteTracker
+from torchmn.exchange.buckets import NamedParameter, plan_buckets
 
 # The plain options of every parameter group, such as the learning rate.
 Hyper = list[dict[str, Any]]
@@ -57,6 +60,41 @@ class ShardMemory:
         """Copy the values of memory for the same parameters."""
         for mine, theirs in zip(self.buffers, other.buffers, strict=True):
             mine.copy_(theirs)
+
+
+class SentGradients:
+    """The gradients of a push as they are sent: the memory itself, or what a codec makes of it."""
+
+    def __init__(self, memory: ShardMemory, codec: StripeCodec | None) -> None:
+        self._codec = codec
+        self.buffers = memory.buffers
+        if codec is not None:
+            sizes = [codec.stripe_nbytes(layout) for layout in memory.layouts]
+            self.buffers = [torch.zeros(n, dtype=torch.uint8, device="cpu") for n in sizes]
+        rows = zip(memory.buffers, memory.layouts, self.buffers, strict=True)
+        self._rows = [row for row in rows if row[1].numel]
+
+    def encode(self) -> None:
+        """Write what is sent."""
+        if self._codec is not None:
+            for buffer, layout, encoded in self._rows:
+                self._codec.encode_stripe(buffer, layout, encoded)
+
+    def decode(self) -> None:
+        """Read what has arrived."""
+        if self._codec is not None:
+            for buffer, layout, encoded in self._rows:
+                self._codec.decode_stripe(encoded, layout, buffer)
+            self._codec.nonfinite.clear()  # the worker has checked
+
+
+def decoder_of(codec: StripeCodec | None) -> StripeCodec | None:
+    """A codec for decoding on another thread: the state of a codec is not thread-safe."""
+    if codec is None:
+        return None
+    decoder = copy.copy((codec.codec if isinstance(codec, ErrorFeedback) else codec).new_instance())
+    decoder.nonfinite = NonfiniteTracker()
+    return decoder
 
 
 def _on_host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -122,40 +160,3 @@ def device_copy(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         else value
         for key, value in state.items()
     }
-
-
-_NUM_SAMPLED = 4096  # the least number of elements that are compared of a parameter, if it has them
-# By how many of them a change that was taken back, as by a sharpness-aware step, may be off.
-_NUM_ROUNDINGS = 16
-
-
-class PulledParameters:
-    """A sample of the values of each parameter. Local."""
-
-    def __init__(self, parameters: Sequence[NamedParameter]) -> None:
-        self._parameters = parameters
-        self._samples: list[Tensor] = []
-
-    def note(self) -> None:
-        """The servers know of the values of now."""
-        self._samples = [_sample(parameter).clone() for _, parameter in self._parameters]
-
-    def changed(self) -> list[str]:
-        """The names of those that are others than at the last call of `note`."""
-        rows = zip(self._parameters, self._samples, strict=True)
-        return [name for (name, now), then in rows if _is_other(_sample(now), then)]
-
-
-def _sample(parameter: Tensor) -> Tensor:
-    """Some elements of a parameter, at equal distances. Local."""
-    return elements_of(parameter)[:: max(1, parameter.numel() // _NUM_SAMPLED)]
-
-
-def _is_other(now: Tensor, then: Tensor) -> bool:
-    """Whether they differ by more than the rounding of a change that was taken back."""
-    has_fractions = now.dtype.is_floating_point or now.dtype.is_complex
-    is_converted = now.dtype != then.dtype or now.device != then.device  # as by model.float()
-    if is_converted or not has_fractions or not now.numel():
-        return False
-    allowed = _NUM_ROUNDINGS * torch.finfo(now.dtype).eps * then.abs().max()
-    return bool((now - then).abs().max() > allowed)

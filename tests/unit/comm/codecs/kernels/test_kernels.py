@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from torchmn.comm.codecs import Layout, Quantized
+from torchmn.comm.codecs.base import Lost
 from torchmn.comm.codecs.kernels import Kernels, kernels_for, reference
 from torchmn.comm.codecs.kernels.wire_format import Noise
 from torchmn.comm.codecs.layout import Segment
@@ -39,13 +40,14 @@ def both(
     plan = codec.plan(stripe)
     written = []
     for kernels in (compiled, reference):
-        new_residual = None if residual is None else torch.full_like(residual, 5.0)
+        lost = None if residual is None else Lost(residual, torch.full_like(residual, 5.0))
         encoded = torch.zeros(plan.nbytes, dtype=torch.uint8)
-        flags = kernels.encode(values, residual, new_residual, encoded, plan, noise)
+        flags = kernels.encode(values, lost, encoded, plan, noise)
         decoded = torch.full_like(values, 0.25)
         flags_set = kernels.decode(encoded, decoded, plan, add=False)
         added = torch.full_like(values, 0.25)
         flags_added = kernels.decode(encoded, added, plan, add=True)
+        new_residual = None if lost is None else lost.now
         written.append([encoded, flags, decoded, flags_set, added, flags_added, new_residual])
     for ours, theirs in zip(*written, strict=True):
         if ours is not None:

@@ -1,0 +1,113 @@
+"""Gradients that are packed while backward still runs, as soon as they are final.
+
+A gradient is final when autograd has called a hook after it was accumulated, and no later hook of
+the script can change it. Small ones are packed together, when all of their bucket are: a bucket
+whose gradients come in the order of the pass before costs one call of Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NoReturn
+
+from torchmn.base import events
+from torchmn.base.errors import UnsupportedError
+from torchmn.exchange.buckets import Bucket, Slot
+from torchmn.exchange.gradient_exchange import GradientExchange
+from torchmn.exchange.parameter_hook import GradientHooks
+
+
+class EarlyPacking:
+    """Fills the buckets of one exchange after another. Every method is local.
+
+    Args:
+        exchange: that which is filled.
+        hooks: those of its parameters.
+    """
+
+    def __init__(self, exchange: GradientExchange, hooks: GradientHooks) -> None:
+        self._exchange, self._hooks = exchange, hooks
+
+    def begin(self) -> None:
+        """A pass has begun whose gradients can be packed early."""
+        for bucket in self._exchange.filling.buckets:
+            self._hooks.note_in(bucket.arrivals)
+
+    def end(self) -> None:
+        """The pass has ended. Raises UnsupportedError: a gradient has changed since its packing."""
+        self._hooks.call_again()
+        for bucket in self._exchange.filling.buckets:
+            self._refuse_repeated(bucket)
+
+    def arrived(self, slot: Slot) -> None:
+        """A gradient was accumulated: pack what is final, which sends full buckets in order."""
+        bucket = slot.weak_bucket()
+        assert bucket is not None  # noqa: S101 - its set keeps it
+        if slot.is_small:
+            bucket.arrivals.note(slot.parameter)
+            self._pack_small(bucket)
+        elif slot.is_packed:
+            self._refuse(slot)
+        elif not self._hooks.have_later((slot.number,)):
+            self._pack_early(bucket, [slot])
+
+    def pack_rest(self) -> None:
+        """Pack what is not packed yet, whatever it is: the pass has ended."""
+        for bucket in self._exchange.filling.buckets:
+            if bucket.num_packed < len(bucket.slots):
+                self._pack(bucket, [slot for slot in bucket.slots if not slot.is_packed])
+
+    def _pack_small(self, bucket: Bucket) -> None:
+        """Pack the small gradients of a bucket if it is known that all are final."""
+        arrivals = bucket.arrivals
+        if len(arrivals) < len(bucket.small) or not arrivals:
+            return
+        if bucket.small[0].is_packed:
+            self._refuse_repeated(bucket)
+        elif arrivals.are_complete and not self._hooks.have_later(arrivals.numbers.values()):
+            self._pack_early(bucket, bucket.small)
+
+    def _pack_early(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
+        for observer in events.observers:
+            observer.phase("pack", begins=True)
+        try:
+            means = self._pack(bucket, slots)
+        finally:
+            for observer in events.observers:
+                observer.phase("pack", begins=False)
+        # What was copied is freed: the next layer's gradient then takes its memory.
+        as_view = self._exchange.as_view
+        for slot in slots:
+            parameter, tensor = slot.parameter, slot.tensor
+            if as_view:
+                parameter.grad = tensor
+            elif parameter.grad is not tensor and slot not in means:
+                parameter.grad = None
+        behind = self._exchange.filled.sums.next_bucket
+        if behind is not bucket:  # gradients may have come in another order than before
+            self._pack_small(behind)
+
+    def _pack(self, bucket: Bucket, slots: Sequence[Slot]) -> Collection[Slot]:
+        """Write gradients into their bucket.
+
+        Returns those that were added to earlier means, beside those that are in their slots.
+        """
+        exchange, packing = self._exchange, self._exchange.filled
+        means = () if exchange.is_plain else exchange.note_own(slots)
+        packing.is_accumulating |= bool(means)
+        packing.pack(bucket, slots)
+        return means
+
+    def _refuse_repeated(self, bucket: Bucket) -> None:
+        """Raise if a small gradient was accumulated again after it was packed."""
+        arrivals = bucket.arrivals
+        if len(arrivals) > len(bucket.small) and bucket.small[0].is_packed:
+            number = arrivals.repeated()
+            self._refuse(next(slot for slot in bucket.small if slot.number == number))
+
+    def _refuse(self, slot: Slot) -> NoReturn:
+        raise UnsupportedError(
+            f"{self._exchange.comm.rank_label}: backward computed the gradient of '{slot.name}' "
+            "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. Use "
+            "use_reentrant=False."
+        )
