@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from torchmn.base.errors import UsageError
 from torchmn.base.torch_private import tree_map
-from torchmn.data.scatter_loader import ScatteredBatches
+from torchmn.data.scattered_batches import ScatteredBatches
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from torchmn.base.errors import RankMismatchError, UsageError
+from torchmn.base.errors import UsageError
 from torchmn.comm.training_start import training_steps
 from torchmn.data.batch_settings import BatchSettings, HasBatchSettings
 from torchmn.data.counted_loader import PassSampler
 from torchmn.data.dataset_comparison import raise_if_datasets_differ
 from torchmn.data.divided_batches import LoaderPass, divided_batches
+from torchmn.data.equal_arguments import raise_if_ranks_differ
 from torchmn.data.permutations import Order, keyed_permutation
 from torchmn.data.scatter import shard_bounds
 from torchmn.data.sub_dataset import SizedDataset
@@ -99,8 +100,9 @@ class GlobalSampler(PassSampler):
         dataset = None
         if not isinstance(dataset_length, (int, np.integer)):
             dataset, dataset_length = dataset_length, len(dataset_length)
-        _raise_if_ranks_disagree(
+        raise_if_ranks_differ(
             comm,
+            "GlobalSampler",
             {
                 "is a data set": dataset is not None,
                 "dataset_length": dataset_length,
@@ -446,14 +448,3 @@ def _without_rows(batch: Any, two: Any) -> Any:
         "a rank gets where a batch has fewer samples than there are ranks. Give the DataLoader "
         "drop_last=True, or let collate_fn return tensors, or tuples, lists and dicts of them."
     )
-
-
-def _raise_if_ranks_disagree(comm: Communicator, arguments: dict[str, int]) -> None:
-    gathered = comm.allgather_obj(arguments)
-    for rank, theirs in enumerate(gathered):
-        for name, value in theirs.items():
-            if value != gathered[0][name]:
-                raise RankMismatchError(
-                    f"GlobalSampler: rank 0 has {name}={gathered[0][name]} and rank {rank} "
-                    f"{name}={value}. All ranks must pass the same value."
-                )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchmn.base.errors import DataError, UsageError
 from torchmn.data.scatter import EmptyDataset
+from torchmn.data.sub_dataset import length_of
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
@@ -207,8 +208,8 @@ def _facts(iterator: Any) -> dict[str, Any]:
     return {
         "kind": kind,
         "type": type(iterator).__name__,
-        "length": _length(iterator),
-        "dataset_length": _length(getattr(iterator, "dataset", None)),
+        "length": length_of(iterator),
+        "dataset_length": length_of(getattr(iterator, "dataset", None)),
         "batch_size": batch_size if isinstance(batch_size, int) else None,
         **_seen(iterator),
     }
@@ -223,10 +224,3 @@ def _seen(iterator: Any) -> dict[str, Any]:
         },
         "state": state_dict() if state_dict is not None else None,
     }
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except TypeError:
-        return None

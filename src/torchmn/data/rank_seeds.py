@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from torchmn.base.errors import RankMismatchError, UsageError
 from torchmn.comm.training_start import training_start
 from torchmn.data import rng_state
+from torchmn.data.equal_arguments import raise_if_ranks_differ
 
 if TYPE_CHECKING:
     from torchmn.comm import Communicator
@@ -268,19 +268,15 @@ def seed_ranks(seed: int, comm: Communicator) -> RandomStreams:
     >>> streams = seed_ranks(0, comm)
     """
     is_seed = isinstance(seed, (int, np.integer)) and 0 <= int(seed) < _NUM_SEEDS
-    gathered = comm.allgather_obj((int(seed) if is_seed else repr(seed), process_id()))
-    for rank, (theirs, _) in enumerate(gathered):
-        if theirs != gathered[0][0]:
-            raise RankMismatchError(
-                f"{comm.rank_label}: seed_ranks got {gathered[0][0]} on rank 0 and {theirs} on "
-                f"rank {rank}. Give all ranks one seed: the ranks' own seeds are derived from it."
-            )
-    if not is_seed:
-        raise UsageError(
-            f"{comm.rank_label}: seed_ranks got {seed!r}. It needs an integer from 0 to 2**32 - 1."
-        )
+    raise_if_ranks_differ(
+        comm,
+        "seed_ranks",
+        {"seed": int(seed) if is_seed else repr(seed)},
+        problem="" if is_seed else f"{seed!r}. It needs an integer from 0 to 2**32 - 1.",
+        cure="Give all ranks one seed: the ranks' own seeds are derived from it.",
+    )
     streams = RandomStreams(int(seed), comm.rank, comm.device).seed_generators()
-    _begin_shared(streams, comm, [process for _, process in gathered])
+    _begin_shared(streams, comm, comm.allgather_obj(process_id()))
     return streams
 
 

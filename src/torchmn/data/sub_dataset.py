@@ -27,6 +27,14 @@ class SizedDataset(Protocol[Sample]):
     def __getitem__(self, index: int, /) -> Sample: ...
 
 
+def length_of(sized: object) -> int | None:
+    """The length of a data set, loader or sampler; None if it has none. Local."""
+    try:
+        return len(sized)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def is_starting_process() -> bool:
     """Whether an object is being pickled for a process that this one starts. Local."""
     return get_spawning_popen() is not None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from torchmn.base.errors import RankMismatchError, UsageError
+from torchmn.data.equal_arguments import raise_if_ranks_differ
 from torchmn.data.permutations import draw_seed
 from torchmn.data.serial_iterator import SerialIterator
 
@@ -42,18 +42,15 @@ def create_synchronized_iterator(iterator: Batches, comm: Communicator) -> Batch
         [0, 1, 2, 3]
     """
     kind, problem = _kind(iterator)
-    seen = comm.allgather_obj((kind, problem, draw_seed()))
-    for rank, (_, theirs, _) in enumerate(seen):
-        if theirs:
-            raise UsageError(f"create_synchronized_iterator: rank {rank} passed {theirs}")
-    kinds = [theirs for theirs, _, _ in seen]
-    if len(set(kinds)) > 1:
-        raise RankMismatchError(
-            f"create_synchronized_iterator: rank 0 has {kinds[0]}, but other ranks have "
-            f"{', '.join(sorted(set(kinds[1:]) - {kinds[0]}))}. Pass data sets of one length, such "
-            "as create_empty_dataset(dataset), and shuffle on all ranks or on none."
-        )
-    seed = seen[0][2]
+    raise_if_ranks_differ(
+        comm,
+        "create_synchronized_iterator",
+        {"the order": kind},
+        problem=problem,
+        cure="Pass data sets of one length, such as create_empty_dataset(dataset), and shuffle on "
+        "all ranks or on none.",
+    )
+    seed = comm.bcast_obj(draw_seed())
     if isinstance(iterator, SerialIterator):
         iterator.reset(seed=seed)
     elif kind.endswith("shuffled"):

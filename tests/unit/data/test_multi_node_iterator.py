@@ -73,7 +73,7 @@ def test_synchronizing_what_cannot_be() -> None:
         sampler = GlobalSampler(4, comm, global_batch=2)
         with pytest.raises(UsageError, match="GlobalSampler, which has no generator"):
             create_synchronized_iterator(DataLoader(range(4), batch_sampler=sampler), comm)
-        with pytest.raises(RankMismatchError, match="rank 0 has 3 samples.*4 samples"):
+        with pytest.raises(RankMismatchError, match="is 3 samples.* on rank 0 and 4 samples"):
             create_synchronized_iterator(SerialIterator(range(3 + comm.rank), 1), comm)
         loader = DataLoader(range(3))
         assert create_synchronized_iterator(loader, comm) is loader

@@ -285,7 +285,7 @@ def test_loader_workers_of_ranks_draw_other_numbers() -> None:
 
 def test_ranks_that_disagree_and_what_is_no_seed() -> None:
     def attempt(comm):
-        with pytest.raises(RankMismatchError, match="got 3 on rank 0 and 4 on rank 1"):
+        with pytest.raises(RankMismatchError, match="seed is 3 on rank 0 and 4 on rank 1"):
             seed_ranks(3 + comm.rank, comm)
         for seed in (-1, 2**32, 0.5, None):
             with pytest.raises(UsageError, match="needs an integer from 0"):

@@ -31,7 +31,7 @@ import torchmn
 from torchmn.control.script import show_exception
 from torchmn.data import GlobalSampler, scatter_loader, shard_bounds
 from torchmn.data.sampler_randomness import GeneratorMarks, capture, replayed
-from torchmn.data.scatter_loader import ScatteredBatches
+from torchmn.data.scattered_batches import ScatteredBatches
 from torchmn.errors import DataError, RankMismatchError, UsageError
 from torchmn.testing import run_ranks
 
