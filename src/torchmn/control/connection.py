@@ -40,6 +40,7 @@ class Channel:
         self._outbox = bytearray()
         self._received: list[Message] = []
         self.is_open = True
+        self._is_broken = False  # nothing can be sent any more
         # Whether it has ended because the peer's host does not answer, not by the peer.
         self.is_silent = False
 
@@ -54,7 +55,7 @@ class Channel:
 
     def post(self, message: Message) -> None:
         """Send a message now or as soon as there is room; does nothing once the peer is gone."""
-        if self.is_open:
+        if self.is_open and not self._is_broken:
             self._outbox += encode(message)
             self.flush()
 
@@ -66,7 +67,7 @@ class Channel:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                self._fail(error)
+                self._fail(error)  # what the peer has sent before is still to be read
                 return
             del self._outbox[:sent]
 
@@ -79,6 +80,7 @@ class Channel:
                 break
             except OSError as error:
                 self._fail(error)
+                self.is_open = False
                 break
             if not chunk:
                 self.is_open = False
@@ -113,8 +115,9 @@ class Channel:
             poll.poll(1000 * left_s)
 
     def _fail(self, error: OSError) -> None:
-        self.is_open = False
-        self.is_silent = error.errno in _UNREACHABLE_ERRORS
+        self._is_broken = True
+        self._outbox.clear()
+        self.is_silent = self.is_silent or error.errno in _UNREACHABLE_ERRORS
 
     def close(self) -> None:
         """Send as much as fits, and close."""

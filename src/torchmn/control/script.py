@@ -197,5 +197,6 @@ def _is_communication_error(error: BaseException) -> bool:
     if module.startswith("mpi4py"):
         return True
     is_distributed = name in ("DistBackendError", "DistNetworkError", "DistStoreError")
-    text = str(error).lower()
+    # not str(), which may raise in an exception of the user's own
+    text = "".join(traceback.format_exception_only(error)).lower()
     return (is_distributed or "gloo" in text) and any(part in text for part in _PEER_ERRORS)

@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
-from torchmn.base.errors import LaunchError, shell_code
+from torchmn.base.errors import shell_code
 from torchmn.base.private_files import write_whole
 from torchmn.cluster.cpus import CpuAssignment, count_memory_kills, describe_sigkill
 from torchmn.cluster.environment_variables import MONITOR_VARIABLE, RECORD_VARIABLE
@@ -112,23 +112,21 @@ class Agent:
         self._output.open_log()
         self._start(env)
         self._on_messages()  # those that came with the order: the socket has nothing more to read
-        while not self._is_over():
+        while (returncode := self._end()) is None:
             self._wait()
             self._enforce_deadlines()
         self._output.drain(self._wait_for_messages, is_urgent=self._must_leave)
-        if self._returncode is None:  # cannot be: `_is_over` waits for it
-            raise LaunchError("The script has no exit code.")
-        self._write_exit_file(self._returncode)
+        self._write_exit_file(returncode)
         self._channel.post(
             Exit(
-                returncode=self._returncode,
+                returncode=returncode,
                 ended_at=self._ended_at,
                 ended_by=self._ended_by,
                 note=self._note,
             )
         )
         self._wait_for_disconnect()
-        return shell_code(self._returncode)
+        return shell_code(returncode)
 
     # ---- start --------------------------------------------------------------------------------
 
@@ -177,9 +175,12 @@ class Agent:
 
     # ---- the loop -----------------------------------------------------------------------------
 
-    def _is_over(self) -> bool:
+    def _end(self) -> int | None:
+        """The return code of the script, once all that it has started have exited as well."""
         # Orphans become children of this process, so without children there are no descendants.
-        return self._returncode is not None and not (has_children() and descendants(os.getpid()))
+        if self._returncode is not None and has_children() and descendants(os.getpid()):
+            return None
+        return self._returncode
 
     def _wait(self) -> None:
         """Wait for output, messages or signals, and process them."""

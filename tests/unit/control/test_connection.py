@@ -59,6 +59,21 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[Channel, Channel]) -> No
     assert collect(other, len(sent)) == sent
 
 
+def test_what_a_peer_has_sent_is_read_though_nothing_can_be_sent_to_it(
+    pair: tuple[Channel, Channel],
+) -> None:
+    """It has ended, and its last words are in the buffer of the kernel; then its end is seen."""
+    one, other = pair
+    other.post(LogWarning(text="an error"))
+    other.close()
+    for _ in range(3):  # the first may still be taken by the kernel
+        one.post(LogWarning(text="a request"))
+    received: list[Message] = []
+    while one.is_open:
+        received += one.collect()
+    assert received == [LogWarning(text="an error")]
+
+
 def test_full_connection_does_not_block(pair: tuple[Channel, Channel]) -> None:
     one, other = pair
     sent = [LogWarning(text=f"{i}" * 100_000) for i in range(9)] * 20

@@ -117,7 +117,6 @@ class RankMonitor:
         self._server.post(message)
 
     def _receive(self) -> None:
-        was_open = self._server.is_open
         self._server.flush()
         for message in self._server.collect():
             if isinstance(message, HeartbeatRequest):
@@ -133,8 +132,7 @@ class RankMonitor:
             for pid in children(self._order.pid):  # of rank 0: the server would outlive the job
                 if is_stopped(pid) and _SERVER_MODULE in command_of(pid):
                     send(pid, signal.SIGKILL)
-        is_lost = was_open and not self._server.is_open
-        if is_lost and self._kill_at is None and self._leaving is None:
+        if not self._server.is_open and self._kill_at is None and self._leaving is None:
             say(
                 f"rank {self._order.rank} on {socket.gethostname()} has lost the monitor "
                 "server, which runs on the host of rank 0: it was killed or stopped, or that host "

@@ -107,7 +107,6 @@ def test_a_connection_whose_end_is_noticed_by_sending(found: tuple[RankSession, 
     wait(session, 5.0)
     peer.close()
     session.post(HeartbeatRequest())
-    assert not session.connections[0].channel.is_open
     wait(session, 5.0)
     assert session.records[0].lost_at is not None
 

@@ -61,6 +61,14 @@ def test_a_cycle_of_causes_terminates() -> None:
     assert not is_consequence(first)
 
 
+def test_an_error_that_cannot_be_printed() -> None:
+    class OwnError(Exception):
+        def __str__(self) -> str:
+            raise AttributeError("no message")
+
+    assert not is_consequence(OwnError())
+
+
 def test_without_an_agent_nothing_is_installed() -> None:
     assert script_monitor.current() is None
     reading, writing = os.pipe()
