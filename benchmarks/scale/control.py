@@ -50,7 +50,7 @@ def run_control(num_ranks: int) -> dict[str, float]:
     """Processor seconds of each phase, its bytes, and the size of the hang report."""
     with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as nowhere:
         job = Job(argv=("train.py",), num_ranks=num_ranks, backend="gloo", log_dir=Path(name))
-        listener = channels.listen("127.0.0.1")
+        listener = channels.listen_on("127.0.0.1")
         context = multiprocessing.get_context("fork")
         peers = context.Process(
             target=_imitate, args=(channels.address_of(listener), job.secret, num_ranks)

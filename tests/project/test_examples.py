@@ -25,7 +25,9 @@ SOURCE = ROOT / "src"
 
 
 def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    """The module in which the examples of a file are found: errors say another one."""
+    name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    return "torchmn.errors" if name == "torchmn.base.errors" else name
 
 
 MODULES = {

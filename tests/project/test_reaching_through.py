@@ -17,12 +17,6 @@ LEFT = {
     "agreements/weights.py": 1,
     "optimizer/ddp_hook.py": 2,
     "optimizer/multi_node_optimizer.py": 2,
-    "schedules/local_updates/base.py": 10,
-    "schedules/local_updates/diloco.py": 1,
-    "schedules/parameter_server/messages.py": 2,
-    "schedules/parameter_server/schedule.py": 5,
-    "schedules/parameter_server/server.py": 2,
-    "schedules/phases.py": 3,
 }
 """Chains that are there today."""
 

@@ -10,14 +10,17 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from torchmn import __version__
+from torchmn.cluster.gpus import text_of
+from torchmn.run.backend import find_mpirun
+from torchmn.run.host_checks import version_of
 
 
 def versions_text(env: Mapping[str, str]) -> str:
     """A line for torchmn and one for everything that it uses. Local, and without torch."""
     rows = {
         "Python": platform.python_version(),
-        "torch": _version_of("torch") or "not installed",
-        "gloo": "in torch" if _version_of("torch") else "not installed",
+        "torch": version_of("torch", "not installed"),
+        "gloo": "in torch" if version_of("torch", "") else "not installed",
         "NCCL": _nccl(),
         "MPI": _mpi(env),
         "codec kernels": _kernels(),
@@ -26,13 +29,6 @@ def versions_text(env: Mapping[str, str]) -> str:
     width = max(map(len, rows))
     lines = [f"  {name:{width}}  {text}" for name, text in rows.items()]
     return "\n".join([f"torchmn {__version__}", *lines])
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _nccl() -> str:
@@ -50,18 +46,13 @@ def _cuda_of_torch() -> str:
     spec = PathFinder.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""
-    try:
-        text = (Path(spec.origin).parent / "version.py").read_text()
-    except OSError:
-        return ""
+    text = text_of(Path(spec.origin).parent / "version.py")
     found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
     return found[1] if found else ""
 
 
 def _mpi(env: Mapping[str, str]) -> str:
-    from torchmn.run.backend import find_mpirun
-
-    path, binding = find_mpirun(env), _version_of("mpi4py")
+    path, binding = find_mpirun(env), version_of("mpi4py", "")
     parts = [
         f"mpi4py {binding}" if binding else "no mpi4py",
         f"mpirun at {path}" if path else "no mpirun",
@@ -70,7 +61,7 @@ def _mpi(env: Mapping[str, str]) -> str:
 
 
 def _kernels() -> str:
-    numba, triton = _version_of("numba"), _version_of("triton")
+    numba, triton = version_of("numba", ""), version_of("triton", "")
     parts = [
         f"numba {numba} (CPU)" if numba else "no numba (codecs for CPUs run in torch)",
         f"Triton {triton} (CUDA)" if triton else "no Triton (codecs for CUDA run in torch)",

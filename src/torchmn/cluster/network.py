@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from torchmn.base.errors import UsageError
+from torchmn.cluster.gpus import text_of
 
 _FACTORS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9}
 _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8915, 0x891B
@@ -153,11 +154,9 @@ def nominal_speed(interface: str) -> float:
     That of a virtual one, such as a bridge or a pair of a container, means nothing and is 0 too.
     """
     folder = Path("/sys/class/net") / interface
-    try:
-        megabits = int((folder / "speed").read_text())
-    except (OSError, ValueError):
-        return 0.0
-    return max(0, megabits) * 1e6 / 8 if (folder / "device").exists() else 0.0
+    megabits = text_of(folder / "speed")
+    is_known = megabits.isdecimal() and (folder / "device").exists()
+    return int(megabits) * 1e6 / 8 if is_known else 0.0
 
 
 def rdma_adapters(classes: Path = Path("/sys/class")) -> list[str]:

@@ -260,7 +260,8 @@ class Learner(Optimizer):
 
     def _add_noise(self, deviation: float) -> None:
         """The same on all ranks, and after a resume: it depends on the count of minibatches."""
-        seed = self.param_groups[0]["num_minibatches"] * 1_000_003 + (self.number << 40)
+        # Multiples of primes: generators of torch take 32 bits of a seed.
+        seed = self.param_groups[0]["num_minibatches"] * 1_000_003 + self.number * 15_485_863
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for index, weight in enumerate(weights):
             generator = torch.Generator(device=weight.device).manual_seed(seed + index)

@@ -147,14 +147,14 @@ class CompressedAllReduce:
         """Send each stripe to its owner. Returns the sum of the own stripe and its layout."""
         codec, buffer, footer = self.codec, block.buffer, block.exact.view(torch.uint8)
         with events.during("encode"):
-            for peer in stripes.others:
+            for peer in group.others:
                 message, layout = stripes.outgoing[peer], stripes.layouts[peer]
                 if layout.numel:
                     codec.encode_stripe(buffer, layout, message[: stripes.nbytes[peer]])
                 message[message.numel() - footer.numel() :] = footer
         group.exchange(
-            [(peer, stripes.outgoing[peer]) for peer in stripes.others],
-            [(peer, stripes.incoming[peer]) for peer in stripes.others],
+            [(peer, stripes.outgoing[peer]) for peer in group.others],
+            [(peer, stripes.incoming[peer]) for peer in group.others],
             name=f"scatter_{codec.name}",
         )
         mine = stripes.layouts[group.rank]
@@ -165,7 +165,7 @@ class CompressedAllReduce:
         if mine.numel:
             with events.during("decode"):
                 codec.flush_residual_into(total, wide)
-                for peer in stripes.others:
+                for peer in group.others:
                     arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
                     codec.decode_stripe(arrived, wide, total, add=True)
         if block.num_exact:
@@ -192,8 +192,8 @@ class CompressedAllReduce:
             with events.during("encode"):
                 codec.encode_stripe(total, wide, stripes.sums[group.rank], "owner")
         group.exchange(
-            [(peer, stripes.sums[group.rank]) for peer in stripes.others],
-            [(peer, stripes.sums[peer]) for peer in stripes.others],
+            [(peer, stripes.sums[group.rank]) for peer in group.others],
+            [(peer, stripes.sums[peer]) for peer in group.others],
             name=f"gather_{codec.name}",
         )
         with events.during("decode"):
@@ -208,16 +208,14 @@ class _StripeMessages:
     def __init__(self, codec: StripeCodec, group: Group, block: ReduceBlock) -> None:
         self.layouts = codec.split(block.layout, group.size)
         self.nbytes = [codec.stripe_nbytes(layout) for layout in self.layouts]
-        # Starting after this rank, so that the first messages of all ranks have different targets.
-        self.others = [(group.rank + i) % group.size for i in range(1, group.size)]
         footer_nbytes = block.num_exact * block.buffer.element_size()
 
         def memory(nbytes: int) -> Tensor:
             return torch.zeros(nbytes, dtype=torch.uint8, device=block.buffer.device)
 
         mine = aligned(self.nbytes[group.rank]) + footer_nbytes
-        self.outgoing = {p: memory(aligned(self.nbytes[p]) + footer_nbytes) for p in self.others}
-        self.incoming = {p: memory(mine) for p in self.others}
+        self.outgoing = {p: memory(aligned(self.nbytes[p]) + footer_nbytes) for p in group.others}
+        self.incoming = {p: memory(mine) for p in group.others}
         self.sums = [memory(nbytes) for nbytes in self.nbytes]
 
 
@@ -259,10 +257,9 @@ class _GroupOfRanks:
     def reduce_scatter(self, xs: Sequence[Tensor]) -> Tensor:
         mine = xs[self.rank].contiguous()
         self._numels = [x.numel() for x in xs]
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        arrived = {peer: torch.empty_like(mine) for peer in others}
+        arrived = {peer: torch.empty_like(mine) for peer in self._group.others}
         self._group.exchange(
-            [(peer, xs[peer].contiguous()) for peer in others],
+            [(peer, xs[peer].contiguous()) for peer in self._group.others],
             list(arrived.items()),
             name="scatter_factors",
         )
@@ -271,10 +268,9 @@ class _GroupOfRanks:
 
     def allgather(self, x: Tensor) -> list[Tensor]:
         parts = [x if peer == self.rank else x.new_empty(n) for peer, n in enumerate(self._numels)]
-        others = [peer for peer in range(self.size) if peer != self.rank]
         self._group.exchange(
-            [(peer, x) for peer in others],
-            [(peer, parts[peer]) for peer in others],
+            [(peer, x) for peer in self._group.others],
+            [(peer, parts[peer]) for peer in self._group.others],
             name="gather_factors",
         )
         return parts

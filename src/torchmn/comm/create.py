@@ -22,9 +22,9 @@ from torchmn.base import events
 from torchmn.base.errors import (
     TopologyError,
     TorchmnError,
-    UnknownNameError,
     UnsupportedError,
     UsageError,
+    raise_if_unknown,
 )
 from torchmn.cluster import RankPlacement, Topology
 from torchmn.cluster.environment_variables import (
@@ -137,8 +137,7 @@ def create_communicator(
 
     Named after ChainerMN's `create_communicator`.
     """
-    if name != "auto" and name not in ROUTES:
-        raise UnknownNameError("communicator", name, ["auto", *ROUTES])
+    raise_if_unknown("communicator", name, ["auto", *ROUTES])
     timeout, first_s = _limits(timeout_s)
     codec = _codec_of(allreduce_grad_dtype)
     _raise_if_imported_again()
@@ -342,8 +341,7 @@ def _codec_of(dtype: torch.dtype | str | None) -> Codec | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
-    if name not in _GRAD_DTYPES:
-        raise UnknownNameError("allreduce_grad_dtype", name, _GRAD_DTYPES)
+    raise_if_unknown("allreduce_grad_dtype", name, _GRAD_DTYPES)
     return create_codec(name)
 
 

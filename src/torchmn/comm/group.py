@@ -61,6 +61,8 @@ class Group:
 
     def __post_init__(self) -> None:
         self.rank, self.size = self.transport.rank, self.transport.size
+        # Starting after this rank, so that the first messages of all ranks have different targets.
+        self.others = [(self.rank + i) % self.size for i in range(1, self.size)]
 
     @property
     def limit_s(self) -> float:

@@ -7,8 +7,8 @@ send a heartbeat four times per time limit, and all ranks learn at once when one
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torchmn.base.errors import (
@@ -89,6 +89,17 @@ class HeartbeatGather:
                     f"{text}"
                 )
         return states
+
+
+@contextmanager
+def work_of_all_ranks(comm: Communicator, what: str) -> Iterator[HeartbeatGather]:
+    """Work that ends on all ranks if it fails on one; call `HeartbeatGather.finish` after it."""
+    gather = HeartbeatGather(comm, what)
+    try:
+        yield gather
+    except Exception as error:
+        gather.fail(error)
+        raise
 
 
 def run_on_one_rank(

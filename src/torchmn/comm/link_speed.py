@@ -62,7 +62,7 @@ def measure_links(group: Group, device: torch.device = _CPU) -> LinkSpeed | None
         took_s = statistics.median([took_s, *more])
     message_s = 0.0
     if group.size > 2:
-        others = [(group.rank + i) % group.size for i in range(1, group.size)]
+        others = group.others
         all_s = min(_timed(group, 8, others, others, device) for _ in range(_NUM_LATENCY_ROUNDS))
         message_s = max(0.0, all_s - latency_s) / (group.size - 2)
     return LinkSpeed(

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from torchmn.base.errors import UnknownNameError, UsageError
+from torchmn.base.errors import UsageError, raise_if_unknown
 from torchmn.comm.transports.base import COMBINE, ReduceOp
 
 UserOp = Literal["sum", "mean", "product", "max", "min"]
@@ -31,8 +31,7 @@ class Reduction:
     postscale_factor: float
 
     def __post_init__(self) -> None:
-        if self.op not in OPS:
-            raise UnknownNameError("reduction", self.op, OPS)
+        raise_if_unknown("reduction", self.op, OPS)
         for name in ("prescale_factor", "postscale_factor"):
             factor = getattr(self, name)
             if not isinstance(factor, (int, float)) or not math.isfinite(factor):

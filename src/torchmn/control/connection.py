@@ -143,13 +143,6 @@ def set_timeouts(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def listen(host: str = "127.0.0.1") -> socket.socket:
-    """A listening socket on a free port of ``host``."""
-    listener = listen_on(host)
-    listener.setblocking(False)
-    return listener
-
-
 def address_of(listener: socket.socket) -> str:
     """``host:port`` of a listening socket."""
     host, port = listener.getsockname()[:2]
@@ -170,7 +163,7 @@ def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
     return keeper, port
 
 
-def listen_on(host: str, port: int = 0, *, backlog: int = 1024) -> socket.socket:
+def listen_on(host: str = "127.0.0.1", port: int = 0, *, backlog: int = 1024) -> socket.socket:
     """A listening socket at a name or address, empty for all of IPv4. Raises OSError."""
     address = next(iter(addresses_of_host(host)), host) if host else ""
     return socket.create_server((address, port), family=family_of(address), backlog=backlog)

@@ -293,7 +293,7 @@ def allow_connections(num_connections: int, what: str) -> None:
             f"{what} needs {needed:,} open files, one for each of {num_connections:,} connections "
             f"and {_OTHER_FILES} others, and the hard limit of open files is {hard:,}. Raise it "
             "('nofile' in /etc/security/limits.conf, or the settings of the scheduler's or "
-            "container's daemon; ulimit -Hn shows it), or start fewer ranks."
+            "container's daemon; ulimit -Hn shows it), or use fewer ranks or hosts."
         )
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard)

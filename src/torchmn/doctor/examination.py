@@ -4,7 +4,6 @@ A link whose measurement leads to a finding is measured again, up to twice, and 
 fault stays, a disturbance does not.
 """
 
-import resource
 import secrets
 import shlex
 import sys
@@ -16,10 +15,11 @@ from typing import Any
 
 import msgspec
 
-from torchmn.base.errors import LaunchError, UsageError
+from torchmn.base.errors import LaunchError
 from torchmn.base.terminal import say
 from torchmn.cluster.units import counted
 from torchmn.control.codec import Record
+from torchmn.control.processes import allow_connections
 from torchmn.doctor.findings import (
     SEVERITIES,
     Begin,
@@ -71,14 +71,10 @@ def examine(
 ) -> Examination:
     """Examine the hosts of a request from this one. Changes nothing that lasts.
 
-    Raises UsageError: this process may not open enough files for this number of hosts.
+    Raises LaunchError: this process may not open enough files for this number of hosts.
     """
-    needed, allowed = _FILES_PER_HOST * len(request.hosts) + 64, _max_files()
-    if needed > allowed:
-        raise UsageError(
-            f"To examine {len(request.hosts)} hosts at once {needed} open files are needed, and "
-            f"the limit is {allowed}: raise it with ulimit -n {needed}."
-        )
+    hosts = counted(len(request.hosts), "host", ",")
+    allow_connections(_FILES_PER_HOST * len(request.hosts), f"torchmn doctor with {hosts}")
     started = time.monotonic()
     with ThreadPoolExecutor(len(request.hosts)) as workers:
         examiner = _Examiner(request, env, workers, shows_progress)
@@ -281,8 +277,3 @@ def _failed(host: str, text: str) -> Finding:
         rule="Every check can be made on every host.",
         cure="What it would have found is unknown. Please report this with the text above.",
     )
-
-
-def _max_files() -> float:
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return float("inf") if soft == resource.RLIM_INFINITY else soft

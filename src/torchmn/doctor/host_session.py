@@ -11,6 +11,7 @@ from typing import IO, TypeVar
 
 from torchmn.base.errors import LaunchError
 from torchmn.control.codec import Record, decode_union, encode
+from torchmn.control.processes import lower_in_child
 from torchmn.doctor.findings import AskTime, Begin, Failed, Ready, TimeIs
 from torchmn.run.starters.remote import to_host
 
@@ -40,6 +41,7 @@ class HostSession:
                 stderr=self._errors,
                 env=dict(env),
                 bufsize=0,
+                preexec_fn=lower_in_child(),
             )
         except OSError as error:
             raise LaunchError(f"the remote shell cannot be run: {error}") from None

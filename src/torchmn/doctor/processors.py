@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from torchmn.cluster.cpus import available_processors, memory_of_host
+from torchmn.cluster.gpus import text_of
 from torchmn.cluster.units import GiB, counted
 from torchmn.control.codec import Record
 from torchmn.doctor.findings import Finding, Request
@@ -45,10 +46,7 @@ def findings(found: Mapping[str, ProcessorFacts], request: Request) -> Iterator[
 
 def machine_of_host() -> str:
     """A name that is equal for containers of one machine, until it boots again. Local."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return os.uname().nodename
+    return text_of(Path("/proc/sys/kernel/random/boot_id")) or os.uname().nodename
 
 
 def _too_few_cores(host: str, facts: ProcessorFacts, slots: int) -> Iterator[Finding]:

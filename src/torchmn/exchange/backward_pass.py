@@ -29,13 +29,9 @@ class BackwardPass:
     """A backward pass that has begun."""
 
     def __init__(
-        self,
-        backward_id: int,
-        callback: AtEnd,
-        on_release: Callable[[], None],
-        *,
-        packs_early: bool,
+        self, callback: AtEnd, on_release: Callable[[], None], *, packs_early: bool
     ) -> None:
+        backward_id = current_graph_task_id()
         self.ids = {backward_id}
         """Of the pass, and of those that run inside of it."""
         self.packs_early = packs_early
@@ -107,20 +103,13 @@ class Passes:
         return PassState.CLEARED if current.is_cleared else PassState.RAISED
 
     def begin(
-        self,
-        method: Callable[[], None],
-        on_release: Callable[[], None],
-        *,
-        is_last: bool,
-        packs_early: bool,
+        self, callback: AtEnd, on_release: Callable[[], None], *, packs_early: bool
     ) -> BackwardPass:
-        """A pass has computed its first gradient; ``method`` is called when it ends.
+        """A pass has computed its first gradient; ``callback`` is called when it ends.
 
         ``on_release`` is called when it raises, before another one can begin.
         """
-        callback = AtEnd(method, is_last=is_last)
-        number = current_graph_task_id()
-        self.current = BackwardPass(number, callback, on_release, packs_early=packs_early)
+        self.current = BackwardPass(callback, on_release, packs_early=packs_early)
         at_end_of_backward(callback)
         return self.current
 

@@ -7,6 +7,7 @@ whose gradients come in the order of the pass before costs one call of Python.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NoReturn
 
@@ -27,16 +28,19 @@ class EarlyPacking:
 
     def __init__(self, exchange: GradientExchange, hooks: GradientHooks) -> None:
         self._exchange, self._hooks = exchange, hooks
+        self._rank_label = exchange.comm.rank_label
 
     def begin(self) -> None:
         """A pass has begun whose gradients can be packed early."""
-        for bucket in self._exchange.filling.buckets:
+        exchange = self._exchange
+        for bucket in exchange.filling.buckets:
             self._hooks.note_in(bucket.arrivals)
 
     def end(self) -> None:
         """The pass has ended. Raises UnsupportedError: a gradient has changed since its packing."""
         self._hooks.call_again()
-        for bucket in self._exchange.filling.buckets:
+        exchange = self._exchange
+        for bucket in exchange.filling.buckets:
             self._refuse_repeated(bucket)
 
     def arrived(self, slot: Slot) -> None:
@@ -53,7 +57,8 @@ class EarlyPacking:
 
     def pack_rest(self) -> None:
         """Pack what is not packed yet, whatever it is: the pass has ended."""
-        for bucket in self._exchange.filling.buckets:
+        exchange = self._exchange
+        for bucket in exchange.filling.buckets:
             if bucket.num_packed < len(bucket.slots):
                 self._pack(bucket, [slot for slot in bucket.slots if not slot.is_packed])
 
@@ -76,14 +81,16 @@ class EarlyPacking:
             for observer in events.observers:
                 observer.phase("pack", begins=False)
         # What was copied is freed: the next layer's gradient then takes its memory.
-        as_view = self._exchange.as_view
+        exchange = self._exchange
+        as_view = exchange.as_view
         for slot in slots:
             parameter, tensor = slot.parameter, slot.tensor
             if as_view:
                 parameter.grad = tensor
             elif parameter.grad is not tensor and slot not in means:
                 parameter.grad = None
-        behind = self._exchange.filled.sums.next_bucket
+        sums = exchange.filled.sums
+        behind = sums.next_bucket
         if behind is not bucket:  # gradients may have come in another order than before
             self._pack_small(behind)
 
@@ -102,12 +109,12 @@ class EarlyPacking:
         """Raise if a small gradient was accumulated again after it was packed."""
         arrivals = bucket.arrivals
         if len(arrivals) > len(bucket.small) and bucket.small[0].is_packed:
-            number = arrivals.repeated()
-            self._refuse(next(slot for slot in bucket.small if slot.number == number))
+            [(repeated, _)] = Counter(map(id, arrivals)).most_common(1)
+            self._refuse(next(slot for slot in bucket.small if id(slot.parameter) == repeated))
 
     def _refuse(self, slot: Slot) -> NoReturn:
         raise UnsupportedError(
-            f"{self._exchange.comm.rank_label}: backward computed the gradient of '{slot.name}' "
+            f"{self._rank_label}: backward computed the gradient of '{slot.name}' "
             "twice in one pass, as torch.utils.checkpoint with use_reentrant=True does. Use "
             "use_reentrant=False."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -208,50 +208,32 @@ class ArrivingFlags:
         return NonfiniteGradients(self.step, {0: names}) if names else None
 
 
-def _start_to_look(reducer: GradientReducer) -> None:
-    """Find on a GPU what is not finite; `settle` of the reducer acts on it, a step later."""
+def record_own_nonfinite(reducer: GradientReducer) -> None:
+    """Find what is not finite on one rank alone, which exchanges nothing.
+
+    Local; *collective over the ranks of the model* where it is sharded. On a GPU, for which the
+    host does not wait, the next step raises it.
+    """
     engine, exchange = reducer.comm.engine, reducer.exchange
     streams = engine.streams
     if streams.is_capturing():  # a replayed graph leaves out the host
         return
     reducer.settle()
     by_kind: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
-    for name, parameter in exchange.trained():
+    for name, parameter in reducer.parameters.trained():
         if (grad := parameter.grad) is not None and grad.numel():
             by_kind.setdefault((grad.device, grad.dtype), {})[name] = grad.detach().to_dense()
-    if not by_kind:
-        return
     flags = [  # one kernel looks at many gradients
         torch.isfinite(torch.stack(torch._foreach_norm([*grads.values()], float("inf"))))
         for grads in by_kind.values()
     ]
     names = [name for grads in by_kind.values() for name in grads]
-    whole = torch.cat([each.to(flags[0].device) for each in flags])
-    exchange.own_flags = ArrivingFlags(reducer.step, names, engine.fetch(whole))
-
-
-def record_own_nonfinite(reducer: GradientReducer, parameters: Iterable[Tensor]) -> None:
-    """Find what is not finite on one rank alone, which exchanges nothing.
-
-    Local; *collective over the ranks of the model* where it is sharded. On a GPU, for which the
-    host does not wait, the next step raises it.
-    """
-    engine = reducer.comm.engine
-    if not engine.streams.is_host:
-        _start_to_look(reducer)
-        return
-    held = (reducer.parameters.of(parameter).grad for parameter in parameters)
-    grads = [grad.detach().to_dense() for grad in held if grad is not None]
-    names = []
-    if not bool(torch.nn.utils.get_total_norm(grads).isfinite()):
-        names = [  # none, if only the norm was too large
-            name
-            for name, parameter in reducer.exchange.trained()
-            if parameter.grad is not None and not bool(parameter.grad.to_dense().isfinite().all())
-        ]
-    reducer.exchange.record_problem(
-        NonfiniteGradients(reducer.step, {0: names}) if names else None, reducer.step
-    )
+    whole = torch.cat([each.to(flags[0].device) for each in flags]) if flags else torch.ones(0)
+    found = ArrivingFlags(reducer.step, names, engine.fetch(whole))
+    if streams.is_host:
+        exchange.record_problem(found.found(), found.step)
+    else:
+        exchange.own_flags = found
 
 
 def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:

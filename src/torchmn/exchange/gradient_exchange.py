@@ -31,7 +31,6 @@ from torchmn.exchange.gradient_norms import NormListener
 from torchmn.exchange.means import Means
 from torchmn.exchange.options import GradientOptions
 from torchmn.exchange.packing import Packing
-from torchmn.exchange.sharded_parameters import ModelMesh
 from torchmn.exchange.sparse_gradients import mean_sparse_gradients
 from torchmn.exchange.sums import Sums, load_means
 
@@ -95,7 +94,7 @@ class GradientExchange:
         """Whether the last exchange was made in a backward pass that other optimizers share."""
         self.num_in_step = 0
         """Exchanges of gradients since the last step, or since they were cleared."""
-        self._parameters = parameters
+        self.parameters, self.trained = parameters, parameters.trained
         self._late_states: list[GradientState] = []
         self._has_warned = False
         self._num_active, self._num_samples = 0, 0.0
@@ -116,36 +115,6 @@ class GradientExchange:
         be kept when it is packed."""
 
     # ---- what is exchanged ----
-
-    def trained(self) -> list[NamedParameter]:
-        """The parameters of the optimizer by name, in the order of registration. Local."""
-        return self._parameters.trained()
-
-    @property
-    def sparse(self) -> list[NamedParameter]:
-        """The exchanged parameters whose gradients are sparse."""
-        return self._parameters.sparse
-
-    @property
-    def mesh(self) -> ModelMesh:
-        """The ranks that hold the model among them."""
-        return self._parameters.mesh
-
-    @property
-    def are_sharded(self) -> bool:
-        """Whether some parameters are DTensors, of which each rank holds a part."""
-        return self._parameters.are_sharded
-
-    @property
-    def num_added(self) -> int:
-        """How many gradients a result adds up: 1 for a mean."""
-        return self.comm.size if self.reduction == "sum" else 1
-
-    @property
-    def own_weight(self) -> float:
-        """This rank's weight in the exchange that is being filled."""
-        context = self.filled.context
-        return context.weight
 
     def fill_missing(self) -> None:
         """Treat a missing gradient as exchanges do, for a step without one. Local."""
@@ -265,13 +234,15 @@ class GradientExchange:
 
         It returns at once or, with sparse gradients, when all is summed.
         """
-        return self._handed_over(self.filled.sums.start_remaining())
+        sums = self.filled.sums
+        return self._handed_over(sums.start_remaining())
 
     def send(self) -> Sums:
         """Sum what is left on the calling thread, if nothing else is under way; else `start`."""
         if not self._engine.is_idle:
             return self.start()
-        return self._handed_over(self.filled.sums.reduce_remaining())
+        sums = self.filled.sums
+        return self._handed_over(sums.reduce_remaining())
 
     def give_up(self) -> Sums:
         """End the exchange with zeros, and wait for it; the same buckets are filled next."""
@@ -290,10 +261,10 @@ class GradientExchange:
 
     def _exchange_sparse(self, sums: Sums) -> None:
         """Exchange the sparse gradients of this pass, after all sums on every rank."""
-        if self._parameters.sparse:
+        if self.parameters.sparse:
             sums.sparse_means = mean_sparse_gradients(
                 self.comm,
-                [parameter for _, parameter in self.sparse],
+                [parameter for _, parameter in self.parameters.sparse],
                 sums.context.weight,
                 zero_fill=self.zero_fill,
                 reduction=self.reduction,
@@ -418,7 +389,7 @@ class GradientExchange:
         """Make every ``p.grad`` None. Local."""
         for parameter in self.filling.slot_of:
             parameter.grad = None
-        for _, parameter in self.sparse:
+        for _, parameter in self.parameters.sparse:
             parameter.grad = None
 
     def _clear_those_not_in(self, sums: Sums) -> None:
@@ -447,7 +418,7 @@ class GradientExchange:
 
     def gradient_states(self) -> list[GradientState]:
         """What tells whether a script has changed gradients since. Local."""
-        sparse = (parameter for _, parameter in self.sparse)
+        sparse = (parameter for _, parameter in self.parameters.sparse)
         return [gradient_state(p) for p in (*self.filling.slot_of, *sparse)]
 
     # ---- what is not finite ----
@@ -469,7 +440,7 @@ class GradientExchange:
 
         *Collective over the ranks of the model*, which must all do the same about it.
         """
-        mesh = self._parameters.mesh
+        mesh = self.parameters.mesh
         if mesh.any(found is not None) and found is None:
             found = NonfiniteGradients(step, is_elsewhere=True)
         return self.nonfinite.record(found)
@@ -478,7 +449,7 @@ class GradientExchange:
         """What is not finite among the sparse means, which are the same on all ranks. Local."""
         names = [
             name
-            for name, parameter in self.sparse
+            for name, parameter in self.parameters.sparse
             if (mean := sums.sparse_means.get(parameter)) is not None
             and not mean._values().isfinite().all()
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torchmn.base.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.errors import UnsupportedError, UsageError, raise_if_unknown
 from torchmn.exchange.bucket_set import Reduction
 from torchmn.exchange.finiteness import OnNonfinite
 
@@ -61,12 +61,10 @@ class GradientOptions:
         }
 
     def __post_init__(self) -> None:
-        if self.weight not in (None, "rank", "samples"):
-            raise UnknownNameError("weight", self.weight, ("rank", "samples"))
-        if self.on_nonfinite not in ("raise", "warn", "ignore"):
-            raise UnknownNameError("on_nonfinite", self.on_nonfinite, ("raise", "warn", "ignore"))
-        if self.reduction not in ("mean", "sum"):
-            raise UnknownNameError("reduction", self.reduction, ("mean", "sum"))
+        weight = "rank" if self.weight is None else self.weight
+        raise_if_unknown("weight", weight, ("rank", "samples"))
+        raise_if_unknown("on_nonfinite", self.on_nonfinite, ("raise", "warn", "ignore"))
+        raise_if_unknown("reduction", self.reduction, ("mean", "sum"))
         if self.reduction == "sum" and self.weight not in (None, "rank"):
             raise UnsupportedError(
                 f"weight={self.weight!r} and reduction='sum' contradict each other: weights divide "

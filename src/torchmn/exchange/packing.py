@@ -107,7 +107,8 @@ class Packing:
                 small.append(tensor)
                 grads.append(grad)
         if self._is_on_device:
-            bucket.arrivals.streams.add(self._streams.current())
+            streams = bucket.arrivals.streams
+            streams.add(self._streams.current())
         if grads:
             if len(bucket.arrivals.streams) > 1:
                 self._join_streams(bucket, grads)

@@ -110,13 +110,6 @@ class Arrivals(list[Tensor]):
         if self.current_stream is not None:
             self.streams.add(self.current_stream())
 
-    def repeated(self) -> int:
-        """The number of a parameter that came more than once."""
-        rest = [*map(id, self)]
-        for key in self.numbers:
-            rest.remove(key)
-        return self.numbers[rest[0]]
-
     @property
     def are_complete(self) -> bool:
         """Whether each of the expected parameters came once."""
@@ -132,12 +125,10 @@ class GradientHooks:
 
     def __init__(self, parameters: Sequence[nn.Parameter], method: Callable[[int], None]) -> None:
         self._entries: list[tuple[dict[int, Any], int, GradientHook]] = []
-        self._handles = []
         for number, parameter in enumerate(parameters):
             handle = watch_gradient(parameter, method, number)
             hooks = cast("dict[int, Any]", gradient_hooks(parameter))
             self._entries.append((hooks, handle.id, hooks[handle.id]))
-            self._handles.append(handle)
 
     def note_in(self, arrivals: Arrivals) -> None:
         """Note parameters there, but for the one that came last before: that one calls still.
@@ -173,9 +164,9 @@ class GradientHooks:
 
     def remove(self) -> None:
         """Remove all of them."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._entries = [], []
+        for hooks, key, _ in self._entries:
+            hooks.pop(key, None)
+        self._entries = []
 
 
 def _is_of_torchmn(hook: object) -> bool:

@@ -29,9 +29,9 @@ from torchmn.exchange.agreements.num_steps import NumSteps
 from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
 from torchmn.exchange.agreements.together import GivenUp, LoadedState, OtherLayout, Together
-from torchmn.exchange.backward_pass import BackwardPass, Passes, PassState
+from torchmn.exchange.backward_pass import AtEnd, BackwardPass, Passes, PassState
 from torchmn.exchange.buckets import NamedParameter
-from torchmn.exchange.codec_state import codec_state, load_codec_state
+from torchmn.exchange.codec_state import load_codec_state
 from torchmn.exchange.early_packing import EarlyPacking
 from torchmn.exchange.exchanged_parameters import ExchangedParameters, raise_if_on_another_gpu
 from torchmn.exchange.finiteness import NonfiniteGradients
@@ -132,30 +132,19 @@ class GradientReducer:
 
     # ---- state ----
 
-    def state_dict(self) -> dict[str, Any]:
-        """The codec's state on this rank. Local."""
-        return codec_state(self.codec, self.comm)
-
     def progress(self) -> dict[str, Any]:
         """The count of steps and what belongs to it, the same on all ranks. Local."""
         self.settle()
+        exchange = self.exchange
         return {
             "step": self.step,
-            "scale": self.exchange.scale,
+            "scale": exchange.scale,
             "has_untrained": bool(self.parameters.untrained),
-            "problems": [asdict(problem) for problem in self.exchange.nonfinite.problems],
+            "problems": [asdict(problem) for problem in exchange.nonfinite.problems],
         }
 
-    def find_untrained(self) -> None:
-        """Find parameters that no optimizer trains before the first exchange does. *Collective.*
-
-        A state that is loaded then finds the buckets that it was saved with.
-        """
-        if self.parameters.have_changed():
-            self.rebuild()
-
     def load_state_dict(self, codec: dict[str, Any], progress: dict[str, Any]) -> None:
-        """Continue from `state_dict` and `progress`. All ranks must call it, or none.
+        """Continue from a state of the codec and `progress`. All ranks must call it, or none.
 
         The codec's state of another rank is left out; an empty ``progress`` keeps the count of
         steps.
@@ -218,11 +207,6 @@ class GradientReducer:
         self._hooks = GradientHooks(watched, self._on_gradient)
         self._early = EarlyPacking(self.exchange, self._hooks)
 
-    def release(self, parameters: Collection[nn.Parameter]) -> None:
-        """Stop exchanging these: another optimizer trains them. *Collective.*"""
-        if self.parameters.release(parameters):
-            self.rebuild()
-
     def reconfigure(
         self,
         comm: Communicator,
@@ -280,8 +264,9 @@ class GradientReducer:
             pass_ = self.passes.current
             if pass_ is None or current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
-            slot = self.exchange.filling.slot_at[index]
-            if slot is None or self.exchange.packing is None or not pass_.packs_early:
+            exchange = self.exchange
+            slot = exchange.filling.slot_at[index]
+            if slot is None or exchange.packing is None or not pass_.packs_early:
                 return  # not in the layout, or the end of backward sees to it
             self._early.arrived(slot)
 
@@ -307,12 +292,8 @@ class GradientReducer:
             and parameters.can_be_compared_in_backward
             and not parameters.have_changed()
         )
-        begun = passes.begin(
-            self._end_backward,
-            self._hooks.call_again,
-            is_last=parameters.are_sharded,
-            packs_early=packs_early,
-        )
+        callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
+        begun = passes.begin(callback, self._hooks.call_again, packs_early=packs_early)
         self._begin_exchange()
         if packs_early and not parameters.are_sharded:
             self._early.begin()
@@ -466,20 +447,17 @@ class GradientReducer:
         if self.exchange.num_in_step == 0 or self.local_passes.states:
             self.exchange_now(is_late=True)
 
-    def _lay_out_again(self) -> None:
-        """Parameters have changed, on all ranks; nothing of this pass was packed. *Collective.*
-
-        Raises RankMismatchError on all ranks: not all have changed them.
-        """
-        self._end_without_means(self._other_layout).raise_if_ranks_disagree()
-        self.rebuild()
-
     def finish_filling(self) -> None:
-        """Pack what is not packed yet and hand over what may be sent early."""
+        """Pack what is not packed yet and hand over what may be sent early. *Collective.*
+
+        Parameters that have changed, on all ranks, are laid out again: nothing of this pass was
+        packed. Raises RankMismatchError on all ranks: not all have changed them.
+        """
         passes, local = self.passes, self.local_passes
         passes.raise_if_unfinished()
         if not passes.are_compared and self.parameters.have_changed():
-            self._lay_out_again()
+            self._end_without_means(self._other_layout).raise_if_ranks_disagree()
+            self.rebuild()
         passes.are_compared = False
         exchange = self.exchange
         if exchange.packing is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from torchmn.base.errors import RankMismatchError, UsageError
+from torchmn.base.errors import RankMismatchError, raise_if_no_count, raise_if_unknown
 from torchmn.comm import Communicator
 from torchmn.comm.checksums import Difference, checksum, describe_differences, differences
 from torchmn.comm.local_tensors import reshard
@@ -69,7 +69,7 @@ class ReplicaCheck:
             is compared then, and its record of gradients that were not finite is in the report.
         on_difference: raise, or warn once for each step.
 
-    Raises UsageError: ``every`` is no positive number.
+    Raises UsageError, UnknownNameError: ``every`` is no positive number, or the option is none.
 
     Example:
         >>> check = torchmn.ReplicaCheck(comm, torch.nn.Linear(3, 1), every=1)
@@ -87,12 +87,8 @@ class ReplicaCheck:
         optimizer: MultiNodeOptimizer | None = None,
         on_difference: Literal["raise", "warn"] = "raise",
     ) -> None:
-        if type(every) is not int or every < 1:
-            raise UsageError(
-                f"every must be a number of steps, an integer, at least 1, got {every!r}."
-            )
-        if on_difference not in ("raise", "warn"):
-            raise UsageError(f"on_difference={on_difference!r} must be 'raise' or 'warn'.")
+        raise_if_no_count("every", every, "a number of steps")
+        raise_if_unknown("on_difference", on_difference, ("raise", "warn"))
         self._comm = comm
         self._model = model
         self._every = every

@@ -93,7 +93,7 @@ class ReplicaWatch:
         if tensor is None or not tensor.numel():
             self.checksum = None
             return
-        bits = _bits(tensor)
+        bits = bits_of(tensor)
         num_parts = -(-bits.numel() // _PART_NUMEL)
         start = turn // len(watched) % num_parts * _PART_NUMEL
         total = bits[start : start + _PART_NUMEL].sum(dtype=torch.int64)
@@ -108,7 +108,7 @@ class ReplicaWatch:
         if has_exchanged or not parameters:
             return None
         return {
-            name: int(_bits(parameter).sum(dtype=torch.int64))
+            name: int(bits_of(parameter).sum(dtype=torch.int64))
             for name, parameter in parameters
             if parameter is not None
         }
@@ -167,8 +167,8 @@ def buffers_of_replicas(models: Sequence[nn.Module]) -> list[Watched]:
     ]
 
 
-def _bits(parameter: Tensor) -> Tensor:
-    """The bits of a tensor as integers, in the order of its memory if it is dense."""
+def bits_of(parameter: Tensor) -> Tensor:
+    """The bits of a tensor as integers, in the order of its memory if it is dense. Local."""
     values = elements_of(parameter)
     if values.is_complex():
         values = torch.view_as_real(values).flatten()

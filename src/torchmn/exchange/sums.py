@@ -82,7 +82,8 @@ class Sums:
             bucket.buffer.zero_()
 
     def _start(self, bucket: Bucket) -> None:
-        only_queues = self.buckets.route.only_queues(bucket, self.buckets.algorithm)
+        buckets = self.buckets
+        only_queues = buckets.route.only_queues(bucket, buckets.algorithm)
         job = self._sum_of(bucket)
         bucket.work = self._engine.submit(job, after=(bucket.written,), only_queues=only_queues)
 
@@ -217,7 +218,7 @@ class Sums:
     @property
     def is_finite(self) -> bool:
         """Whether what was summed is finite on all ranks, after the sum was awaited."""
-        return self.footer.finite.are_all_finite
+        return self.footer.are_all_finite
 
     @property
     def total_weight(self) -> float:

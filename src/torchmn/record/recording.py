@@ -312,7 +312,7 @@ def trace(name: str = "%h-%r") -> AbstractContextManager[Path]:
 
     The file is ``profile/NAME.json`` in the folder of the record; in ``name`` %h stands for the
     host, %r for the rank and %p for the process. Begin and end it between two steps, on all ranks
-    at the same ones; ``python -m torchmn.record FOLDER`` puts their files together.
+    at the same ones; ``python -m torchmn.observe FOLDER`` puts their files together.
 
     Raises UsageError: nothing is recorded here, or there is no such name.
 

@@ -11,17 +11,17 @@ The steps of the others are parts of its steps.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torchmn.base.events import Communicator, Gradient, Observer, Stage
 from torchmn.base.torch_private import at_end_of_backward, current_graph_task_id
+from torchmn.record.core_time import CoreTime, CoreTimeReader
 from torchmn.record.records import (
     GradientTimes,
     Line,
@@ -422,52 +422,3 @@ def _rounded(totals: dict[Phase, float]) -> dict[Phase, float]:
 
 def _no_optimizer() -> None:
     """In place of a reference to one."""
-
-
-class CoreTime(NamedTuple):
-    """Seconds: the training thread waited for a core and ran, the process's other threads ran."""
-
-    run_queue_s: float
-    cpu_s: float
-    others_cpu_s: float
-
-
-class CoreTimeReader:
-    """Reads the counters of the thread that calls `since_last`. Local."""
-
-    def __init__(self) -> None:
-        self._thread = 0
-        self._schedstat = -1
-        """The descriptor of the kernel's file for this thread, if it is open."""
-        self._last_ns = (0, 0, 0)
-
-    def since_last(self) -> CoreTime | None:
-        """Of the time since the last call of this thread; None where the system does not tell."""
-        try:
-            if self._schedstat < 0 or self._thread != threading.get_native_id():
-                self._open()
-            before_ns, self._last_ns = self._last_ns, self._read_ns()
-        except (OSError, ValueError, IndexError):  # another system, or a kernel without it
-            return None
-        run_s, queue_s, process_s = (
-            (now - before) / 1e9 for now, before in zip(self._last_ns, before_ns, strict=True)
-        )
-        return CoreTime(queue_s, run_s, max(0.0, process_s - run_s))
-
-    def close(self) -> None:
-        """Close the file of the kernel, which `since_last` opens again."""
-        if self._schedstat >= 0:
-            os.close(self._schedstat)
-            self._schedstat = -1
-
-    def _open(self) -> None:
-        self.close()
-        self._thread = threading.get_native_id()
-        path = f"/proc/self/task/{self._thread}/schedstat"
-        self._schedstat = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._last_ns = self._read_ns()
-
-    def _read_ns(self) -> tuple[int, int, int]:
-        """Nanoseconds that the thread ran and waited for a core, and that its process ran."""
-        run_ns, queue_ns = os.pread(self._schedstat, 64, 0).split()[:2]
-        return int(run_ns), int(queue_ns), time.process_time_ns()

@@ -46,12 +46,12 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{n: version_of(n) for n in COMPARED[1:]}}
 
 
-def version_of(package: str) -> str:
-    """The installed version of a package, or "missing"."""
+def version_of(package: str, missing: str = "missing") -> str:
+    """The installed version of a package, or ``missing``."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "missing"
+        return missing
 
 
 def find_problem(cwd: str, script: str) -> str:

@@ -24,7 +24,6 @@ from torchmn.control.connection import find_free_port
 from torchmn.control.heartbeat import heartbeat_limit_s
 from torchmn.control.processes import allow_connections
 from torchmn.record.merged_trace import finish_profile
-from torchmn.run.agent import input_path
 from torchmn.run.backend import find_mpirun, open_mpi_session
 from torchmn.run.console import RankOutput, open_standard_streams
 from torchmn.run.elastic.job import ElasticJob, host_process
@@ -33,6 +32,7 @@ from torchmn.run.host_checks import HostFacts
 from torchmn.run.job import Command, Job
 from torchmn.run.monitor.job_result import run_name
 from torchmn.run.rank_environment import worker_environment
+from torchmn.run.script_input import input_path
 from torchmn.run.starters import local, mpirun, remote, srun, torchrun
 from torchmn.run.supervisor import Supervisor
 
@@ -63,7 +63,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
     output = RankOutput(*open_standard_streams())
     route = route_between(job)
     facts = _check_hosts(job, worker_environment(job, env))
-    listener = channels.listen(route.address if route else "127.0.0.1")
+    listener = channels.listen_on(route.address if route else "127.0.0.1")
     with ExitStack() as stack:
         authenticated = stack.enter_context(
             closing(AuthenticatedListener(listener, secret=job.secret, role=channels.SUPERVISOR))

@@ -10,8 +10,8 @@ from pytorch_pfn_extras.training import extension
 from pytorch_pfn_extras.training.trigger import Trigger, TriggerLike, get_trigger  # type: ignore[attr-defined]
 from pytorch_pfn_extras.training.triggers.early_stopping_trigger import EarlyStoppingTrigger
 
-from torchmn.base.errors import CommunicationError
 from torchmn.comm import Communicator
+from torchmn.comm.heartbeat import work_of_all_ranks
 from torchmn.train.evaluation import WeightedSums, means_of
 
 Aggregator = Callable[[list[list[Any]]], Any]
@@ -71,26 +71,11 @@ class ObservationAggregator(extension.Extension):
             return
         history, self._history = self._history, []
         gathered = self.comm.gather_obj(history)
-        result = self._aggregated(gathered)
+        with work_of_all_ranks(self.comm, f"the aggregator of '{self.original_key}'") as gather:
+            own = None if gathered is None else _as_number(self.aggregator(gathered))
+        result = gather.finish(own)[0]
         if result is not None:
             manager.observation[self.aggregated_key] = result
-
-    def _aggregated(self, gathered: list[list[Any]] | None) -> Any:
-        if gathered is None:
-            problem, result = self.comm.bcast_obj(None)
-            if problem is not None:
-                raise CommunicationError(
-                    f"{self.comm.rank_label}: the aggregator of '{self.original_key}' raised "
-                    f"{problem} on rank 0."
-                )
-            return result
-        try:
-            result = _as_number(self.aggregator(gathered))
-        except Exception as error:
-            self.comm.bcast_obj((f"{type(error).__name__}: {error}", None))
-            raise
-        self.comm.bcast_obj((None, result))
-        return result
 
     def state_dict(self) -> dict[str, Any]:
         """The values of this rank that were not communicated yet."""

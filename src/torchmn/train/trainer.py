@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torchmn.base.errors import DataError, UsageError
 from torchmn.comm import Communicator
 from torchmn.comm.collective_checks import raise_if_values_differ
+from torchmn.comm.heartbeat import run_on_one_rank
 from torchmn.data.batch_settings import BatchSettings, batch_settings_of
 from torchmn.exchange.resharding import reshard_object, warnings_of
 
@@ -166,17 +167,16 @@ class Trainer(ExtensionsManager):
 
         Raises DataError on all ranks: the file is missing or damaged.
         """
-        state, problem = None, None
-        if self._comm is None or self._comm.rank == 0:
+
+        def read(_: object = None) -> dict[str, Any]:
             try:
-                state = torch.load(snapshot, map_location="cpu", weights_only=True)
+                state: dict[str, Any] = torch.load(snapshot, map_location="cpu", weights_only=True)
+                return state
             except Exception as error:  # of zip, pickle or the file system
-                problem = f"The snapshot {snapshot} cannot be read: {type(error).__name__}: {error}"
-        if self._comm is not None:
-            state, problem = self._comm.bcast_obj((state, problem))
-        if problem is not None:
-            raise DataError(problem)
-        self.load_state_dict(state)  # type: ignore[arg-type]
+                text = f"{type(error).__name__}: {error}"
+                raise DataError(f"The snapshot {snapshot} cannot be read: {text}") from error
+
+        self.load_state_dict(read() if self._comm is None else run_on_one_rank(self._comm, 0, read))
 
     def state_dict(self) -> dict[str, Any]:
         """Models, optimizers, updater, extensions and the time spent."""

@@ -385,7 +385,7 @@ def test_handshakes() -> None:
     """Random bytes, and bytes that look like a response, to one listener."""
     hexadecimal = st.text("0123456789abcdef", min_size=30, max_size=66).map(str.encode)
     answers = st.tuples(hexadecimal, hexadecimal, st.binary(max_size=40)).map(b" ".join)
-    listener = channels.listen()
+    listener = channels.listen_on()
     authenticated = AuthenticatedListener(listener, secret="of this job", role="tests")
 
     @fuzzed

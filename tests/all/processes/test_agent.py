@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 def test_a_question_that_arrives_with_the_order_is_answered(tmp_path: Path) -> None:
     """Else no other one follows, and the agent is taken for lost."""
-    listener = channels.listen()
+    listener = channels.listen_on()
     script = (sys.executable, "-c", "import time; time.sleep(600)")
     job = Job(argv=script, num_ranks=1, backend="gloo", log_dir=tmp_path)
     env = worker_environment(job, os.environ, supervisor=channels.address_of(listener))

@@ -58,7 +58,7 @@ class ForgetsLocalPasses:
 
     @classmethod
     def recipe(cls, monkeypatch):
-        monkeypatch.setattr(resume, "load_accumulated", lambda reducer, state: None)
+        monkeypatch.setattr(resume, "_load_accumulated", lambda reducer, state: None)
         return Recipe(num_passes=2)
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from torchmn.cntk.readers import randomization, read_ahead
-from torchmn.cntk.readers.minibatch_plan import Progress
+from torchmn.cntk.readers.minibatch_plan import MinibatchPlan, Progress
 from torchmn.cntk.readers.minibatch_source import MinibatchSource
 from torchmn.cntk.readers.randomization import GlobalMinibatch, SequenceOrder
 from torchmn.cntk.readers.read_ahead import MinibatchesAhead
@@ -122,7 +122,7 @@ class ReadsEachSweepAgain:
 
     @staticmethod
     def apply(patch):
-        patch.setattr(SequenceOrder, "keeps_all", False)
+        patch.setattr(MinibatchPlan, "keeps_all_chunks", False)
 
 
 class LosesTheMinibatchOfAnError:

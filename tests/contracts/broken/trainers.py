@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torchmn.cntk as C
-from torchmn.cntk.train.trainer import _learners
 
 
 class WeighsRanksEqually(C.Trainer):
@@ -20,11 +19,12 @@ class WeighsRanksEqually(C.Trainer):
 class TakesItsOwnSamples(C.Trainer):
     """Rate and momentum of the samples of one rank, with the mean gradient of all."""
 
-    def _step(self, optimizer, own, total, *given):
-        (learner,) = _learners(optimizer)
-        begin = learner.begin_minibatch
-        learner.begin_minibatch = lambda n: begin(own.num_samples or n)
-        return super()._step(optimizer, own, total, *given)
+    def _evaluate(self, arguments, device, criterion=None):
+        loss, self._own = super()._evaluate(arguments, device, criterion)
+        return loss, self._own
+
+    def _step(self, optimizer, num_samples):
+        return super()._step(optimizer, self._own.num_samples or num_samples)
 
 
 class ReportsItsOwnLoss(C.Trainer):
@@ -50,8 +50,6 @@ class EndsWithItsOwnData(C.Trainer):
 class TakesAllSamplesInBlocks(C.Trainer):
     """Rate and momentum of the global minibatch, where the rank steps with its own gradients."""
 
-    def _step(self, optimizer, own, total, *given):
-        (learner,) = _learners(optimizer)
-        begin = learner.begin_minibatch
-        learner.begin_minibatch = lambda n: begin(total.num_samples if own.num_samples else 0)
-        return super()._step(optimizer, own, total, *given)
+    def _step(self, optimizer, num_samples):
+        total = optimizer.reducer.contribution.mean_samples * optimizer.communicator.size
+        return super()._step(optimizer, round(total) if num_samples else 0)

@@ -64,15 +64,10 @@ def test_names(tmp_path: Path, name: str) -> None:
     assert on_ranks(rank_main, 2) == [7, 7]
 
 
-@pytest.mark.parametrize("name", ["a/b", "/", "", ".", "..", "a\0b"])
-def test_name_that_is_no_folder(tmp_path: Path, name: str) -> None:
-    with pytest.raises(UsageError, match="must be the name of a folder"):
-        on_ranks(lambda c: torchmn.create_multi_node_checkpointer(c, tmp_path, name), 1)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        *[({"name": each}, "the name of a folder") for each in ("a/b", "/", "", ".", "..", "a\0b")],
         ({"keep": 0}, "keep=0"),
         ({"best": "accuracy"}, "must be a torchmn.checkpoint.Best"),
         ({"on_failure": "ignore"}, "on_failure='ignore'"),
@@ -80,8 +75,9 @@ def test_name_that_is_no_folder(tmp_path: Path, name: str) -> None:
     ],
 )
 def test_arguments(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    given = {"name": "a run", **options}
     with pytest.raises(UsageError, match=message):
-        on_ranks(lambda c: checkpointer_of(c, tmp_path, **options), 1)
+        on_ranks(lambda c: torchmn.create_multi_node_checkpointer(c, tmp_path, **given), 1)
 
 
 def test_ranks_with_different_arguments(tmp_path: Path) -> None:
@@ -176,11 +172,24 @@ def test_what_would_need_pickle_is_named(tmp_path: Path, state: Any, message: st
     assert names(tmp_path) == []
 
 
-def test_state_that_contains_itself(tmp_path: Path) -> None:
-    state: list[Any] = []
-    state.append(state)
-    with pytest.raises(UnsupportedError, match="contains itself"):
-        on_ranks(lambda c: checkpointer_of(c, tmp_path).save(1, {"it": Holder(state)}), 1)
+ITSELF: list[Any] = []
+ITSELF.append(ITSELF)
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "error", "message"),
+    [
+        (1, {"it": Holder(ITSELF)}, UnsupportedError, "contains itself"),
+        (1, {"lr": 0.1}, UsageError, r"state\['lr'\] is a float"),
+        *[(step, {}, UsageError, "step=") for step in (-1, 1.0, True, None)],
+    ],
+    ids=["itself", "no state", "below 0", "float", "bool", "none"],
+)
+def test_what_cannot_be_saved(
+    tmp_path: Path, step: Any, state: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        on_ranks(lambda c: checkpointer_of(c, tmp_path).save(step, state), 1)
 
 
 def test_error_on_one_rank_gives_the_checkpoint_up_on_all(tmp_path: Path) -> None:
@@ -244,17 +253,6 @@ def test_an_error_while_reading_is_raised_on_all(tmp_path: Path) -> None:
     on_ranks(rank_main, 2)
 
 
-def test_an_object_without_a_state(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"state\['lr'\] is a float"):
-        on_ranks(lambda c: checkpointer_of(c, tmp_path).save(1, {"lr": 0.1}), 1)
-
-
-@pytest.mark.parametrize("step", [-1, 1.0, True, None])
-def test_a_step_that_is_none(tmp_path: Path, step: Any) -> None:
-    with pytest.raises(UsageError, match="step="):
-        on_ranks(lambda c: checkpointer_of(c, tmp_path).save(step, {}), 1)
-
-
 def test_ranks_at_different_steps(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> None:
         checkpointer = checkpointer_of(comm, tmp_path)
@@ -265,6 +263,13 @@ def test_ranks_at_different_steps(tmp_path: Path) -> None:
     on_ranks(rank_main, 2)
 
 
+def paused(checkpointer: Any) -> threading.Event:
+    """Let nothing be written before the event."""
+    may_write, write = threading.Event(), checkpointer._writer.write
+    checkpointer._writer.write = lambda request: (may_write.wait(limit(9)), write(request))[1]
+    return may_write
+
+
 def test_what_training_changes_meanwhile_is_not_saved(tmp_path: Path) -> None:
     """The files are written while the tensors already have other values."""
 
@@ -273,11 +278,7 @@ def test_what_training_changes_meanwhile_is_not_saved(tmp_path: Path) -> None:
         with torch.no_grad():
             model.weight.fill_(1.0)
         checkpointer = checkpointer_of(comm, tmp_path)
-        may_write = threading.Event()
-        original = checkpointer._writer.write
-        checkpointer._writer.write = lambda request: (may_write.wait(limit(9)), original(request))[
-            1
-        ]
+        may_write = paused(checkpointer)
         checkpointer.save(1, {"model": model})
         with torch.no_grad():
             model.weight.fill_(2.0)
@@ -293,11 +294,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     def rank_main(comm: torchmn.Communicator) -> tuple[float, str]:
         holder = Holder(1)
         checkpointer = checkpointer_of(comm, tmp_path)
-        may_write = threading.Event()
-        original = checkpointer._writer.write
-        checkpointer._writer.write = lambda request: (may_write.wait(limit(9)), original(request))[
-            1
-        ]
+        may_write = paused(checkpointer)
         checkpointer.save(1, {"it": holder})
         opener = threading.Timer(0.3, may_write.set)
         opener.start()

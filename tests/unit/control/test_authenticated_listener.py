@@ -77,7 +77,7 @@ def start_server() -> Iterator[Open]:
     with ExitStack() as stack:
 
         def make(handshake_s: float = 20.0) -> Server:
-            listener = channels.listen()
+            listener = channels.listen_on()
             authenticated = authenticated_by(listener, handshake_s=handshake_s)
             server = Server(authenticated, listener.getsockname())
             stack.callback(server.close)
@@ -178,7 +178,7 @@ def test_a_client_with_the_secret_is_accepted_and_can_send(start_server: Open) -
 
 def test_a_message_sent_right_after_the_handshake_is_not_lost(start_server: Open) -> None:
     with (
-        channels.listen() as listener,
+        channels.listen_on() as listener,
         closing(authenticated_by(listener)) as authenticated,
     ):
 
@@ -315,7 +315,7 @@ def test_silent_and_slow_clients_are_dropped(start_server: Open) -> None:
 
 
 def test_a_late_listener_accepts_clients_that_answered_in_time() -> None:
-    listener = channels.listen()
+    listener = channels.listen_on()
     with closing(authenticated_by(listener, handshake_s=0.01)) as authenticated:
         address, came = channels.address_of(listener), []
         with aside(lambda: came.append(join(address, limit_s=20))):
@@ -327,7 +327,7 @@ def test_a_late_listener_accepts_clients_that_answered_in_time() -> None:
 
 
 def test_the_host_with_most_pending_connections_makes_room(start_server: Open) -> None:
-    listener = channels.listen("0.0.0.0")  # reached from 127.0.0.2 and .3, as from two hosts
+    listener = channels.listen_on("0.0.0.0")  # reached from 127.0.0.2 and .3, as from two hosts
     port = listener.getsockname()[1]
     with closing(authenticated_by(listener, max_pending=3)) as authenticated, ExitStack() as s:
 
@@ -366,7 +366,7 @@ def read_or_none(connection: socket.socket) -> bytes | None:
 
 
 def test_a_listener_survives_without_free_descriptors() -> None:
-    listener = channels.listen()
+    listener = channels.listen_on()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with closing(authenticated_by(listener)) as authenticated:
         address = channels.address_of(listener)
@@ -394,12 +394,12 @@ def test_a_listener_survives_without_free_descriptors() -> None:
 
 
 def test_a_listener_needs_a_secret() -> None:
-    with channels.listen() as listener, pytest.raises(UsageError, match="needs a secret"):
+    with channels.listen_on() as listener, pytest.raises(UsageError, match="needs a secret"):
         AuthenticatedListener(listener, secret="", role="tests")
 
 
 def test_close_drops_pending_connections(start_server: Open) -> None:
-    listener = channels.listen()
+    listener = channels.listen_on()
     authenticated = authenticated_by(listener)
     with socket.create_connection(listener.getsockname(), timeout=limit(20)) as client:
         until(lambda: authenticated.admit() == [] and len(authenticated._pending) == 1)

@@ -30,7 +30,7 @@ from torchmn.run.monitor.rank_monitor import Order
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Channel]]:
-    listener = channels.listen()
+    listener = channels.listen_on()
     one = Channel(socket.create_connection(listener.getsockname()))
     listener.setblocking(True)
     other = Channel(listener.accept()[0])

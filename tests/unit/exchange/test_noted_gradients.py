@@ -225,8 +225,8 @@ def a_pass_does_not_end_the_notes(patch: pytest.MonkeyPatch) -> None:
 def a_pass_that_raised_does_not_end_them(patch: pytest.MonkeyPatch) -> None:
     begin = Passes.begin
 
-    def begin_only(self: Passes, method: Any, on_release: Any, **options: Any) -> Any:
-        return begin(self, method, lambda: None, **options)
+    def begin_only(self: Passes, callback: Any, on_release: Any, **options: Any) -> Any:
+        return begin(self, callback, lambda: None, **options)
 
     patch.setattr(Passes, "begin", begin_only)
 

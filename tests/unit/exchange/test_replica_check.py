@@ -167,9 +167,9 @@ def test_buffers_are_each_ranks_own() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"every": 0}, "an integer, at least 1, got 0"),
-        ({"every": 1.5}, "an integer, at least 1, got 1.5"),
-        ({"on_difference": "ignore"}, "must be 'raise' or 'warn'"),
+        ({"every": 0}, r"every=0 must be a number of steps, at least 1"),
+        ({"every": 1.5}, r"every=1.5 must be a number of steps"),
+        ({"on_difference": "ignore"}, r"Unknown on_difference 'ignore'. Known: raise, warn"),
     ],
 )
 def test_arguments(options: dict[str, Any], words: str) -> None:

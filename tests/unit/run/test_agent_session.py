@@ -32,11 +32,17 @@ VERSIONS = {"torch": "2.13"}
 class NoListener:
     """No client connects: the tests admit channels themselves."""
 
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
     def admit(self) -> list[tuple[Channel, Message]]:
         return []
 
     def close(self) -> None:
-        pass
+        self._socket.close()
 
 
 class SilentSocket:
@@ -46,6 +52,10 @@ class SilentSocket:
 
     def __init__(self) -> None:
         self.is_silent = False
+        self._socket = socket.socket()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
 
     def setblocking(self, _: bool) -> None:
         pass
@@ -61,7 +71,7 @@ class SilentSocket:
         )
 
     def close(self) -> None:
-        pass
+        self._socket.close()
 
 
 class Agents:

@@ -161,6 +161,7 @@ class TestTraining:
         updater.finalize()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(180)
 class TestScript:

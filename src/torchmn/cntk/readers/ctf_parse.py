@@ -249,7 +249,7 @@ _WITHOUT_SAMPLES = re.compile(rb"(?:[ \t\r]*(?:\|#[^|\n]*)*\n)*[ \t\r]*")
 
 def has_ids(text: Array) -> bool | None:
     """Whether the first line with a sample begins with a number; None if there is no such line."""
-    begin = cast("re.Match[bytes]", _WITHOUT_SAMPLES.match(memoryview(text))).end()
+    begin = cast("re.Match[bytes]", _WITHOUT_SAMPLES.match(text.data)).end()
     return None if begin == len(text) else text[begin : begin + 1].tobytes().isdigit()
 
 

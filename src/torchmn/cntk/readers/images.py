@@ -387,11 +387,11 @@ class _Lines:
                     continue
                 if len(columns) not in (2, 3):
                     raise DataError(f"{place}: {len(columns)} columns. {form}")
-                last, before = columns[-1], len(columns[-2]) + 1
-                ends = len(b"\t".join(columns)) + 1
-                at = {-1: ends - len(last), -2: ends - len(last) - before}
+                last = sum(map(len, columns)) + len(columns) - len(columns[-1])
+                at = {-1: last, -2: last - len(columns[-2]) - 1}  # where the columns begin, from 1
                 if not columns[image].strip() or b"\0" in columns[image]:
-                    raise DataError(f"{place}, column {at[image]}: no path of an image. {form}")
+                    what = "path of an image" if keeps else "image"
+                    raise DataError(f"{place}, column {at[image]}: no {what}. {form}")
                 label = _label_of(columns[-3 - image], num_classes, place, at[-3 - image])
                 where = begin - len(text) + skipped + at[image] - 1
                 if self._kept is not None:

@@ -109,10 +109,6 @@ class GlobalMinibatch:
         """The chunks of the blocks that it is from."""
         return {chunk for part in self.parts for chunk in part.block.chunk_ids}
 
-    def reader(self, num_partitions: int, index: int) -> SequenceReader:
-        """What reads one partition's part."""
-        return SequenceReader(tuple(self.partition(num_partitions, index)), self.sweep_end)
-
     def partition(self, num_partitions: int, index: int) -> list[Sequences]:
         """One partition's sequences: neighbours, so that all partitions together keep the order.
 
@@ -136,18 +132,15 @@ class GlobalMinibatch:
                 found.append(own)
         return found
 
-
-@dataclass(frozen=True, eq=False)
-class SequenceReader:
-    """Reads the part of a partition."""
-
-    parts: tuple[Sequences, ...]
-    sweep_end: bool
-
-    def __call__(
-        self, streams: Sequence[StreamInformation], chunk: Callable[[int], Chunk], seed: int
+    def read(
+        self,
+        num_partitions: int,
+        index: int,
+        streams: Sequence[StreamInformation],
+        chunk: Callable[[int], Chunk],
+        seed: int,
     ) -> dict[str, MinibatchData]:
-        """Decode its sequences. ``chunk`` returns a chunk; ``seed`` is that of the source."""
+        """Decode one partition's part. ``chunk`` returns a chunk; ``seed``: of the source."""
         pieces = [
             gather(
                 part.block.chunks[part.begin : part.end],
@@ -156,7 +149,7 @@ class SequenceReader:
                 chunk,
                 (seed, part.block.sweep),
             )
-            for part in self.parts
+            for part in self.partition(num_partitions, index)
         ]
         found = {}
         for stream in streams:

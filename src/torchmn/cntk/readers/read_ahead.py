@@ -241,8 +241,8 @@ class MinibatchesAhead:
             if minibatch is None:
                 return
             after = before.after(minibatch)
-            reader = minibatch.reader(request.num_partitions, request.partition)
-            read = partial(reader, self._streams, self._chunks, self._seed)
+            part = request.num_partitions, request.partition
+            read = partial(minibatch.read, *part, self._streams, self._chunks, self._seed)
             if self._num_ahead:
                 streams = self._threads.run(read)
             else:

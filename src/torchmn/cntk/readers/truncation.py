@@ -88,37 +88,30 @@ class TruncatedMinibatch:
         """The chunks of the blocks that it is from."""
         return {chunk for piece in self.pieces if piece for chunk in piece.block.chunk_ids}
 
-    def reader(self, num_partitions: int, index: int) -> TruncatedReader:
-        """What reads one partition's rows, which are the same ones in every minibatch."""
+    def read(
+        self,
+        num_partitions: int,
+        index: int,
+        streams: Sequence[StreamInformation],
+        chunk: Callable[[int], Chunk],
+        seed: int,
+    ) -> dict[str, MinibatchData]:
+        """Decode one partition's rows, which are the same ones in every minibatch."""
         share, rest = divmod(len(self.pieces), num_partitions)
         begin, end = (share * r + min(r, rest) for r in (index, index + 1))
-        return TruncatedReader(self.pieces[begin:end], self.sweep_end, self.decoded)
-
-
-@dataclass(frozen=True, eq=False)
-class TruncatedReader:
-    """Reads the rows of a partition."""
-
-    pieces: tuple[Piece | None, ...]
-    sweep_end: bool
-    decoded: Decoded
-
-    def __call__(
-        self, streams: Sequence[StreamInformation], chunk: Callable[[int], Chunk], seed: int
-    ) -> dict[str, MinibatchData]:
-        """Decode its sequences. ``chunk`` returns a chunk; ``seed`` is that of the source."""
+        pieces = self.pieces[begin:end]
         found: list[dict[str, StreamData]] = []
-        for piece in self.pieces:
+        for piece in pieces:
             if piece is not None:
                 whole = self.decoded(piece, streams, chunk, seed)
                 rows = np.arange(piece.begin, piece.end)
                 lengths = torch.tensor([len(rows)], device="cpu")
                 found.append({n: (select(data, rows), lengths) for n, data in whole.items()})
         lengths = torch.tensor(
-            [p.end - p.begin if p else 0 for p in self.pieces], dtype=torch.int64, device="cpu"
+            [p.end - p.begin if p else 0 for p in pieces], dtype=torch.int64, device="cpu"
         )
         is_first = torch.tensor(
-            [p is None or p.begin == 0 for p in self.pieces], dtype=torch.bool, device="cpu"
+            [p is None or p.begin == 0 for p in pieces], dtype=torch.bool, device="cpu"
         )
         minibatch = {}
         for stream in streams:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchmn.base.errors import UnknownNameError
+from torchmn.base.errors import raise_if_unknown
 from torchmn.comm.codecs.base import Codec, StripeCodec
 from torchmn.comm.codecs.error_feedback import ErrorFeedback
 from torchmn.comm.codecs.half_precision import BFloat16, Float16
@@ -53,7 +53,6 @@ def create_codec(codec: str | Codec | None) -> Codec | None:
     """
     if codec is None or not isinstance(codec, str):
         return codec
-    if codec not in CODECS:
-        raise UnknownNameError("codec", codec, CODECS)
+    raise_if_unknown("codec", codec, CODECS)
     factory = CODECS[codec]
     return factory() if factory is not None else None

@@ -24,8 +24,8 @@ from torchmn.base.errors import (
     PeerLostError,
     TimeLimitError,
     TopologyError,
-    UnknownNameError,
     UnsupportedError,
+    raise_if_unknown,
 )
 from torchmn.base.torch_private import HashStore, PrefixStore, Store, TCPStore, default_store
 from torchmn.cluster.environment_variables import SECRET_VARIABLE, TRANSPORT_VARIABLE
@@ -68,8 +68,7 @@ def choose_transport(
     torch for a process group of the script, else the choice of ``torchmn run``, else NCCL for GPUs,
     else MPI under an MPI launcher if mpi4py is installed.
     """
-    if name not in TRANSPORTS:
-        raise UnknownNameError("transport", name, TRANSPORTS)
+    raise_if_unknown("transport", name, TRANSPORTS)
     if name != "auto":
         return name
     if is_adopted(launched):

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from torchmn.base.errors import UnknownNameError, UsageError
+from torchmn.base.errors import UsageError, raise_if_unknown
 from torchmn.base.names import ROUTE_TRAITS, SCHEDULE_TRAITS, Model
 from torchmn.cluster.units import MiB
 from torchmn.comm.link_speed import LinkSpeed as LinkSpeed  # a part of `Cluster`
@@ -136,8 +136,7 @@ def model_of(schedule: str) -> Model:
 
 def predict_step(plan: Plan, step: StepFacts, codec: CodecFacts, cluster: Cluster) -> PredictedStep:
     """The mean step of a long training. Raises UnknownNameError, UsageError: schedule or route."""
-    if plan.schedule not in SCHEDULES:
-        raise UnknownNameError("schedule", plan.schedule, SCHEDULES)
+    raise_if_unknown("schedule", plan.schedule, SCHEDULES)
     compute_s = step.compute_s / min(1.0, cluster.cores_per_rank)
     if cluster.size == 1 or (cluster.num_hosts > 1 and cluster.link is None):
         return PredictedStep(compute_s=compute_s, coding_s=0.0, exposed_s=0.0, straggler_s=0.0)
@@ -340,8 +339,7 @@ class Crossing:
 
 def crossing(route: str, num_hosts: int, ranks_per_host: int, *, is_encoded: bool) -> Crossing:
     """See above. Raises UnknownNameError, UsageError: single_node with several hosts."""
-    if route not in ROUTE_TRAITS:
-        raise UnknownNameError("route", route, ROUTE_TRAITS)
+    raise_if_unknown("route", route, ROUTE_TRAITS)
     traffic, size = ROUTE_TRAITS[route].traffic, num_hosts * ranks_per_host
     if traffic == "none" and num_hosts > 1:
         raise UsageError(f"The route single_node is for one host, not {num_hosts}.")

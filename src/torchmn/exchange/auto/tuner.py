@@ -113,7 +113,7 @@ class Autotuner(Schedule):
         self._timer = StepTimer()
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]
+    def traits(self) -> Traits:
         """Those of the schedule in use."""
         return self.current.traits
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from torchmn.base.errors import UnknownNameError, UnsupportedError, UsageError
+from torchmn.base.errors import UnsupportedError, UsageError, raise_if_unknown
 from torchmn.base.names import (
     AUTO,
     CODEC_TRAITS,
@@ -137,8 +137,8 @@ def create_multi_node_optimizer(
         )
     name = _or_auto(schedule or (DOUBLE_BUFFERING if double_buffering else EVERY_STEP))
     codec = _or_auto(codec)
-    if isinstance(name, str) and name not in SCHEDULES:
-        raise UnknownNameError("schedule", name, [AUTO, *SCHEDULES])
+    if isinstance(name, str):
+        raise_if_unknown("schedule", name, [AUTO, *SCHEDULES])
     candidates: list[Schedule] = []
     if isinstance(name, Auto) or isinstance(codec, Auto):
         space = _search_space(name, codec, comm)

@@ -419,7 +419,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def nonfinite(self) -> list[NonfiniteGradients]:
         """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
         exchange = self.reducer.exchange
-        return exchange.problems
+        return exchange.nonfinite.problems
 
     def close(self) -> None:
         """Release the model, to train it by itself or make another optimizer for it. Local."""
@@ -464,7 +464,9 @@ class MultiNodeOptimizer(WrappedOptimizer):
                 continue
             if ours.isdisjoint(parameters_of(older.inner)):  # it exchanges what nothing trained
                 older.schedule.before_access("read")
-                older.reducer.release(ours)
+                exchanged = older.reducer.parameters
+                if exchanged.release(ours):
+                    older.reducer.rebuild()
             else:  # it may hold a step of its own in parameters
                 older._taken_over_by = self._label
                 older.close()
@@ -506,7 +508,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         if not reducer.is_needed:
             exchange.fill_missing()
             if not reducer.is_suspended:
-                record_own_nonfinite(reducer, parameters_of(self.inner))
+                record_own_nonfinite(reducer)
         if exchange.unsettled is not None or exchange.nonfinite.current is not None:
             self._act_on_problem()
         if self._options.max_grad_norm is not None:

@@ -12,6 +12,7 @@ from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
 from torchmn.exchange.auto.tuner import Autotuner
 from torchmn.exchange.bucket_set import Reduction
+from torchmn.exchange.codec_state import codec_state
 from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.replicas import load_inner_state
 from torchmn.exchange.resharding import (
@@ -36,7 +37,7 @@ def save(inner: Optimizer, schedule: Schedule, reducer: GradientReducer) -> Stat
     state["torchmn"] = {
         "schedule": schedule.name,
         "optimizer": type(inner).__name__,
-        "codec": reducer.state_dict(),
+        "codec": codec_state(reducer.codec, reducer.comm),
         "progress": reducer.progress(),
         **({"accumulated": _accumulated(reducer)} if reducer.local_passes.may_exist else {}),
         **ours,
@@ -53,8 +54,10 @@ def load(state: State, inner: Optimizer, schedule: Schedule, reducer: GradientRe
         schedule.load_plan(ours.get("tuner", {}))
     own = _schedule_state(ours, schedule)
     load_inner_state(inner, {k: v for k, v in state.items() if k != "torchmn"})
-    if ours.get("progress", {}).get("has_untrained"):
-        reducer.find_untrained()
+    # Before the first exchange finds them: the state has the buckets that it was saved with.
+    has_untrained = ours.get("progress", {}).get("has_untrained")
+    if has_untrained and reducer.parameters.have_changed():
+        reducer.rebuild()
     schedule.load_state_dict(own)
     reducer.load_state_dict(ours.get("codec", {}), ours.get("progress", {}))
     _load_accumulated(reducer, ours.get("accumulated"))

@@ -115,16 +115,18 @@ class DoubleBuffering(Schedule):
         exchange, parameters = self._exchange, reducer.parameters
         rank_label = self._comm.rank_label
         self._late = LateMeans(inner)
+        # How many gradients a result adds up.
+        self._num_added = reducer.comm.size if exchange.reduction == "sum" else 1
         if self.delay_compensation:
-            if exchange.sparse:
-                names = [name for name, _ in exchange.sparse]
+            if parameters.sparse:
+                names = [name for name, _ in parameters.sparse]
                 raise UnsupportedError(
                     f"{rank_label}: DoubleBuffering(delay_compensation={self.delay_compensation}) "
                     f"needs dense gradients, and those of {names[:3]} are sparse. Use "
                     "sparse=False, or no compensation."
                 )
-            factor = self.delay_compensation / exchange.num_added
-            self._late = DelayCompensation(inner, factor, exchange.trained)
+            factor = self.delay_compensation / self._num_added
+            self._late = DelayCompensation(inner, factor, parameters.trained)
         if self.eager:
             if parameters.are_sharded or parameters.mesh.has_parallel_layers:
                 raise UnsupportedError(
@@ -132,7 +134,7 @@ class DoubleBuffering(Schedule):
                     "on each rank, and of this model ranks hold parts. Use DoubleBuffering() or "
                     "'every_step'."
                 )
-            self._late = EagerStep(inner, exchange.trained, rank_label, models)
+            self._late = EagerStep(inner, parameters.trained, rank_label, models)
             exchange.keep_own_gradients()
 
     def before_access(self, access: Literal["read", "load"]) -> None:
@@ -149,7 +151,8 @@ class DoubleBuffering(Schedule):
                 "the mean of the step before. Wrap all passes but the last in optimizer.no_sync()."
             )
         own = exchange.take_own_gradients()
-        self._own = own if exchange.own_weight else {}
+        context = exchange.filled.context
+        self._own = own if context.weight else {}
         before, self._pending = self._pending, exchange.start()
         self._has_mean = before is not None
         if before is None:
@@ -179,7 +182,7 @@ class DoubleBuffering(Schedule):
         has_mean, self._has_mean = self._has_mean, False
         own, self._own = self._own, {}
         if has_mean:  # an own part of a sum is as many times smaller
-            self._late.step(own, float(exchange.num_added))
+            self._late.step(own, float(self._num_added))
         return loss
 
     def _step_without_data(self) -> None:

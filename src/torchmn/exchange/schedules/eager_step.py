@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from torchmn.base.compiling import not_compiled
 from torchmn.base.errors import UsageError
 from torchmn.base.torch_private import functorch_level, is_tracing
-from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.model_hooks import ModelHooks
+from torchmn.exchange.replica_divergence import bits_of
 from torchmn.exchange.replicas import parameters_of
 from torchmn.exchange.schedules.late_means import LateMeans
 from torchmn.exchange.schedules.trial_step import trial_step
@@ -75,9 +75,8 @@ class EagerStep(LateMeans):
     def _forward_begins(self, *_: object) -> None:
         if not self._changes or self._before or not torch.is_grad_enabled():
             return
-        if functorch_level() is not None:  # refuses changes in place
-            return
-        if is_tracing():  # what is done here would become a part of the graph
+        # functorch refuses changes in place; what is traced would become a part of the graph.
+        if functorch_level() is not None or is_tracing():
             return
         if self._num_missed or any(m.training for model in self._models for m in model.modules()):
             self._add()
@@ -189,11 +188,11 @@ class EagerStep(LateMeans):
             change = self._changes.get(name)
             if change is not None and change.shape == p.shape:
                 p.add_(change.to(p))
-        self._fingerprints = [fingerprint(p) for _, p, _ in self._before]
+        self._fingerprints = [_fingerprint(p) for _, p, _ in self._before]
 
     def _changed(self, before: Sequence[tuple[str, nn.Parameter, Tensor]]) -> list[str]:
-        now = [fingerprint(p) for _, p, _ in before]
-        flags = differ(self._fingerprints[: len(now)], now)
+        now = [_fingerprint(p) for _, p, _ in before]
+        flags = _differ(self._fingerprints[: len(now)], now)
         return [name for (name, _, _), flag in zip(before, flags, strict=True) if flag]
 
     def _warn(self) -> None:
@@ -221,20 +220,12 @@ def _norm(gradients: Sequence[Tensor | None]) -> float:
     return float(torch.nn.utils.get_total_norm(dense)) if dense else 0.0
 
 
-def fingerprint(parameter: Tensor) -> Tensor:
-    """A sum of its bits, as integers: not the same if any one element is changed. Local."""
-    flat = elements_of(parameter)
-    for kind in (torch.int64, torch.int32, torch.int16):
-        if flat.nbytes % kind.itemsize == 0 and flat.data_ptr() % kind.itemsize == 0:
-            break
-    else:
-        kind = torch.uint8
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).flatten()
-    return flat.view(kind).sum(dtype=torch.int64)
+def _fingerprint(parameter: Tensor) -> Tensor:
+    """A sum of its bits: not the same if any one element is changed. Local."""
+    return bits_of(parameter).sum(dtype=torch.int64)
 
 
-def differ(then: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:
+def _differ(then: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:
     """Which of the fingerprints are not the same any more. A device is waited for once. Local."""
     if len({each.device for each in (*then, *now)}) > 1:
         then, now = [each.cpu() for each in then], [each.cpu() for each in now]

@@ -58,10 +58,11 @@ class EveryStep(Schedule):
 
     def _warn_of_second_pass(self) -> None:
         """Warn once, on rank 0, if gradients were added to means."""
-        if not self._exchange.filled.is_accumulating:
+        filled = self._exchange.filled
+        if not filled.is_accumulating:
             return
         self._has_warned = True
-        if self._exchange.comm.rank == 0:
+        if self._comm.rank == 0:
             warnings.warn(
                 "More than one backward pass before step(): each one exchanges all gradients. The "
                 "result is right. To exchange once, wrap all passes but the last in "
@@ -126,7 +127,7 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
         if local.were_changed:
             warnings.warn(f"{comm.rank_label}: {_CHANGED}", stacklevel=2)
         return
-    if exchange.are_sharded or exchange.are_joint:
+    if exchange.parameters.are_sharded or exchange.are_joint:
         if reducer.is_active and not reducer.is_late and exchange.were_changed:
             raise RankMismatchError(f"{comm.rank_label}: {_NOT_SHARED}")
         return
@@ -137,7 +138,7 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
     if changed:
         raise RankMismatchError(f"{comm.rank_label}: on {listed('rank', changed)} {_CHANGED}")
     source = [is_late for is_late, _ in states].index(False)
-    parameters = [parameter for _, parameter in exchange.trained()]
+    parameters = [parameter for _, parameter in exchange.parameters.trained()]
     own = None
     if comm.rank == source:
         own = [_sent(p.grad) for p in parameters]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 from torchmn.base.torch_private import STEP_HOOKS
 
 _CONTAINERS = (list, tuple, set, deque, dict)
-Restore = Callable[[], None]
+_PARAMETERS = "params"
 
 
 @contextmanager
@@ -24,8 +23,13 @@ def trial_step(optimizer: Optimizer) -> Iterator[None]:
 
     They call no hooks of the optimizer: these may keep counts and averages of their own.
     """
-    restores = [_kept_state(optimizer)]
-    restores += [_kept(group, without="params") for group in optimizer.param_groups]
+    state = optimizer.state
+    known = list(state)
+    mappings = [*optimizer.param_groups, *(v for v in state.values() if isinstance(v, dict))]
+    kept = [
+        {key: (value, _copied(value)) for key, value in mapping.items() if key != _PARAMETERS}
+        for mapping in mappings
+    ]
     numbers = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float))}
     hooks = {name: getattr(optimizer, name) for name in STEP_HOOKS}
     vars(optimizer).update({name: OrderedDict() for name in STEP_HOOKS})
@@ -33,39 +37,21 @@ def trial_step(optimizer: Optimizer) -> Iterator[None]:
         yield
     finally:
         vars(optimizer).update(hooks | numbers)
-        for restore in restores:
-            restore()
+        for new in state.keys() - known:
+            del state[new]
+        for mapping, before in zip(mappings, kept, strict=True):
+            for new in mapping.keys() - before.keys() - {_PARAMETERS}:
+                del mapping[new]
+            for key, (value, copied) in before.items():
+                mapping[key] = _restored(value, copied)
 
 
-def _kept_state(optimizer: Optimizer) -> Restore:
-    state = optimizer.state
-    of_each = {key: _kept(value) for key, value in state.items() if isinstance(value, dict)}
-
-    def restore() -> None:
-        for key in [key for key in state if key not in of_each]:
-            del state[key]
-        for each in of_each.values():
-            each()
-
-    return restore
-
-
-def _kept(mapping: MutableMapping[Any, Any], without: str = "") -> Restore:
-    """What makes it the same again, and the same tensors: compiled steps have their addresses."""
-    kept = {key: (value, _copied(value)) for key, value in mapping.items() if key != without}
-
-    @torch.no_grad()
-    def restore() -> None:
-        for key in [key for key in mapping if key not in kept and key != without]:
-            del mapping[key]
-        for key, (value, copied) in kept.items():
-            if isinstance(value, Tensor) and isinstance(copied, Tensor):
-                value.copy_(copied)
-                mapping[key] = value
-            else:
-                mapping[key] = copied
-
-    return restore
+@torch.no_grad()
+def _restored(value: object, copied: object) -> object:
+    """The same tensor with its values of before: compiled steps have its address."""
+    if isinstance(value, Tensor) and isinstance(copied, Tensor):
+        return value.copy_(copied)
+    return copied
 
 
 def _copied(value: object) -> object:

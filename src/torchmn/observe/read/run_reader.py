@@ -22,6 +22,7 @@ from torchmn.base.errors import DataError
 from torchmn.cluster.units import grouped
 from torchmn.control.codec import decode_union
 from torchmn.observe.read.recorded_run import Buckets, Clock, Floats, RankRecord, Run, Steps
+from torchmn.observe.read.seeking import STEP, seek, step_range, tail
 from torchmn.record.records import (
     FORMAT,
     PHASES,
@@ -44,8 +45,6 @@ MAX_GRADIENT_TIMES = 8
 
 _FILE = re.compile(r"rank(\d+)(?:\.(\d+))?\.jsonl")
 _ROUND = re.compile(r"round(\d+)")
-_STEP = re.compile(rb'\n[^\n]{0,40}?"step":\s*(\d+)')
-_BLOCK = 1 << 14
 
 _decoder = msgspec.json.Decoder(Line)
 _STEP_COLUMNS = (
@@ -172,7 +171,7 @@ class _RankReader:
         self.nbytes = 0
         for path in paths:
             with suppress(FileNotFoundError):  # of a long run, the oldest is removed meanwhile
-                self._ranges.append(_step_range(path))
+                self._ranges.append(step_range(path))
                 self._paths.append(path)
                 self.nbytes += path.stat().st_size
         known = [each for each in self._ranges if each is not None]
@@ -203,15 +202,15 @@ class _RankReader:
         for first, end in windows:
             if end <= steps[0] or first > steps[1]:
                 continue
-            _seek(file, first, steps)
+            seek(file, first, steps)
             for text in file:
-                match = _STEP.match(b"\n" + text[:200])
+                match = STEP.match(b"\n" + text[:200])
                 if match and int(match[1]) >= end:
                     break
                 if match is None or int(match[1]) >= first:
                     table.add(text)
         if index == len(self._paths) - 1:
-            for text in _tail(file).splitlines(keepends=True):
+            for text in tail(file).splitlines(keepends=True):
                 if b'"RunEnd"' in text[:40] or b'"ClockOffset"' in text[:40]:
                     table.add(text)
 
@@ -352,63 +351,3 @@ def _first_line(file: BinaryIO, path: Path) -> RunStart:
         )
     seen = "is empty" if not text else "does not begin with a whole line of type RunStart"
     raise DataError(f"{path} {seen}.")
-
-
-def _step_range(path: Path) -> tuple[int, int] | None:
-    """The first and last step of a file, or None: it has none."""
-    with path.open("rb") as file:
-        first = _next_step(file, 0)
-        found = _STEP.findall(b"\n" + _tail(file))
-    if first is None:
-        return None
-    return first[1], max(int(found[-1]), first[1]) if found else first[1]
-
-
-def _tail(file: BinaryIO) -> bytes:
-    """The last whole lines of a file, at least one with a step if there is one."""
-    size = file.seek(0, 2)
-    length = _BLOCK
-    while True:
-        file.seek(max(0, size - length))
-        text = file.read(length)
-        whole = text if length >= size else text[text.find(b"\n") + 1 :]
-        whole = whole[: whole.rfind(b"\n") + 1]
-        if length >= size or _STEP.search(b"\n" + whole):
-            return whole
-        length *= 4
-
-
-def _next_step(file: BinaryIO, offset: int) -> tuple[int, int] | None:
-    """Where the first whole line with a step after an offset begins, and its step."""
-    # A line that begins at the offset counts, so the byte before it is read too.
-    file.seek(max(0, offset - 1))
-    text = b"\n" if offset == 0 else b""
-    base = offset - 1
-    while True:
-        match = _STEP.search(text)
-        # a number at the end of what was read may continue
-        if match and match.end() < len(text):
-            return base + match.start() + 1, int(match[1])
-        more = file.read(_BLOCK)
-        if not more:
-            return None
-        text += more
-
-
-def _seek(file: BinaryIO, target: int, steps: tuple[int, int]) -> None:
-    """Go to a line of a step close before ``target``, or to its first line."""
-    low, high = 0, file.seek(0, 2)
-    low_step, high_step = steps[0], steps[1] + 1
-    for attempt in range(64):
-        if target - low_step <= 1 or high - low <= _BLOCK:
-            break
-        share = (target - low_step - 1.5) / max(1, high_step - low_step) if attempt % 4 < 3 else 0.5
-        guess = low + min(max(int(share * (high - low)), 1), high - low - 1)
-        found = _next_step(file, guess)
-        if found is None or found[0] >= high or found[1] >= target:
-            high = guess
-            if found is not None:
-                high_step = max(found[1], low_step + 1)
-        else:
-            low, low_step = found
-    file.seek(low)

@@ -53,8 +53,8 @@ class ElasticLauncher:
         self._env = env
         self._owner = ProcessOwner(output)
         self._clock = LoopClock()
-        self._listener = channels.listen(address)  # for the ranks of all rounds
-        meeting = channels.listen(address)
+        self._listener = channels.listen_on(address)  # for the ranks of all rounds
+        meeting = channels.listen_on(address)
         self._meeting_address = channels.address_of(meeting)
         names = [host.name for host in self._job.hosts]
         self._state = RendezvousState(names, elastic.limits, now=self._clock.now)

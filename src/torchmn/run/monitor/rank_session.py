@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,8 +75,10 @@ class RankSession:
         self.connections: dict[int, RankConnection] = {}
         self.is_ending = False
         self._listener = listener
-        self._selector: selectors.DefaultSelector | None = None
-        self._watched: dict[int, Channel] = {}  # by rank
+        # Kept from one wait to the next: a loop that registered thousands of connections each time
+        # that one of them is ready would do little else.
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, self.accept)
         self.clock = LoopClock()
 
     @property
@@ -91,29 +94,18 @@ class RankSession:
     # ---- incoming -----------------------------------------------------------------------------
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Register the listener and all connections as one, with a callback as data.
-
-        They are in a selector that is kept: a loop that registered thousands of them each time
-        that one of them is ready would do little else.
-        """
-        if self._selector is None:
-            self._selector = selectors.DefaultSelector()
-            self._selector.register(self._listener, selectors.EVENT_READ, self.accept)
-        # Those that were closed first: a new connection may have the number of an old one.
-        for channel in [each for each in self._watched.values() if not each.is_open]:
-            self._selector.unregister(channel)
-        self._watched = {rank: each for rank, each in self._watched.items() if each.is_open}
-        for rank, connection in self.connections.items():
-            if rank not in self._watched and connection.channel.is_open:
-                self._watched[rank] = connection.channel
-                receive = partial(self.receive, connection)
-                self._selector.register(connection.channel, selectors.EVENT_READ, receive)
+        """Register the listener and all connections as one, with a callback as data."""
         selector.register(self._selector.fileno(), selectors.EVENT_READ, self._process_ready)
 
     def _process_ready(self) -> None:
-        if self._selector is not None:
-            for key, _ in self._selector.select(0):
-                key.data()
+        for key, _ in self._selector.select(0):
+            key.data()
+
+    def _close(self, channel: Channel) -> None:
+        """No longer watch a connection, before another one gets its descriptor, and close it."""
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(channel)
+        channel.close()
 
     def accept(self) -> None:
         """Accept the clients that have authenticated, and send what is pending. Call it often."""
@@ -133,7 +125,8 @@ class RankSession:
             return False
         record = self.records[identity.rank]
         record.host = identity.host
-        self.connections[identity.rank] = RankConnection(channel, record, identity)
+        connection = self.connections[identity.rank] = RankConnection(channel, record, identity)
+        self._selector.register(channel, selectors.EVENT_READ, partial(self.receive, connection))
         if self.is_ending:
             channel.post(Terminate(signum=signal.SIGTERM))
         return True
@@ -143,9 +136,11 @@ class RankSession:
         channel, record = connection.channel, connection.record
         for message in channel.collect():
             self.on_message(connection, message)
+        channel.flush()
         if channel.is_open:
-            channel.flush()
-        elif not record.has_ended:
+            return
+        self._close(channel)
+        if not record.has_ended:
             record.lost_at = time.time()
             record.is_silent = channel.is_silent
             record.was_ending = self.is_ending
@@ -193,16 +188,14 @@ class RankSession:
     def disconnect(self, connections: Iterable[RankConnection]) -> None:
         """Close these connections, at which ranks that still run end."""
         for connection in connections:
-            connection.channel.close()
+            self._close(connection.channel)
             if not connection.record.has_ended:
                 connection.record.lost_at, connection.record.was_ending = time.time(), True
 
     def close(self) -> None:
         """Close all connections and the listener."""
         self.disconnect(self.connections.values())
-        if self._selector is not None:
-            self._selector.close()
-            self._selector = None
+        self._selector.close()
         self._listener.close()
 
     # ---- processes that are stopped -----------------------------------------------------------
@@ -215,7 +208,7 @@ class RankSession:
                 continue
             silent_s = beat.silent_s(now)
             if silent_s >= beat.limit_s and (text := self._describe_silence(connection, silent_s)):
-                connection.channel.close()
+                self._close(connection.channel)
                 record.lost_at, record.lost_text = time.time(), text
                 self.on_lost(connection)
             for process in connection.stopped.for_longer_than(beat.limit_s, now):

@@ -17,7 +17,7 @@ from torchmn.base.errors import LaunchError
 from torchmn.base.terminal import say
 from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.codec import Record, decode
-from torchmn.control.connection import address_of, listen
+from torchmn.control.connection import address_of, listen_on
 from torchmn.control.messages import MonitorHello
 from torchmn.control.processes import allow_connections, is_stopped, send
 from torchmn.run.monitor.rank_session import (
@@ -147,7 +147,7 @@ def main() -> int:
     except LaunchError as error:
         print(f"\n{error}", flush=True)
         return 1
-    listener = listen(order.address)
+    listener = listen_on(order.address)
     print(address_of(listener), flush=True)
     with suppress(OSError):
         sys.stdout.close()  # the script that started this process reads to the end

@@ -70,7 +70,7 @@ def _call(host: str, command: str) -> int:
     address = local_address_for(host)
     if address is None:
         raise LaunchError(f"No route from {socket.gethostname()} to {host}.")
-    listener = channels.listen(address)
+    listener = channels.listen_on(address)
     order = RunForShell(
         command=command, address=channels.address_of(listener), secret=secrets.token_hex(32)
     )

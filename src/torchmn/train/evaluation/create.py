@@ -8,7 +8,6 @@ batches, and hung if a rank had an empty shard.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -21,7 +20,7 @@ from torchmn.base import events
 from torchmn.base.errors import UsageError, raise_if_unknown
 from torchmn.comm import Communicator
 from torchmn.comm.collective_checks import raise_if_values_differ
-from torchmn.comm.heartbeat import HeartbeatGather
+from torchmn.comm.heartbeat import HeartbeatGather, work_of_all_ranks
 from torchmn.data.batch_size import num_samples
 from torchmn.train.evaluation.buffers import BUFFER_RULES, BufferRule, sync_buffers_
 from torchmn.train.evaluation.evaluation_batches import (
@@ -129,7 +128,7 @@ class _MultiNodeEvaluation:
         targets = self._evaluator.get_all_targets().values()
         sync_buffers_(targets, self._comm, self._buffers)
         what = f"evaluation '{self._evaluator.name or 'validation'}'"
-        with _sharing_errors(self._comm, what) as gather, evaluation_mode(targets):
+        with work_of_all_ranks(self._comm, what) as gather, evaluation_mode(targets):
             shard = self._measure(gather)
         return _means(gather.finish(shard))
 
@@ -148,17 +147,6 @@ class _MultiNodeEvaluation:
         if self._compat == "chainermn":
             return {name: (float(value), 1.0) for name, value in result.items()}
         return recorder.sums_of(result)
-
-
-@contextmanager
-def _sharing_errors(comm: Communicator, what: str) -> Iterator[HeartbeatGather]:
-    """Work of all ranks, which ends on all of them if it fails on one."""
-    gather = HeartbeatGather(comm, what)
-    try:
-        yield gather
-    except Exception as error:
-        gather.fail(error)
-        raise
 
 
 def _means(parts: list[Sums]) -> dict[str, float]:
@@ -331,11 +319,11 @@ class GenericMultiNodeEvaluator(extension.Extension):
         """Evaluate. *Collective.* Raises CommunicationError: another rank raised."""
         what = f"evaluation '{self.name or self.default_name}'"
         modes = evaluation_mode(self.targets.values())
-        with _sharing_errors(self.comm, what) as gather, torch.no_grad(), modes:
+        with work_of_all_ranks(self.comm, what) as gather, torch.no_grad(), modes:
             results = self._local_results(gather)
         gather.finish(None)
         gathered = self.comm.gather_obj(results, self.root)
-        with _sharing_errors(self.comm, what) as gather:
+        with work_of_all_ranks(self.comm, what) as gather:
             result = None if gathered is None else self.aggregate(_round_robin(gathered))
         gather.finish(None)
         return result

@@ -93,6 +93,11 @@ class _Collectives(_Base):
 
     exchange: Exchange
 
+    def setup_environment(self) -> None:
+        """See Lightning's ``Strategy.setup_environment``. *Collective.*"""
+        super().setup_environment()
+        self.exchange.connect(self.root_device)
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """See Lightning's ``Strategy.process_dataloader``. Local.
 
@@ -135,11 +140,6 @@ class TrainerStrategy(_Collectives):
     flushing: Any  # a `FlushCallback`
     # Whether ranks have unequal numbers of batches of some evaluation.
     _has_uneven_evaluation = False
-
-    def setup_environment(self) -> None:
-        """See Lightning's ``Strategy.setup_environment``. *Collective.*"""
-        super().setup_environment()
-        self.exchange.connect(self.root_device)
 
     def configure_ddp(self) -> None:
         """Nothing: the model stays as it is. Local."""
@@ -256,11 +256,6 @@ class FabricStrategy(_Collectives):
         super().__init__(*args, **kwargs)
         # Modules that were set up without an optimizer: to evaluate them.
         self._alone: list[nn.Module] = []
-
-    def setup_environment(self) -> None:
-        """See Fabric's ``Strategy.setup_environment``. *Collective.*"""
-        super().setup_environment()
-        self.exchange.connect(self.root_device)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """The module as it is. Local."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from torchmn.control.connection import Channel
-from torchmn.control.messages import AgentHello, Exit, Message
+from torchmn.control.messages import AgentHello, Exit, HeartbeatRequest, Message
 from torchmn.run.monitor.rank_session import RankSession
 
 NUM_RANKS = 5
@@ -100,13 +100,25 @@ def test_a_lost_connection_is_processed_once(found: tuple[RankSession, Listener]
     peers[1].close()
 
 
+def test_a_connection_whose_end_is_noticed_by_sending(found: tuple[RankSession, Listener]) -> None:
+    """Before it was seen to be readable: the rank is lost all the same."""
+    session, listener = found
+    peer = listener.connect(0)
+    wait(session, 5.0)
+    peer.close()
+    session.post(HeartbeatRequest())
+    assert not session.connections[0].channel.is_open
+    wait(session, 5.0)
+    assert session.records[0].lost_at is not None
+
+
 def test_a_connection_with_the_number_of_a_closed_one(found: tuple[RankSession, Listener]) -> None:
     session, listener = found
     first = listener.connect(0)
     wait(session, 5.0)
     wait(session)
     number = session.connections[0].channel.fileno()
-    session.connections[0].channel.close()
+    session.disconnect([session.connections[0]])
     first.close()
     later = [listener.connect(rank) for rank in (1, 2)]
     assert number in [channel.fileno() for channel, _ in listener.arrived]

@@ -89,17 +89,7 @@ def encode(
                 BYTES=_columns(plan),
                 **EXACT,
             )
-        if len(tables.small):
-            _copy_small[(len(tables.small),)](
-                values,
-                out.view(values.dtype),
-                flags,
-                tables.small,
-                ADD=False,
-                OUT=True,
-                CHUNK=_SMALL_CHUNK,
-                **EXACT,
-            )
+        _launch_small(values, out, flags, tables, add=False, reads=True)
     return flags
 
 
@@ -122,18 +112,25 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
                 BYTES=_columns(plan),
                 **EXACT,
             )
-        if len(tables.small):
-            _copy_small[(len(tables.small),)](
-                out,
-                encoded.view(out.dtype),
-                flags,
-                tables.small,
-                ADD=add,
-                OUT=False,
-                CHUNK=_SMALL_CHUNK,
-                **EXACT,
-            )
+        _launch_small(out, encoded, flags, tables, add=add, reads=False)
     return flags
+
+
+def _launch_small(
+    buffer: Tensor, encoded: Tensor, flags: Tensor, tables: _Tables, *, add: bool, reads: bool
+) -> None:
+    """Copy small parameters to the encoded bytes if ``reads``, else from there."""
+    if len(tables.small):
+        _copy_small[(len(tables.small),)](
+            buffer,
+            encoded.view(buffer.dtype),
+            flags,
+            tables.small,
+            ADD=add,
+            OUT=reads,
+            CHUNK=_SMALL_CHUNK,
+            **EXACT,
+        )
 
 
 def _columns(plan: StripePlan) -> int:

@@ -257,8 +257,9 @@ class LocalUpdateSchedule(Schedule):
             result = self._node.step(closure)
         else:
             result = self._inner.step(closure)
-            own, mesh = self._contribution, self._exchange.mesh
-            (num_samples,) = mesh.means(own.num_samples)  # its ranks end their blocks together
+            own, parameters = self._contribution, self._exchange.parameters
+            # The ranks of the model end their blocks together.
+            (num_samples,) = parameters.mesh.means(own.num_samples)
             self._count_samples(num_samples, own.mean_samples)
         self._progress(self.overlap_steps)
         return result
@@ -402,7 +403,7 @@ class LocalUpdateSchedule(Schedule):
         fragment.pack(weight, rate, is_active=is_active, step=self._reducer.step)
         self._pending = fragment
         if overlap_steps and self.eager:
-            fragment.move(self._momentum(fragment.pseudo_gradients()))
+            fragment.move(self._momentum(fragment.pseudo_gradients))
         fragment.start(overlap_steps)
         if overlap_steps:
             return 1
@@ -434,9 +435,9 @@ class LocalUpdateSchedule(Schedule):
             part = num_samples / self.current_block_size
             with torch.no_grad():
                 if part < 1:
-                    self.partial_outer_step(fragment.pseudo_gradients(), part)
+                    self.partial_outer_step(fragment.pseudo_gradients, part)
                 else:
-                    self.outer_step(fragment.pseudo_gradients(), num_samples)
+                    self.outer_step(fragment.pseudo_gradients, num_samples)
         if fragment is self._fragments[0]:
             self.num_samples += num_samples
         fragment.restart()
@@ -516,9 +517,9 @@ class LocalUpdateSchedule(Schedule):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Schedule.load_state_dict`. Raises UsageError: other parameters or fragments."""
-        if self._pending is not None:
-            self._pending.sums.drain()  # its memory is used again
-            self._pending = None
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.sums.drain()  # its memory is used again
         self._check_state(state)
         self._known.forget()
         self._is_resumed = True
@@ -558,7 +559,8 @@ class LocalUpdateSchedule(Schedule):
 
 def _is_concurrent(comm: Communicator) -> bool:
     """Whether two communicators of a rank may exchange at the same time."""
-    return comm.world.transport.is_concurrent
+    transport = comm.world.transport
+    return transport.is_concurrent
 
 
 def _check(name: str, is_right: bool, value: object, rule: str) -> None:

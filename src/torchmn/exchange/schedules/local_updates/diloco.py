@@ -136,10 +136,11 @@ class DiLoCo(LocalUpdateSchedule):
             return super()._momentum(zeros)
 
     def outer_state_tensors(self, pseudo_gradients: Sequence[PseudoGradient]) -> OuterState:
+        state = self.outer.state
         return {
             (each.name, key): value
             for each in pseudo_gradients
-            for key, value in self.outer.state.get(each.anchor, {}).items()
+            for key, value in state.get(each.anchor, {}).items()
             if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
         }
 

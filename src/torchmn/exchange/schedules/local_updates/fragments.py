@@ -111,8 +111,12 @@ class Fragment:
         """Those of the exchange that was started last."""
         self.scale = 1.0
         """The `weight_scale` of the next exchange, the same on all ranks."""
-        self._slots = [buckets.slot_of[parameter].tensor for parameter in self.parameters]
         self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
+        self.pseudo_gradients = [
+            PseudoGradient(name=name, anchor=anchors[name], mean=buckets.slot_of[parameter].tensor)
+            for name, parameter in parameters
+        ]
+        """The means, after the exchange was waited for."""
 
     @torch.no_grad()
     def take_anchors(self) -> None:
@@ -158,13 +162,6 @@ class Fragment:
     def mean_rate(self) -> float:
         """The mean over ranks of the learning rate, in the exchange that was waited for."""
         return self._rate.mean
-
-    def pseudo_gradients(self) -> list[PseudoGradient]:
-        """The means, after the exchange was waited for."""
-        return [
-            PseudoGradient(name=name, anchor=anchor, mean=slot)
-            for name, anchor, slot in zip(self.names, self.anchors, self._slots, strict=True)
-        ]
 
     @torch.no_grad()
     def restart(self) -> None:

@@ -35,6 +35,7 @@ OuterState = Mapping[tuple[str, str], Tensor]
 """The tensors that an outer step changes besides the anchors, by parameter and kind."""
 
 
+@torch.no_grad()
 def take_partial_step(
     pseudo_gradients: Sequence[PseudoGradient],
     part: float,

@@ -102,6 +102,8 @@ class WorkerThread(threading.Thread):
         self._server, self._worker, self._messages = server, worker, messages
         self._memory = ShardMemory(server.parameters)
         self._gradients = SentGradients(self._memory, decoder_of(codec))
+        # If the transport polls, every thread of this rank does: together not too often.
+        self._pause_s = _PAUSE_S * messages.transport.size
         self._limit: TimeLimit | None = None
         self._is_ended = False
 
@@ -139,8 +141,7 @@ class WorkerThread(threading.Thread):
         self._messages.send(_RESPONSE, {self._worker: (kind, content, buffers)})
 
     def _receive(self) -> tuple[str, Any]:
-        # If the transport polls, every thread of this rank does: together not too often.
-        self._limit = BackoffTimeLimit(_YEAR_S, _PAUSE_S * self._messages.transport.size)
+        self._limit = BackoffTimeLimit(_YEAR_S, self._pause_s)
         if self._is_ended:
             self._limit.end()
         received = self._messages.receive(
@@ -164,7 +165,7 @@ class ServerClient:
 
     def __init__(
         self,
-        messages: Messages | None,
+        messages: Messages,
         memory: Mapping[int, ShardMemory],
         own_server: ShardServer | None,
         codec: StripeCodec | None,
@@ -179,12 +180,13 @@ class ServerClient:
 
     def encode(self) -> list[str]:
         """Encode the gradients for servers of other ranks; returns names of those out of range."""
-        if self._codec is None:
+        codec = self._codec
+        if codec is None:
             return []
         for outgoing in self._outgoing.values():
             outgoing.encode()
-        names = self._codec.nonfinite.names("encoding")
-        self._codec.finish(is_valid=not names)
+        names = codec.nonfinite.names("encoding")
+        codec.finish(is_valid=not names)
         return names
 
     def request(self, kind: str, fields: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
@@ -227,7 +229,7 @@ class ServerClient:
     ) -> Iterator[tuple[int, str, Any]]:
         """Send a request to other ranks; yields what comes back until all are in ``answers``."""
         messages, outgoing, memory = self._messages, self._outgoing, self._memory
-        if messages is None:
+        if not outgoing:
             return
         is_push, is_pull = kind == "push", kind in _WITH_PARAMETERS
         try:
@@ -253,7 +255,7 @@ class ServerClient:
         """Tell all servers that this worker leaves; servers that are lost are ignored."""
         if self._own_server is not None:
             self._own_server.leave(self._rank)
-        if self._messages is None or self._broken is not None:
+        if self._broken is not None:
             return
         for server in self._outgoing:
             with suppress(CommunicationError):

@@ -125,7 +125,6 @@ class ParameterServer(Schedule):
         """Parameters of which a gradient was pushed."""
         self._server: ShardServer | None = None
         self._threads: list[WorkerThread] = []
-        self._messages: Messages | None = None
 
     def __repr__(self) -> str:
         text = (
@@ -159,7 +158,7 @@ class ParameterServer(Schedule):
         servers = list(range(comm.size - num_servers, comm.size))
         serves = self.servers != "all" and comm.rank in servers
         self.traits = replace(self.traits, serves=serves)
-        self._parameters = list(self._exchange.trained())
+        self._parameters = list(reducer.parameters.trained())
         shards = dict(zip(servers, assign_shards(self._parameters, num_servers), strict=True))
         self._memory = {server: ShardMemory(shard) for server, shard in shards.items()}
         self._places: list[tuple[int, str, nn.Parameter, Tensor]] = [
@@ -175,10 +174,8 @@ class ParameterServer(Schedule):
                 ly.dtype: ly for m in self._memory.values() for ly in m.layouts
             }.values():
                 self._codec.warm_up(layout, torch.device("cpu"))
-        if comm.size > 1:
-            self._messages = Messages(
-                comm.groups.new_transport("servers"), comm.timeout_s, comm.trust
-            )
+        transport = comm.groups.new_transport("servers")
+        self._messages = Messages(transport, comm.timeout_s, comm.trust)
         if comm.rank in servers:
             self._start_server(shards[comm.rank])
         self._client = ServerClient(
@@ -201,12 +198,11 @@ class ParameterServer(Schedule):
             delay_compensation=self.delay_compensation,
             timeout_s=comm.timeout_s,
         )
-        if self._messages is not None:
-            self._threads = [
-                WorkerThread(self._server, worker, self._messages, self._codec)
-                for worker in range(comm.size)
-                if worker != comm.rank
-            ]
+        self._threads = [
+            WorkerThread(self._server, worker, self._messages, self._codec)
+            for worker in range(comm.size)
+            if worker != comm.rank
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -217,7 +213,7 @@ class ParameterServer(Schedule):
         """
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed, groups = True, self._comm.groups
         atexit.unregister(self.close)
         self._forget_close()
         is_stuck = self._work is not None and not self._work.done
@@ -228,20 +224,19 @@ class ParameterServer(Schedule):
         deadline = time.monotonic() + (0.0 if is_stuck else _GRACE_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        transport = self._messages.transport if self._messages is not None else None
+        transport = self._messages.transport
         if is_stuck or any(thread.is_alive() for thread in self._threads):
             for thread in self._threads:
                 thread.end()
-            if transport is not None:
-                abort_pending_receives(transport)
+            abort_pending_receives(transport)
             # A thread that returns from a wait while the interpreter exits would end the process
             # with a signal; by now all of them return.
             for thread in self._threads:
                 thread.join(5 * _GRACE_S)
         self._engine.close()
         self._client.close()
-        if transport is not None and not any(t.is_alive() for t in self._threads):
-            self._comm.groups.close_transport(transport)
+        if not any(t.is_alive() for t in self._threads):
+            groups.close_transport(transport)
 
     # ---- a step ----
 
@@ -397,12 +392,13 @@ class ParameterServer(Schedule):
 
     def _gather_state(self) -> None:
         """Copy the state of the optimizer from the servers into the inner one."""
-        states = self._client.request("state", dict.fromkeys(self._memory, {}))
+        gathered = self._client.request("state", dict.fromkeys(self._memory, {}))
+        states = self._inner.state
         for server, name, parameter, _ in self._places:
-            state = states[server].get(name)
-            self._inner.state.pop(parameter, None)
+            state = gathered[server].get(name)
+            states.pop(parameter, None)
             if state is not None:
-                self._inner.state[parameter] = device_copy(state, parameter)
+                states[parameter] = device_copy(state, parameter)
 
     def rebuild(self) -> None:
         """Raises UnsupportedError: parameters cannot be added, because servers own them."""
@@ -433,10 +429,10 @@ class ParameterServer(Schedule):
 
     def _act_on(self, nonfinite: list[str]) -> None:
         """Call the hooks before the step: one of them raises or warns, by ``on_nonfinite``."""
-        reducer, problem = self._reducer, None
+        problem, nonfinite_log = None, self._exchange.nonfinite
         if nonfinite:
-            problem = NonfiniteGradients(reducer.step, {self._comm.rank: nonfinite})
-        self._exchange.nonfinite.record(problem)
+            problem = NonfiniteGradients(self._reducer.step, {self._comm.rank: nonfinite})
+        nonfinite_log.record(problem)
         self._call_hooks(STEP_HOOKS[0])
 
     def _call_hooks(self, which: str) -> None:

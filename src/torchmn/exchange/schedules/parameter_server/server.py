@@ -75,8 +75,8 @@ class ShardServer:
         self._delay_compensation, self._timeout_s = delay_compensation, timeout_s
         self.parameters = list(parameters)
         self._inner = inner
-        self._values = ShardMemory(parameters)
-        self._copies = {n: nn.Parameter(slot) for n, slot in self._values.slots.items()}
+        self._values = values = ShardMemory(parameters)
+        self._copies = {n: nn.Parameter(slot) for n, slot in values.slots.items()}
         self._optimizer = optimizer_like(
             inner, {parameter: self._copies[name] for name, parameter in parameters}
         )
@@ -256,12 +256,13 @@ class ShardServer:
 
     def _begin(self, episode: int) -> None:
         """Copy the values of this rank: all live workers have arrived, none is being served."""
+        states, initial, slots = self._optimizer.state, self._inner.state, self._values.slots
         for name, parameter in self.parameters:
-            self._values.slots[name].copy_(parameter.detach())
+            slots[name].copy_(parameter.detach())
             copy = self._copies[name]
-            self._optimizer.state.pop(copy, None)
-            if parameter in self._inner.state:
-                self._optimizer.state[copy] = host_copy(self._inner.state[parameter])
+            states.pop(copy, None)
+            if parameter in initial:
+                states[copy] = host_copy(initial[parameter])
         self._episode = episode
         self._version += 1
         self._clocks = dict.fromkeys(self._clocks, 0)

@@ -82,10 +82,11 @@ class SentGradients:
 
     def decode(self) -> None:
         """Read what has arrived."""
-        if self._codec is not None:
+        codec = self._codec
+        if codec is not None:
             for buffer, layout, encoded in self._rows:
-                self._codec.decode_stripe(encoded, layout, buffer)
-            self._codec.nonfinite.clear()  # the worker has checked
+                codec.decode_stripe(encoded, layout, buffer)
+            codec.nonfinite.clear()  # the worker has checked
 
 
 def decoder_of(codec: StripeCodec | None) -> StripeCodec | None:

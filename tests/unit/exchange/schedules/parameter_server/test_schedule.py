@@ -413,6 +413,25 @@ class TestWaiting:
         for text in run_ranks(job, 3, timeout_s=limit(30)):
             assert f"the server on rank 2 raised {kind.__name__}: out of memory" in text
 
+    def test_a_wait_may_be_longer_than_the_limit_while_others_make_progress(self) -> None:
+        """The servers tell a worker that waits that they live, also while another one is slow."""
+        timeout_s = limit(0.5)
+
+        def job(comm: Communicator) -> list[torch.Tensor]:
+            model = mlp()
+            optimizer = make(comm, model, ParameterServer())
+            for step in range(8 if comm.rank == 0 else 1):
+                train(optimizer, model, comm.rank, range(step, step + 1))
+                time.sleep(timeout_s / 3)
+            began = time.monotonic()
+            optimizer.flush()
+            assert comm.rank == 0 or time.monotonic() - began > timeout_s
+            return values(model)
+
+        first, second, third = run_ranks(job, 3, timeout_s=timeout_s)
+        assert equal(first, second)
+        assert equal(first, third)
+
     def test_a_rank_that_leaves_is_reported_and_others_continue(self) -> None:
         def job(comm: Communicator) -> tuple[list[torch.Tensor], set[int]]:
             model = mlp()

@@ -1,0 +1,68 @@
+"""Finding steps in a file of records without reading all of it: they are in order in a file."""
+
+import re
+from pathlib import Path
+from typing import BinaryIO
+
+STEP = re.compile(rb'\n[^\n]{0,40}?"step":\s*(\d+)')
+_BLOCK = 1 << 14
+
+
+def step_range(path: Path) -> tuple[int, int] | None:
+    """The first and last step of a file, or None: it has none."""
+    with path.open("rb") as file:
+        first = _next_step(file, 0)
+        found = STEP.findall(b"\n" + tail(file))
+    if first is None:
+        return None
+    return first[1], max(int(found[-1]), first[1]) if found else first[1]
+
+
+def tail(file: BinaryIO) -> bytes:
+    """The last whole lines of a file, at least one with a step if there is one."""
+    size = file.seek(0, 2)
+    length = _BLOCK
+    while True:
+        file.seek(max(0, size - length))
+        text = file.read(length)
+        whole = text if length >= size else text[text.find(b"\n") + 1 :]
+        whole = whole[: whole.rfind(b"\n") + 1]
+        if length >= size or STEP.search(b"\n" + whole):
+            return whole
+        length *= 4
+
+
+def _next_step(file: BinaryIO, offset: int) -> tuple[int, int] | None:
+    """Where the first whole line with a step after an offset begins, and its step."""
+    # A line that begins at the offset counts, so the byte before it is read too.
+    file.seek(max(0, offset - 1))
+    text = b"\n" if offset == 0 else b""
+    base = offset - 1
+    while True:
+        match = STEP.search(text)
+        # a number at the end of what was read may continue
+        if match and match.end() < len(text):
+            return base + match.start() + 1, int(match[1])
+        more = file.read(_BLOCK)
+        if not more:
+            return None
+        text += more
+
+
+def seek(file: BinaryIO, target: int, steps: tuple[int, int]) -> None:
+    """Go to a line of a step close before ``target``, or to its first line."""
+    low, high = 0, file.seek(0, 2)
+    low_step, high_step = steps[0], steps[1] + 1
+    for attempt in range(64):
+        if target - low_step <= 1 or high - low <= _BLOCK:
+            break
+        share = (target - low_step - 1.5) / max(1, high_step - low_step) if attempt % 4 < 3 else 0.5
+        guess = low + min(max(int(share * (high - low)), 1), high - low - 1)
+        found = _next_step(file, guess)
+        if found is None or found[0] >= high or found[1] >= target:
+            high = guess
+            if found is not None:
+                high_step = max(found[1], low_step + 1)
+        else:
+            low, low_step = found
+    file.seek(low)
