@@ -207,7 +207,9 @@ class StepBatches:
         latest = parts or self._last_share.parts
         # What a thread requests is not the same on all ranks at a step.
         if found.is_of_thread and self._have_one_proportion(sizes):
-            seen = self._share(replace(found, is_kept=False), counted).seen if parts else None
+            seen = None
+            if found.num_new:  # else a look at a batch, perhaps: the loop has ended
+                seen = self._share(replace(found, is_kept=False), counted).seen
             if seen is not None and seen % 2 == 0:  # of some of them: how many are left
                 received, total = (sum(each) for each in zip(*parts, strict=True))
                 seen = 2 * round(total - num * total / received)
