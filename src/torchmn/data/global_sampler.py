@@ -59,6 +59,9 @@ class GlobalSampler(PassSampler):
     position. (As long as there is no multi-node optimizer over ``comm``, a peek is a pass that was
     left with its first batch.)
 
+    Optimizers of `create_multi_node_optimizer` over ``comm`` weight the ranks by their parts, as
+    with `scatter_loader`, unless ``weight=`` is given.
+
     If the last global batch of an epoch has fewer samples than there are ranks, the part of the
     last ranks is empty. With `scatter_loader` they get a batch of 0 rows and participate in the
     step with weight 0. Else choose ``drop_last`` or ``pad_last``, or give the DataLoader

@@ -192,9 +192,13 @@ class StepBatches:
         if not (num and own):
             return Share(weight, num, parts, is_miscounted=num > 0)
         multiple, rest = divmod(num, own)
-        # Constants, for instance, are right where parts are equal, if forward saw as many.
-        is_miscounted = rest > 0 and total % self._size > 0
-        seen = 4 * int(num - own if rest else multiple) + 2 * (rest > 0) + is_all
+        is_even = total % self._size == 0
+        if is_even and rest:  # all may see the same constants
+            multiple = num - own
+        elif is_even and is_all:  # one rank may see its part more often
+            multiple = 1
+        seen = 4 * int(multiple) + 2 * (rest > 0) + is_all
+        is_miscounted = rest > 0 and not is_even
         return Share(weight, num, parts, seen, is_miscounted)
 
     def _of_kept(self, found: _Found, counted: Counted) -> Share:
@@ -203,7 +207,9 @@ class StepBatches:
         latest = parts or self._last_share.parts
         # What a thread requests is not the same on all ranks at a step.
         if found.is_of_thread and self._have_one_proportion(sizes):
-            seen = self._share(replace(found, is_kept=False), counted).seen if parts else None
+            seen = None
+            if found.num_new:  # else a look at a batch, perhaps: the loop has ended
+                seen = self._share(replace(found, is_kept=False), counted).seen
             if seen is not None and seen % 2 == 0:  # of some of them: how many are left
                 received, total = (sum(each) for each in zip(*parts, strict=True))
                 seen = 2 * round(total - num * total / received)

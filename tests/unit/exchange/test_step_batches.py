@@ -95,6 +95,15 @@ def test_a_part_of_equal_parts_shows_between_ranks() -> None:
     assert not are_right(ranks, [4, 3])
 
 
+def test_one_rank_may_see_its_part_twice_where_parts_are_equal() -> None:
+    """As where a rank draws by its own random numbers whether it adds a second loss."""
+    ranks = made(2, 8, 9)
+    read(ranks)
+    assert are_right(ranks, [4, 8])
+    read(ranks)
+    assert not are_right(ranks, [5, 8])
+
+
 def test_a_batch_that_one_rank_leaves_out_shows_at_the_first_exchange() -> None:
     """Of those that ranks pack, as many as fill a step, all are seen."""
     ranks = made(2, 8, 8, 8, 8)
