@@ -311,8 +311,10 @@ class GradientExchange:
         if not self.zero_fill and not sums.are_all_present:
             means.clear_absent()
         if sums.buckets not in self.sets:  # of an earlier layout
-            for parameter in self.filling.slot_of.keys() - sums.buckets.slot_of.keys():
-                parameter.grad = None
+            earlier = sums.buckets
+            for parameter in self.filling.slot_of:
+                if parameter not in earlier.slot_of:
+                    parameter.grad = None
         means.assign_sparse()
         if defers:
             self.unsettled, self.was_applied = sums, False
