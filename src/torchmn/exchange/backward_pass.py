@@ -142,8 +142,27 @@ class Passes:
         UsageError: it raised, and the gradients were not cleared since, or this is called inside of
         a pass; CommunicationError: an exchange failed.
         """
-        if self.current is not None:
-            _raise_if_unfinished(self.current, self.state, self._rank_label)
+        if self.current is None:
+            return
+        state, rank_label = self.state, self._rank_label
+        if state is PassState.FAILED:
+            raise CommunicationError(
+                f"{rank_label}: the previous backward pass did not complete "
+                f"({self.current.failure}), so the ranks no longer agree on what was exchanged. "
+                "End the job and continue from the last checkpoint."
+            )
+        if state is PassState.FILLING:
+            raise UsageError(
+                f"{rank_label}: step() or an exchange is called inside of a backward pass, whose "
+                "means are there when backward() has returned. Call step() after backward(), not "
+                "in a hook of a gradient."
+            )
+        if state is PassState.RAISED:
+            raise UsageError(
+                f"{rank_label}: the previous backward pass raised an exception, so the gradients "
+                "are not complete. Call optimizer.zero_grad() and run forward and backward again, "
+                "or leave this step out; on all ranks."
+            )
 
 
 class AtEnd:
@@ -165,24 +184,3 @@ class AtEnd:
             at_end_of_backward(self)
             return
         self._method()
-
-
-def _raise_if_unfinished(current: BackwardPass, state: PassState, rank_label: str) -> None:
-    if state is PassState.FAILED:
-        raise CommunicationError(
-            f"{rank_label}: the previous backward pass did not complete ({current.failure}), so "
-            "the ranks no longer agree on what was exchanged. End the job and continue from the "
-            "last checkpoint."
-        )
-    if state is PassState.FILLING:
-        raise UsageError(
-            f"{rank_label}: step() or an exchange is called inside of a backward pass, whose means "
-            "are there when backward() has returned. Call step() after backward(), not in a hook "
-            "of a gradient."
-        )
-    if state is PassState.RAISED:
-        raise UsageError(
-            f"{rank_label}: the previous backward pass raised an exception, so the gradients are "
-            "not complete. Call optimizer.zero_grad() and run forward and backward again, or leave "
-            "this step out; on all ranks."
-        )

@@ -12,6 +12,8 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -124,15 +126,11 @@ class Bucket(ReduceBlock):
     def find_runs(self) -> None:
         """Find `runs` in the memory that the buffer has now."""
         self.runs = []
-        start: int | None = None
-        end = 0
-        for slot in [*self.slots, None]:
-            if slot is not None and slot.is_small:
-                start, end = slot.start if start is None else start, slot.end
-            elif start is not None:
-                if end > start:
-                    self.runs.append(self.buffer[start:end])
-                start = None
+        for is_small, group in groupby(self.slots, attrgetter("is_small")):
+            slots = list(group)
+            start, end = slots[0].start, slots[-1].end
+            if is_small and end > start:
+                self.runs.append(self.buffer[start:end])
 
     def follow(self) -> None:
         """Continue in the memory that the buffer has now; every ``p.grad`` stays where it is."""

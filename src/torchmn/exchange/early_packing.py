@@ -45,8 +45,7 @@ class EarlyPacking:
 
     def arrived(self, slot: Slot) -> None:
         """A gradient was accumulated: pack what is final, which sends full buckets in order."""
-        bucket = slot.weak_bucket()
-        assert bucket is not None  # noqa: S101 - its set keeps it
+        bucket = slot.bucket
         if slot.is_small:
             bucket.arrivals.note(slot.parameter)
             self._pack_small(bucket)

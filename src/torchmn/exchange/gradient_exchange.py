@@ -311,7 +311,10 @@ class GradientExchange:
         if not self.zero_fill and not sums.are_all_present:
             means.clear_absent()
         if sums.buckets not in self.sets:  # of an earlier layout
-            self._clear_those_not_in(sums)
+            earlier = sums.buckets
+            for parameter in self.filling.slot_of:
+                if parameter not in earlier.slot_of:
+                    parameter.grad = None
         means.assign_sparse()
         if defers:
             self.unsettled, self.was_applied = sums, False
@@ -391,11 +394,6 @@ class GradientExchange:
             parameter.grad = None
         for _, parameter in self.parameters.sparse:
             parameter.grad = None
-
-    def _clear_those_not_in(self, sums: Sums) -> None:
-        for parameter in self.filling.slot_of:
-            if parameter not in sums.buckets.slot_of:
-                parameter.grad = None
 
     # ---- ranks that exchange in `step` ----
 

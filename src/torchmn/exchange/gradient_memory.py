@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from torchmn.base.torch_private import (
     version_of,
 )
 from torchmn.exchange.sharded_parameters import whole_of
+
+if TYPE_CHECKING:
+    from torchmn.exchange.buckets import Slot
 
 CAN_COUNT = COUNTS_USES  # if not, no memory is used again
 
@@ -105,17 +108,7 @@ class _Kept:
         )
 
 
-class _HasTensor(Protocol):
-    tensor: Tensor
-
-
-class _Lent(_HasTensor, Protocol):
-    parameter: nn.Parameter
-    address: int
-    unused: tuple[int, int, int] | None
-
-
-def num_references(holder: _HasTensor) -> tuple[int, int, int]:
+def num_references(holder: Slot | _Kept) -> tuple[int, int, int]:
     """How often ``holder.tensor`` and its storage are referred to. Compare, do not interpret.
 
     A graph that has saved the tensor is one more Python reference in newer versions of torch, and
@@ -126,10 +119,7 @@ def num_references(holder: _HasTensor) -> tuple[int, int, int]:
     return sys.getrefcount(tensor), tensor_use_count(tensor), storage_use_count(storage)
 
 
-Slots = TypeVar("Slots", bound=_Lent)
-
-
-def in_use(slots: Sequence[Slots]) -> list[Slots]:
+def in_use(slots: Sequence[Slot]) -> list[Slot]:
     """The slots of which a script keeps the tensor, a view of it or an array in its memory. Local.
 
     A ``p.grad`` that was not cleared does not count: a backward pass changes it in place.

@@ -66,7 +66,7 @@ def owners_of(parameters: Iterable[nn.Parameter]) -> list[object]:
     """The owners of the hooks that `watch_gradient` put on any of the parameters, each once."""
     owners = {}
     for parameter in parameters:
-        for hook in _hooks(parameter):
+        for hook in (gradient_hooks(parameter) or {}).values():
             if isinstance(hook, GradientHook) and hook.owner is not None:
                 owners[id(hook.owner)] = hook.owner
     return list(owners.values())
@@ -171,7 +171,3 @@ class GradientHooks:
 
 def _is_of_torchmn(hook: object) -> bool:
     return isinstance(hook, GradientHook) or isinstance(getattr(hook, "__self__", None), Arrivals)
-
-
-def _hooks(parameter: Tensor) -> list[object]:
-    return list((gradient_hooks(parameter) or {}).values())

@@ -131,9 +131,9 @@ class Sums:
     def drain(self) -> None:
         """Wait for all sums, whatever they are, and read what they say about the ranks."""
         self._await_sums()
-        if self._arriving is not None:
+        if self.buckets.is_deferred:
             self.read()
-        elif not self.buckets.is_deferred:
+        else:
             self.footer.read()
 
     def _await_sums(self) -> None:
