@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchmn.base import events
 from torchmn.base.errors import NonFiniteGradientError
+from torchmn.comm import Communicator
 from torchmn.comm.codecs.base import FoundNonfinite, When
 from torchmn.comm.streams import Deferred
 from torchmn.exchange.buckets import Bucket, Slot
@@ -147,6 +148,34 @@ class NonfiniteGradients:
             held = f"{self.what} of a part of the model that another rank holds"
             return f"at step {self.step} {held} were not finite"
         return f"at step {self.step} {self.what} were not finite ({ranks or 'in the sum only'})"
+
+
+def gather_nonfinite(
+    comm: Communicator,
+    step: int,
+    here: list[str],
+    encoded: list[str],
+    decoded: list[str],
+    *,
+    what: str = "gradients",
+) -> NonfiniteGradients:
+    """Put together what the ranks have found in one step. *Collective.*
+
+    Args:
+        comm: the ranks.
+        step: the number of the step.
+        here: the names of what was not finite on this rank; ``encoded``, ``decoded``: what a codec
+            has met on the way.
+        what: what was exchanged.
+    """
+    gathered = comm.allgather_obj((here, encoded, decoded))
+    # A rank that encodes for a node meets what is not finite in others' gradients too, so its
+    # report counts only if all gradients were finite: then narrowing them was too much.
+    by_rank = {rank: own for rank, (own, _, _) in enumerate(gathered) if own}
+    if not by_rank:
+        by_rank = {rank: names for rank, (_, names, _) in enumerate(gathered) if names}
+    in_sum = sorted({name for _, _, names in gathered for name in names})
+    return NonfiniteGradients(step, by_rank, in_sum, what)
 
 
 class NonfiniteLog:
