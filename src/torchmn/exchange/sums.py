@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmn.base.errors import UsageError
 from torchmn.comm.streams import Deferred
 from torchmn.exchange.agreements.base import Agreement, PassContext
-from torchmn.exchange.agreements.presence import Presence
+from torchmn.exchange.agreements.facts import Presence
 from torchmn.exchange.agreements.weights import WeightAgreement, weight_scale
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import Bucket
