@@ -255,9 +255,9 @@ def record_own_nonfinite(reducer: GradientReducer) -> None:
     flags = [  # one kernel looks at many gradients
         torch.isfinite(torch.stack(torch._foreach_norm([*grads.values()], float("inf"))))
         for grads in by_kind.values()
-    ]
+    ] or [torch.ones(0, device="cpu")]
     names = [name for grads in by_kind.values() for name in grads]
-    whole = torch.cat([each.to(flags[0].device) for each in flags]) if flags else torch.ones(0)
+    whole = torch.cat([each.to(flags[0].device) for each in flags])
     found = ArrivingFlags(reducer.step, names, engine.fetch(whole))
     if streams.is_host:
         exchange.record_problem(found.found(), found.step)
