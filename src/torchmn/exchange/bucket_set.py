@@ -11,8 +11,8 @@ from torch import nn
 from torchmn.comm import Communicator
 from torchmn.comm.allreduce import AllReduceAlgorithm
 from torchmn.comm.streams import HostStreams
+from torchmn.exchange.agreements.facts import Presence
 from torchmn.exchange.agreements.footer import Footer
-from torchmn.exchange.agreements.presence import Presence
 from torchmn.exchange.buckets import Bucket, Slot
 from torchmn.exchange.gradient_memory import in_use
 

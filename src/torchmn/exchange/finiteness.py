@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchmn.base import events
 from torchmn.base.errors import NonFiniteGradientError
+from torchmn.comm import Communicator
 from torchmn.comm.codecs.base import FoundNonfinite, When
 from torchmn.comm.streams import Deferred
 from torchmn.exchange.buckets import Bucket, Slot
@@ -149,6 +150,34 @@ class NonfiniteGradients:
         return f"at step {self.step} {self.what} were not finite ({ranks or 'in the sum only'})"
 
 
+def gather_nonfinite(
+    comm: Communicator,
+    step: int,
+    here: list[str],
+    encoded: list[str],
+    decoded: list[str],
+    *,
+    what: str = "gradients",
+) -> NonfiniteGradients:
+    """Put together what the ranks have found in one step. *Collective.*
+
+    Args:
+        comm: the ranks.
+        step: the number of the step.
+        here: the names of what was not finite on this rank; ``encoded``, ``decoded``: what a codec
+            has met on the way.
+        what: what was exchanged.
+    """
+    gathered = comm.allgather_obj((here, encoded, decoded))
+    # A rank that encodes for a node meets what is not finite in others' gradients too, so its
+    # report counts only if all gradients were finite: then narrowing them was too much.
+    by_rank = {rank: own for rank, (own, _, _) in enumerate(gathered) if own}
+    if not by_rank:
+        by_rank = {rank: names for rank, (_, names, _) in enumerate(gathered) if names}
+    in_sum = sorted({name for _, _, names in gathered for name in names})
+    return NonfiniteGradients(step, by_rank, in_sum, what)
+
+
 class NonfiniteLog:
     """What was not finite in the means so far, and in the current ones."""
 
@@ -226,9 +255,9 @@ def record_own_nonfinite(reducer: GradientReducer) -> None:
     flags = [  # one kernel looks at many gradients
         torch.isfinite(torch.stack(torch._foreach_norm([*grads.values()], float("inf"))))
         for grads in by_kind.values()
-    ]
+    ] or [torch.ones(0, device="cpu")]
     names = [name for grads in by_kind.values() for name in grads]
-    whole = torch.cat([each.to(flags[0].device) for each in flags]) if flags else torch.ones(0)
+    whole = torch.cat([each.to(flags[0].device) for each in flags])
     found = ArrivingFlags(reducer.step, names, engine.fetch(whole))
     if streams.is_host:
         exchange.record_problem(found.found(), found.step)

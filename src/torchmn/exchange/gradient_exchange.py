@@ -13,9 +13,8 @@ from torchmn.base.errors import RankMismatchError, TorchmnError
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.agreements.facts import LateRanks, Presence
 from torchmn.exchange.agreements.footer import Footer
-from torchmn.exchange.agreements.late_ranks import LateRanks
-from torchmn.exchange.agreements.presence import Presence
 from torchmn.exchange.agreements.weights import Weights
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import NamedParameter, Slot, plan_buckets

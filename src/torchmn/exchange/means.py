@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torchmn.comm.local_tensors import division_of
-from torchmn.exchange.agreements.measured_norms import MeasuredNorms
-from torchmn.exchange.agreements.presence import Presence
+from torchmn.exchange.agreements.facts import MeasuredNorms, Presence
 from torchmn.exchange.buckets import Slot
 from torchmn.exchange.gradient_memory import GradientMemory
 from torchmn.exchange.gradient_norms import GradientNorms, squared_norms, total_of

@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmn.base import events
 from torchmn.base.errors import UnsupportedError
 from torchmn.exchange.agreements.base import PassContext
-from torchmn.exchange.agreements.measured_norms import MeasuredNorms
+from torchmn.exchange.agreements.facts import MeasuredNorms
 from torchmn.exchange.agreements.weights import WeightAgreement
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import Bucket, Slot

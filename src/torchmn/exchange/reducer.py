@@ -22,10 +22,8 @@ from torchmn.base.torch_private import current_graph_task_id
 from torchmn.comm import Communicator
 from torchmn.comm.codecs import Codec
 from torchmn.exchange.agreements.base import Agreement, PassContext
-from torchmn.exchange.agreements.late_ranks import LateRanks
-from torchmn.exchange.agreements.measured_norms import MeasuredNorms
-from torchmn.exchange.agreements.num_exchanges import NumExchanges
-from torchmn.exchange.agreements.num_steps import NumSteps
+from torchmn.exchange.agreements.counts import NumExchanges, NumSteps
+from torchmn.exchange.agreements.facts import LateRanks, MeasuredNorms
 from torchmn.exchange.agreements.received_batches import ReceivedBatches
 from torchmn.exchange.agreements.replica_checksum import ReplicaChecksum
 from torchmn.exchange.agreements.together import GivenUp, LoadedState, OtherLayout, Together

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torchmn.base.errors import UsageError
 from torchmn.comm.streams import Deferred
 from torchmn.exchange.agreements.base import Agreement, PassContext
-from torchmn.exchange.agreements.presence import Presence
+from torchmn.exchange.agreements.facts import Presence
 from torchmn.exchange.agreements.weights import WeightAgreement, weight_scale
 from torchmn.exchange.bucket_set import BucketSet
 from torchmn.exchange.buckets import Bucket
-from torchmn.exchange.finiteness import NonfiniteGradients
+from torchmn.exchange.finiteness import NonfiniteGradients, gather_nonfinite
 
 
 class Sums:
@@ -244,26 +244,12 @@ class Sums:
         Nothing is sent unless something was not finite.
         """
         is_finite, own = self.is_finite, self.finiteness
-        names = (
-            None
-            if is_finite
-            else (
-                own.here,
-                own.names("encoding"),
-                own.names("decoding"),
-            )
-        )
+        found = None
+        if not is_finite:
+            names = own.here, own.names("encoding"), own.names("decoding")
+            found = gather_nonfinite(self.comm, self.context.step, *names, what=self.buckets.what)
         own.clear()
-        if names is None:
-            return None
-        gathered = self.comm.allgather_obj(names)
-        # A rank that encodes for a node meets what is not finite in others' gradients too, so its
-        # report counts only if all gradients were finite: then narrowing them was too much.
-        by_rank = {rank: own for rank, (own, _, _) in enumerate(gathered) if own}
-        if not by_rank:
-            by_rank = {rank: names for rank, (_, names, _) in enumerate(gathered) if names}
-        in_sum = sorted({name for _, _, names in gathered for name in names})
-        return NonfiniteGradients(self.context.step, by_rank, in_sum, self.buckets.what)
+        return found
 
     # ---- state ----
 

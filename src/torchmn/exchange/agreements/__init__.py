@@ -1,1 +1,1 @@
-"""What ranks must have in common at an exchange: one file for each agreement."""
+"""What ranks must have in common at an exchange, and what they tell each other there."""

@@ -15,7 +15,7 @@ from torchmn.comm import Communicator
 from torchmn.comm.codecs.base import IsValid
 from torchmn.comm.streams import HostStreams, Streams
 from torchmn.exchange.agreements.base import Agreement, PassContext
-from torchmn.exchange.agreements.finite_gradients import FiniteGradients
+from torchmn.exchange.agreements.facts import FiniteGradients
 from torchmn.exchange.agreements.weights import Weights
 
 A = TypeVar("A", bound=Agreement)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ from torchmn.exchange.codec_state import (
     own_codec,
     warn_if_it_encodes_nothing,
 )
-from torchmn.exchange.finiteness import NonfiniteGradients
+from torchmn.exchange.finiteness import NonfiniteGradients, gather_nonfinite
 from torchmn.exchange.first_forward import watch_first_forward
 from torchmn.exchange.model_hooks import ModelHooks
 from torchmn.exchange.optimizer.recorded_steps import emit_forward
@@ -76,7 +76,7 @@ class DdpHook:
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._num_passes = 0
         self._was_finite = True
-        self._seen: dict[Literal["encoding", "decoding"], list[str]] = {}
+        self._seen: tuple[list[str], list[str]] = ([], [])  # by a codec: encoded, decoded
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._hooks = ModelHooks()
 
@@ -283,27 +283,19 @@ class DdpHook:
         codec = self._codec
         if codec is None:
             return
-        self._seen = {
-            "encoding": codec.nonfinite.names("encoding"),
-            "decoding": codec.nonfinite.names("decoding"),
-        }
+        found = codec.nonfinite
+        self._seen = found.names("encoding"), found.names("decoding")
         # What one rank encodes others decode, so that ranks in one group agree; a group of one
         # leader decodes nothing and has only seen what it encoded.
-        self._was_finite = bool(self.communicator.route.all_valid(not any(self._seen.values())))
+        self._was_finite = bool(self.communicator.route.all_valid(not any(self._seen)))
         codec.finish(is_valid=self._was_finite)
 
     def _note_nonfinite(self) -> None:
         if self._was_finite:
             return
         self._was_finite = True
-        seen = [self._seen["encoding"], self._seen["decoding"]]
-        gathered = self.communicator.allgather_obj(seen)
         self.nonfinite.append(
-            NonfiniteGradients(
-                self._num_passes,
-                {rank: names for rank, (names, _) in enumerate(gathered) if names},
-                sorted({name for _, names in gathered for name in names}),
-            )
+            gather_nonfinite(self.communicator, self._num_passes, [], *self._seen)
         )
 
 

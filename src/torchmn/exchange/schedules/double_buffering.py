@@ -31,7 +31,7 @@ from torch.optim import LBFGS, Optimizer
 from torchmn.base.errors import RankMismatchError, UnsupportedError, UsageError
 from torchmn.base.names import DOUBLE_BUFFERING
 from torchmn.comm import Communicator
-from torchmn.exchange.agreements.late_ranks import LateRanks
+from torchmn.exchange.agreements.facts import LateRanks
 from torchmn.exchange.gradient_exchange import CHANGED_AND_LATE
 from torchmn.exchange.gradient_memory import GradientState
 from torchmn.exchange.means import Means

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from torchmn.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.agreements.counts import NumExchanges
+from torchmn.exchange.agreements.facts import LateRanks
 from torchmn.exchange.agreements.footer import Footer
-from torchmn.exchange.agreements.late_ranks import LateRanks
 from torchmn.exchange.agreements.learning_rates import LearningRates
-from torchmn.exchange.agreements.num_exchanges import NumExchanges
 from torchmn.exchange.agreements.together import GivenUp, LoadedState
 
 HERE = PassContext(step=3, weight=2.0, num_samples=5.0, is_active=True)

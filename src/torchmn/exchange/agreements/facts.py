@@ -1,0 +1,112 @@
+"""What ranks tell each other at an exchange, of which nothing is checked: it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+from torch import Tensor
+
+from torchmn.exchange.agreements.base import Agreement, PassContext
+from torchmn.exchange.buckets import Slot
+from torchmn.exchange.finiteness import Finiteness
+from torchmn.exchange.gradient_norms import own_terms, total_of
+
+_has_gradient = attrgetter("has_gradient")
+
+
+class FiniteGradients(Agreement):
+    """How many gradients of a rank are not finite. One object for each set of buckets.
+
+    Nothing is raised here: what is not finite is named by the ranks that have it.
+    """
+
+    def __init__(self) -> None:
+        self.finiteness = Finiteness()
+
+    @property
+    def are_all_finite(self) -> bool:
+        """Whether they are, on all ranks, and so is what was made of them on the way."""
+        return self.finiteness.is_valid and self.sums[0] == 0
+
+    def contribute(self, context: PassContext) -> Sequence[float]:
+        """See `Agreement.contribute`: on a device they are counted there."""
+        own = self.finiteness
+        return () if own.on_device else (float(len(own.found_here)),)
+
+    def write_values(self, values: Tensor, context: PassContext) -> None:
+        """See `Agreement.write_values`."""
+        values[0] = self.finiteness.count(values.device)
+
+
+class Presence(Agreement):
+    """A number for each parameter: on how many ranks it has a gradient. One object for each set."""
+
+    slots: Sequence[Slot] = ()  # in the order of the numbers; set once the buckets are there
+
+    def __init__(self, num_parameters: int) -> None:
+        self.num_values = num_parameters
+
+    @property
+    def are_present(self) -> list[bool]:
+        """Whether any rank had a gradient, for every one of `slots`."""
+        return [num != 0.0 for num in self.sums]
+
+    def contribute(self, context: PassContext) -> Sequence[float]:
+        """See `Agreement.contribute`."""
+        if not context.is_active:
+            return (0.0,) * self.num_values
+        return [*map(_has_gradient, self.slots)]
+
+
+class LateRanks(Agreement):
+    """Whether a rank makes this exchange in `step`, or in a pass of several optimizers.
+
+    The others' gradients are given to late ranks; see `share_with_late_ranks`. One object for each
+    set of buckets.
+    """
+
+    num_values = 2
+    is_idle = True
+    is_late = False  # whether this rank makes it in `step`
+    has_gradients = True  # whether this rank has any gradient to exchange, if it is late
+    _is_joint = False
+
+    @property
+    def are_some_late(self) -> bool:
+        """Whether some of the active ranks are late, and not all of them."""
+        return 0 < round(self.sums[0]) < self.num_active
+
+    @property
+    def are_joint(self) -> bool:
+        """Whether other optimizers exchange in the backward pass of any rank."""
+        return self.sums[1] > 0
+
+    def note(self, *, is_late: bool, has_gradients: bool, is_joint: bool) -> None:
+        """What this rank does in the exchange that it is about to make."""
+        self.is_late, self.has_gradients, self._is_joint = is_late, has_gradients, is_joint
+        self.is_idle = not (is_late or is_joint)
+
+    def contribute(self, context: PassContext) -> Sequence[float]:
+        """See `Agreement.contribute`."""
+        return float(self.is_late and context.is_active), float(self._is_joint)
+
+
+class MeasuredNorms(Agreement):
+    """The sums of `gradient_norms`, zero unless measured. One object for each set of buckets."""
+
+    num_values = 3
+    is_idle = True
+
+    def measure(self, squares: Sequence[Tensor], factor: float, *, is_own: bool) -> None:
+        """Contribute the squares of what is packed to the next exchange; see `own_terms`."""
+        self._squares, self._factor, self._is_own = squares, factor, is_own
+        self.is_idle = False
+
+    def write_values(self, values: Tensor, context: PassContext) -> None:
+        """See `Agreement.write_values`."""
+        self.is_idle = True
+        packed = total_of(self._squares, values.device)
+        values[0], values[1], values[2] = own_terms(
+            packed, self._factor, context.weight, context.num_samples, is_own=self._is_own
+        )
