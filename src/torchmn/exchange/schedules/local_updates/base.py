@@ -403,7 +403,7 @@ class LocalUpdateSchedule(Schedule):
         fragment.pack(weight, rate, is_active=is_active, step=self._reducer.step)
         self._pending = fragment
         if overlap_steps and self.eager:
-            fragment.move(self._momentum(fragment.pseudo_gradients))
+            fragment.move(self._momentum(fragment.pseudo_gradients()))
         fragment.start(overlap_steps)
         if overlap_steps:
             return 1
@@ -435,9 +435,9 @@ class LocalUpdateSchedule(Schedule):
             part = num_samples / self.current_block_size
             with torch.no_grad():
                 if part < 1:
-                    self.partial_outer_step(fragment.pseudo_gradients, part)
+                    self.partial_outer_step(fragment.pseudo_gradients(), part)
                 else:
-                    self.outer_step(fragment.pseudo_gradients, num_samples)
+                    self.outer_step(fragment.pseudo_gradients(), num_samples)
         if fragment is self._fragments[0]:
             self.num_samples += num_samples
         fragment.restart()

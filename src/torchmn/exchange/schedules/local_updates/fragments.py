@@ -112,11 +112,10 @@ class Fragment:
         self.scale = 1.0
         """The `weight_scale` of the next exchange, the same on all ranks."""
         self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
-        self.pseudo_gradients = [
+        self._pseudo_gradients = [
             PseudoGradient(name=name, anchor=anchors[name], mean=buckets.slot_of[parameter].tensor)
             for name, parameter in parameters
         ]
-        """The means, after the exchange was waited for."""
 
     @torch.no_grad()
     def take_anchors(self) -> None:
@@ -162,6 +161,10 @@ class Fragment:
     def mean_rate(self) -> float:
         """The mean over ranks of the learning rate, in the exchange that was waited for."""
         return self._rate.mean
+
+    def pseudo_gradients(self) -> list[PseudoGradient]:
+        """The means, after the exchange was waited for."""
+        return self._pseudo_gradients
 
     @torch.no_grad()
     def restart(self) -> None:
