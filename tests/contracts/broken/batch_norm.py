@@ -1,7 +1,5 @@
 """Batch normalization that is wrong, by what it puts in place of a part of the right one."""
 
-from __future__ import annotations
-
 import torch
 
 from torchmn.comm import Communicator
