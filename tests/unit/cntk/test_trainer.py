@@ -301,19 +301,30 @@ def test_layers_whose_ranks_communicate(criterion: Any) -> None:
         torch.testing.assert_close(many, one, atol=1e-5, rtol=1e-4)
 
 
+class Smoothed(nn.Module):
+    """A loss that smooths labels in training only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modes: list[bool] = []
+
+    def forward(self, output: Tensor, labels: Tensor) -> Tensor:
+        self.modes.append(self.training)
+        smoothing = 0.1 * self.training
+        return nn.functional.cross_entropy(output, labels, label_smoothing=smoothing)
+
+
 def test_evaluation_leaves_modes_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, CLASSES), nn.Dropout(0.5), nn.BatchNorm1d(CLASSES))
     model[2].eval()
-    trainer = C.Trainer(
-        model,
-        (C.cross_entropy_with_softmax, C.classification_error),
-        C.sgd(model.parameters(), 0.1),
-    )
+    loss = Smoothed()
+    trainer = C.Trainer(model, (loss, C.classification_error), C.sgd(model.parameters(), 0.1))
     whole = minibatches([9])[0]
     part = {"input": whole["features"], "labels": whole["labels"]}
     first, again = trainer.test_minibatch(part), trainer.test_minibatch(part)
     assert first == again == round(first * 9) / 9
-    assert [m.training for m in model.modules()] == [True, True, True, False]
+    assert [m.training for m in (*model.modules(), loss)] == [True, True, True, False, True]
+    assert loss.modes == [False, False]
     assert trainer.total_number_of_samples_seen == 0
 
 

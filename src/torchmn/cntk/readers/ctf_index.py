@@ -3,6 +3,7 @@
 import mmap
 import os
 import time
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -19,8 +20,6 @@ Array = np.ndarray[Any, Any]
 MAX_SEQUENCE_BYTES = 256 * MiB
 _MAX_INDEX_BYTES = 16 * MiB
 _MIN_AGE_S = 2.0  # of a file, from which on its time tells whether it has changed
-_UTF8_MARK = b"\xef\xbb\xbf"
-_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 Version = tuple[int, ...]
 
@@ -162,9 +161,9 @@ def _version(file: BinaryIO) -> Version | None:
 
 def _begin_of_text(file: BinaryIO, path: str) -> int:
     head = _read(file, path, 0, np.empty(3, np.uint8)).tobytes()
-    if head[:2] in _UTF16_MARKS:
+    if head[:2] in (BOM_UTF16_LE, BOM_UTF16_BE):
         raise DataError(f"{path}: the file is UTF-16; CTF is UTF-8. Convert it.")
-    return len(_UTF8_MARK) if head == _UTF8_MARK else 0
+    return len(BOM_UTF8) if head == BOM_UTF8 else 0
 
 
 def _end_of_lines(text: Array) -> int:

@@ -8,6 +8,7 @@ import os
 import zipfile
 import zlib
 from array import array
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -46,7 +47,6 @@ IMAGES_PER_CHUNK = 512
 MAX_MAP_LINE_BYTES = 64 * KiB
 MAX_IMAGE_BYTES = 256 * MiB
 MAX_BASE64_LINE_BYTES = 256 * MiB
-_UTF8_MARK = b"\xef\xbb\xbf"
 _MAX_LABELS = 2**31 - 1
 
 
@@ -380,7 +380,7 @@ class _Lines:
                 place = f"{path}, line {line}"
                 if len(text) > max_bytes:
                     raise DataError(f"{place}: more than {max_bytes} bytes. {form}")
-                skipped = len(_UTF8_MARK) if line == 1 and text.startswith(_UTF8_MARK) else 0
+                skipped = len(BOM_UTF8) if line == 1 and text.startswith(BOM_UTF8) else 0
                 begin += len(text)
                 columns = text[skipped:].rstrip(b"\r\n").split(b"\t")
                 if not text[skipped:].strip():

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from torchmn.base.errors import DataError, UsageError, raise_if_unknown
+from torchmn.base.private_files import write_whole
 from torchmn.cluster.units import MiB
 from torchmn.cntk.readers.files import open_file
 
@@ -117,16 +118,14 @@ def write_mean_image(filename: str | os.PathLike[str], image: Array) -> None:
     channels, rows, columns = values.shape
     numbers = [f"{value:.9g}" for value in values.transpose(1, 2, 0).ravel().tolist()]
     lines = "\n      ".join(" ".join(numbers[k : k + 8]) for k in range(0, len(numbers), 8))
-    path = Path(filename)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-    unfinished.write_text(
+    text = (
         '<?xml version="1.0"?>\n<opencv_storage>\n'
         f"  <Channel>{channels}</Channel>\n  <Row>{rows}</Row>\n  <Col>{columns}</Col>\n"
         f'  <MeanImg type_id="opencv-matrix">\n    <rows>1</rows>\n'
         f"    <cols>{values.size}</cols>\n    <dt>f</dt>\n    <data>\n      {lines}\n"
         "    </data>\n  </MeanImg>\n</opencv_storage>\n"
     )
-    unfinished.replace(path)
+    write_whole(Path(filename), text.encode(), mode=0o666)
 
 
 _FORM = (

@@ -312,7 +312,9 @@ class Trainer:
 
         *Collective.* ``criterion`` is used in place of the trainer's.
         """
-        with evaluation_mode([self.model]):
+        of_loss, of_metric = self._criterion if criterion is None else _criteria(criterion)
+        parts = (self.model, of_loss, of_metric)
+        with evaluation_mode(part for part in parts if isinstance(part, nn.Module)):
             _, own = self._evaluate(arguments, device, criterion)
         total = start_sum(own, self.communicator)()
         value = float(total.loss if total.metric is None else total.metric)
