@@ -16,7 +16,6 @@ import torch
 import torchmn
 from torchmn.comm import Communicator
 
-
 NAMED = {"torchmn.base.errors": "torchmn.errors"}
 """Modules whose classes are named by another, which users import."""
 
