@@ -3,8 +3,6 @@
 The result is kept in ``__pycache__`` beside the source, as by numba itself.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

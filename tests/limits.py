@@ -4,8 +4,6 @@ A limit ends a test that hangs; it says nothing of how fast the machine is. The 
 the run measures the machine once and leaves the factor in the environment, for its workers.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Marks of tests that need more than Python: what is missing is the reason of their skip."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.netlab import missing_requirement

@@ -4,8 +4,6 @@ A mistake in how two things work together fails in each combination that has bot
 schedules, codecs and placements would find those of three things too, for several times the time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The number of samples of every kind of batch, and implementations that count something else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

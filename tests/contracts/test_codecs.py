@@ -1,7 +1,5 @@
 """Every codec keeps the contracts, and each contract catches a codec that is made to break it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

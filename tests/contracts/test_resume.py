@@ -1,7 +1,5 @@
 """Resuming from a saved state: every codec and schedule, on the same and other numbers of ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

@@ -6,8 +6,6 @@ its parameters, losses, states, checkpoints or in the bytes of a collective, or 
 imports torch. Other surfaces, such as help and public names, are shown as differences to be read.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

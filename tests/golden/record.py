@@ -5,8 +5,6 @@ the tree. `compare.py` starts it for two trees, so that this file uses only name
 the public ones, which stay where they are when modules move. It imports nothing from ``tests``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json

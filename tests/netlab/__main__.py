@@ -1,7 +1,5 @@
 """``python -m tests.netlab``: test hosts that run until they are ended."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -1,7 +1,5 @@
 """The parts of a lab: a switch, hosts, and the links between them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The script that a launcher calls in place of ssh to enter a test host."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

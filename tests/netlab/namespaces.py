@@ -5,8 +5,6 @@ them; then the kernel removes them with all their devices. So no explicit remova
 nothing can be left in ``/run/netns``.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ A token bucket filter (tbf) is used at both ends of a link, since netem and fq a
 kernel. Packets are dropped after 20 ms of queueing, as in a switch with a small buffer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _BUCKET = "burst 128kb latency 20ms"

@@ -16,10 +16,13 @@ import torch
 import torchmn
 from torchmn.comm import Communicator
 
+NAMED = {"torchmn.base.errors": "torchmn.errors"}
+"""Modules whose classes are named by another, which users import."""
+
 
 def examples(module: str) -> list[doctest.DocTest]:
     """The docstrings of a module that have examples."""
-    found = doctest.DocTestFinder().find(import_module(module))
+    found = doctest.DocTestFinder().find(import_module(NAMED.get(module, module)))
     return [each for each in found if each.examples]
 
 

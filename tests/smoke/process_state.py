@@ -4,8 +4,6 @@ torchmn run -n 2 process_state.py [unended]: prints what differs after `close` a
 without them.
 """
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import faulthandler

@@ -1,7 +1,5 @@
 """A communicator, optimizers, loaders and a record leave a process as it was."""
 
-from __future__ import annotations
-
 import ast
 import random
 import signal

@@ -1,7 +1,5 @@
 """Run on two ranks by test_start.py: rank 1 raises, or does not come to the next exchange."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """Starts the scripts of this folder on two ranks, with the real frameworks."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

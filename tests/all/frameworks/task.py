@@ -1,7 +1,5 @@
 """One small task for all frameworks, and how one process and plain torchmn train it."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

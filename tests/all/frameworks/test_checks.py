@@ -1,7 +1,5 @@
 """The real frameworks on two ranks: the numbers of one process and the bits of plain torchmn."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from functools import cache

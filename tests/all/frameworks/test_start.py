@@ -1,7 +1,5 @@
 """The examples under launchers of all kinds, and what is reported of ranks that fail or hang."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tools around a loop: torch.compile, torchmetrics, trackers, Hydra, each in an example."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sqlite3

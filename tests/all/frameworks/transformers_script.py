@@ -1,7 +1,5 @@
 """Run on two ranks by test_checks.py: each check says "ok" or why not."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Callable

@@ -1,11 +1,9 @@
 """Batch normalization that is wrong, by what it puts in place of a part of the right one."""
 
-from __future__ import annotations
-
 import torch
 
 from torchmn.comm import Communicator
-from torchmn.exchange.optimizer import multi_node_optimizer
+from torchmn.exchange.optimizer import sample_weights
 from torchmn.nn import batch_norm
 from torchmn.nn.batch_norm import _BatchNorm
 from torchmn.nn.layer_communicator import LayerCommunicator, Ranks
@@ -116,7 +114,7 @@ class IgnoresGivenWeights:
 
     @staticmethod
     def apply(patch):
-        patch.setattr(multi_node_optimizer, "weigh_losses_by", lambda model, given_weight: None)
+        patch.setattr(sample_weights, "weigh_losses_by", lambda model, given_weight: None)
 
 
 class CountsRecomputedBatchesOnce:

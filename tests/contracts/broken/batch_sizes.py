@@ -3,8 +3,6 @@
 The first five are those that torchmn had at the same time, and they disagreed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Communicators whose calls are wrong, by the contract of calls that must catch each."""
 
-from __future__ import annotations
-
 from torchmn.comm import Communicator
 from torchmn.comm.collective_checks import Call
 from torchmn.comm.point_to_point import ANY_TAG

@@ -1,7 +1,5 @@
 """Parts of chains that are wrong, by what replaces what, and the graph that shows it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torchmn.nn import chain_graph, chain_list, pipeline

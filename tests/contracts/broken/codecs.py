@@ -1,7 +1,5 @@
 """Wrong codecs, by the contract that must catch each."""
 
-from __future__ import annotations
-
 import torch
 
 from torchmn.comm.codecs import ErrorFeedback, Layout, Quantized

@@ -1,7 +1,5 @@
 """Wrong differentiable functions, by the contract that must catch each."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

@@ -1,7 +1,5 @@
 """Iterators over ranks that are wrong, by what they put in place of a part of the right ones."""
 
-from __future__ import annotations
-
 from torchmn.data import multi_node_iterator, synchronized_iterator
 from torchmn.data.multi_node_iterator import MultiNodeIterator, MultiNodeLoader, _FromMaster
 from torchmn.data.permutations import draw_seed

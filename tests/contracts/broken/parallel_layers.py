@@ -1,7 +1,5 @@
 """Parallel layers that are wrong, by what they put in place of a part of the right ones."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

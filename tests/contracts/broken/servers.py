@@ -1,7 +1,5 @@
 """Wrong parameter servers, by the contract that must catch each."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torchmn.exchange.schedules import ParameterServer

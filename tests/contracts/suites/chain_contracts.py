@@ -5,8 +5,6 @@ contract is broken. The graphs are those of ChainerMN's tests. Ranks may be thre
 touches the shared random generator.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any

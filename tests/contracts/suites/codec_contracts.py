@@ -4,8 +4,6 @@ Each function takes a factory that makes one codec for each worker, and raises `
 the contract is broken. The mean is formed in this process, with the workers' buffers in a list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Each function takes a communicator and is called on every rank. It raises `Contr
 contract is broken.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ it. Each function is called on every rank and raises `ContractError`. Ranks may 
 numbers come from a generator of the model's own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ are computed here in one process from whole minibatches, and under block momentu
 every rank. A contract is called as ``contract(comm, make_trainer)`` on all ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Which ranks differ from which, as text."""
 
-from __future__ import annotations
-
 import torch
 
 from torchmn.comm.checksums import checksum, describe_differences, differences, digest

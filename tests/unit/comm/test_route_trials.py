@@ -1,7 +1,5 @@
 """Plain rules on one node, trials between nodes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Folders for the tests of data."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What an optimizer holds is freed when it is closed, without the garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Iterator

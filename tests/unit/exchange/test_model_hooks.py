@@ -1,7 +1,5 @@
 """Hooks on a model that no copy of it has."""
 
-from __future__ import annotations
-
 import copy
 
 import torch

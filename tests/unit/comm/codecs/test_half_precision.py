@@ -1,7 +1,5 @@
 """Codecs that send a narrower floating-point type."""
 
-from __future__ import annotations
-
 import torch
 
 from torchmn.comm.codecs import BFloat16, Float16

@@ -1,7 +1,5 @@
 """Layouts: what is small, and where buckets are cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import example, given

@@ -1,7 +1,5 @@
 """Parameters that require a gradient but that no optimizer trains."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

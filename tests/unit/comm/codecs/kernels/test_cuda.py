@@ -1,7 +1,5 @@
 """The Triton kernels, by Triton's interpreter where there is no GPU."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import os
