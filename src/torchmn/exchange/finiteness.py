@@ -228,7 +228,11 @@ def record_own_nonfinite(reducer: GradientReducer) -> None:
         for grads in by_kind.values()
     ]
     names = [name for grads in by_kind.values() for name in grads]
-    whole = torch.cat([each.to(flags[0].device) for each in flags]) if flags else torch.ones(0)
+    whole = (
+        torch.cat([each.to(flags[0].device) for each in flags])
+        if flags
+        else torch.ones(0, device="cpu")
+    )
     found = ArrivingFlags(reducer.step, names, engine.fetch(whole))
     if streams.is_host:
         exchange.record_problem(found.found(), found.step)
