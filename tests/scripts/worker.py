@@ -219,6 +219,12 @@ class IsolatedRank(Worker):
         )
         return mine
 
+    def skip_backward(self, optimizer: Optimizer) -> None:
+        """Gradients of zero, which a GradScaler can look at: nobody else has any."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+
 
 class _Parts:
     """The parts of one rank of some batches."""

@@ -47,9 +47,13 @@ class ForgetsTheUnit:
 
     @classmethod
     def recipe(cls, monkeypatch):
-        monkeypatch.setattr(
-            GradientReducer, "load_progress", lambda self, state: self.exchange.forget_scale()
-        )
+        load = GradientReducer.load_state_dict
+
+        def forgetful(self, codec, progress) -> None:
+            load(self, codec, progress)
+            self.exchange.forget_scale()
+
+        monkeypatch.setattr(GradientReducer, "load_state_dict", forgetful)
         return Recipe(codec="1bit")
 
 
