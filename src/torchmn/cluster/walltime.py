@@ -44,6 +44,7 @@ def job_end(env: Mapping[str, str]) -> float | None:
         if job and env.get(inside):
             path = shutil.which(command[0], path=env.get("PATH")) or command[0]
             query = (path, *command[1:], job)
+            # In the C locale, for the names of days and months in dates are parsed.
             answer = ask(query, limit_s=_QUERY_S, env={**env, "LC_ALL": "C"})
             with suppress(ValueError):  # a time in another form
                 if answer.returncode == 0:

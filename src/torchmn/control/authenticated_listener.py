@@ -173,6 +173,7 @@ class AuthenticatedListener:
 
     def _receive(self, pending: _PendingConnection) -> tuple[socket.socket, bytes] | None:
         try:
+            # One byte above the limit, by which a line that is too long is recognized.
             chunk = pending.connection.recv(MAX_IDENTITY_BYTES + 1 - len(pending.received))
         except (BlockingIOError, InterruptedError):
             return None
@@ -254,6 +255,7 @@ def connect(
             left_s = max(0.001, deadline - time.monotonic())
             connection = socket.create_connection((host, int(port)), timeout=left_s)
         except (ConnectionRefusedError, socket.gaierror, ValueError, OverflowError) as error:
+            # Nothing listens there, or the address is wrong: no use in trying again.
             raise LaunchError(f"The {role} at {address!r} does not answer: {error}.") from None
         except OSError as error:
             problem = str(error)

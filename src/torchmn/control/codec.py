@@ -1,4 +1,4 @@
-"""How a message becomes a line of JSON, and a line becomes a message of the expected type.
+"""Encode messages as lines of JSON, and decode lines into messages of the expected type.
 
 Used for everything that torchmn's own processes send each other: the messages of the control plane
 (`torchmn.control.messages`) and the order that a program reads

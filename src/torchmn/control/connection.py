@@ -48,7 +48,7 @@ class Channel:
         self.is_silent = False
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor of the socket, for selectors."""
         return self._socket.fileno()
 
     @property
@@ -143,6 +143,7 @@ def set_timeouts(connection: socket.socket) -> None:
     for option, value in (
         (socket.TCP_KEEPIDLE, _KEEPALIVE_S),
         (socket.TCP_KEEPINTVL, _KEEPALIVE_S),
+        # The idle time counts as one more period until the limit.
         (socket.TCP_KEEPCNT, round(HOST_TIMEOUT_S / _KEEPALIVE_S) - 1),
         (
             socket.TCP_USER_TIMEOUT,

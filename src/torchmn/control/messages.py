@@ -129,7 +129,7 @@ class ForwardSignal(Message, frozen=True, kw_only=True):
 
 
 class ProcessState(Enum):
-    """What the operating system reports about a process."""
+    """State of a process as the operating system reports it."""
 
     RUNNING = "running"
     SLEEPING = "sleeping"

@@ -1,5 +1,5 @@
-"""How a script ends: one line for an error of torchmn, callbacks before the process exits, and what
-the job script needs to know to decide whether the job is resubmitted.
+"""The end of a script: errors of torchmn as one line, callbacks before the process exits, and the
+progress file by which the job script decides whether to resubmit the job.
 
 An error that only reports the loss of another rank is marked in every line (`FOLLOW_UP`), since its
 cause is elsewhere.

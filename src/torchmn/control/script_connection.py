@@ -51,7 +51,7 @@ class ScriptLink:
         return self._channel.is_open
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor of the agent's end, for selectors."""
         return self._channel.fileno()
 
     def variable(self) -> str:

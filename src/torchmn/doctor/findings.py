@@ -48,7 +48,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """What to examine. ``slots`` has the number of ranks by host, in the order of hosts.
+    """The request of an examination. ``slots`` has the number of ranks by host, in order.
 
     ``paths`` are folders for data and checkpoints. ``expected_bytes_per_s`` is the network's speed
     according to the user, for adapters that report none or a wrong one; 0 if not given.

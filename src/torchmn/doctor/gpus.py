@@ -29,7 +29,7 @@ _MAX_USED = 0.1
 
 
 class GpuFacts(Record, frozen=True, kw_only=True):
-    """What the driver reports for each GPU, by `_FIELDS`; and the pairs without peer access."""
+    """The driver's report on each GPU, by `_FIELDS`, and the pairs without peer access."""
 
     num_devices: int
     gpus: list[dict[str, str]] = []

@@ -109,6 +109,7 @@ class HostSession:
         pipe = self._process.stdin
         if pipe is None or pipe.closed:
             raise LaunchError("it was given up before")
+        # A host that reads no orders fills the pipe: this must not block beyond the deadline.
         os.set_blocking(pipe.fileno(), False)
         view = memoryview(line)
         while view:

@@ -311,6 +311,7 @@ class StepRecorder(Observer):
             self._queued[key] = Exchange(bucket, block.buffer.nbytes, ready=now)
         elif stage == "started" and key in self._queued:
             self._running = running = self._queued[key]
+            # The counter is the communicator's: the bytes before this exchange are subtracted.
             running.started, running.sent_nbytes = now, -comm.num_sent_nbytes
         elif stage == "ended" and key in self._queued:
             ended, self._running = self._queued.pop(key), None

@@ -115,6 +115,7 @@ class Agent:
         while (returncode := self._end()) is None:
             self._wait()
             self._enforce_deadlines()
+        # Before the exit is reported: then the supervisor may close the connection.
         self._output.drain(self._wait_for_messages, is_urgent=self._must_leave)
         self._write_exit_file(returncode)
         self._channel.post(

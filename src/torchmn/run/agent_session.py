@@ -41,7 +41,7 @@ from torchmn.run.monitor.rank_session import (
 from torchmn.run.rank_environment import torchrun_variables
 
 BINDING_FILE = "binding.txt"
-"""In the log folder: cores, GPU, memory node and threads of each rank."""
+"""File in the log folder with the cores, GPU, memory node and threads of each rank."""
 _MAX_HANG_LINES = 200
 
 
@@ -154,6 +154,7 @@ class AgentSession(RankSession):
     def accept(self) -> None:
         """As in `RankSession`; also acknowledge output, after which ranks may send more."""
         super().accept()
+        # Agents send no more without it, so that a reader that pauses does not fill our memory.
         if self._output.has_room:
             for connection in self.connections.values():
                 if connection.num_unshown_bytes:

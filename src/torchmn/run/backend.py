@@ -30,7 +30,7 @@ BACKENDS = ("auto", "gloo", "nccl", "mpi")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the choice of a backend depends on.
+    """Facts about a machine that decide which backends work.
 
     Example:
         >>> Machine(num_gpus=2).missing_for_mpi
@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def missing_for_mpi(self) -> str:
-        """What is missing for MPI here; empty if nothing."""
+        """Names of what MPI lacks on this machine; empty if it can run."""
         lacking = [
             *([] if self.mpirun else ["an mpirun"]),
             *([] if self.has_mpi4py else ["mpi4py"]),

@@ -115,7 +115,7 @@ def start_process(
                 stdout=file,
                 stderr=file,
                 bufsize=0,
-                start_new_session=True,
+                start_new_session=True,  # so that Ctrl-C reaches us alone, who pass it on
                 preexec_fn=lower_in_child(),
             )
     except OSError as error:

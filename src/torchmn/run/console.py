@@ -68,6 +68,7 @@ class RankOutput:
 
     def start(self) -> None:
         """Write in a thread from now on."""
+        # A daemon: a reader that never reads again must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="torchmn-output", daemon=True)
         self._thread.start()
 

@@ -288,7 +288,7 @@ def _sources() -> dict[str, list[str]]:
 
 
 def _call(where: str) -> None:
-    """In a rank, call the function and write its result or its exception to a file."""
+    """Call the function as a rank, and write its result or its exception to a file."""
     folder, rank = Path(where), int(os.environ["RANK"])
     try:
         call: _Call = pickle.loads((folder / _CALL).read_bytes())

@@ -126,6 +126,7 @@ def start_local_ranks(
         (folder / "main").write_bytes(pickle.dumps(main))
         for rank, given in enumerate(arguments):
             (folder / f"call{rank}").write_bytes(pickle.dumps((function, given)))
+        # Not SIGKILL: the launcher ends its ranks before it exits.
         prepare = kill_on_parent_death(SIGTERM)
 
         def prepare_launcher() -> None:

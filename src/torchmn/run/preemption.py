@@ -82,7 +82,7 @@ class Preemption:
             _warn_if_short(known - time.time(), margin_s)
             record_progress(f"limit {known:.0f}")
         self.reason = ""
-        """Why this rank must exit; empty as long as it need not."""
+        """Reason why this rank must exit; empty as long as it need not."""
         self._num_steps = 0
         self._sync_at = 1
         self._synced_at_s = time.monotonic()

@@ -154,7 +154,7 @@ class Supervisor:
     def _end_all(self) -> None:
         self._kill_within(self._job.grace_s)
         self._session.end(self._owner.end_signal)
-        if not self._session.connections:
+        if not self._session.connections:  # no agent is there to be told
             for pid in self._processes:
                 send_group(pid, signal.SIGTERM)
 

@@ -79,7 +79,7 @@ class Slurm(Scheduler):
         ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
-        """Ask `scontrol`. Minutes after the end it forgets a job; then only the log has the status."""
+        """Ask `scontrol`, which forgets a job minutes after its end: the log has the status."""
         answer = ask(["scontrol", "--oneliner", "show", "job", job_id])
         if answer.returncode == 0:
             return _state_of(answer)

@@ -53,7 +53,7 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """How a rank's clock relates to that of rank 0, from `records.ClockOffset`."""
+    """Offsets of a rank's clock from that of rank 0, from `records.ClockOffset`."""
 
     at_s: Floats
     offset_s: Floats
@@ -79,7 +79,7 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one rank recorded, or a sample of it."""
+    """The record of one rank, or a sample of it."""
 
     start: RunStart
     settings: dict[str, str]  # the last ones

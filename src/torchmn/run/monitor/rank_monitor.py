@@ -146,7 +146,7 @@ class RankMonitor:
         self._ended_by = "supervisor"
         grace_s = 0.0 if is_stopped(self._order.pid) else self._order.grace_s
         self._kill_at = time.monotonic() + grace_s
-        self._link.post(request)
+        self._link.post(request)  # to its monitor thread: the main thread may be blocked
         send(self._order.pid, request.signum)
 
     def _report_exit(self) -> None:

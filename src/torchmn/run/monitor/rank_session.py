@@ -111,6 +111,7 @@ class RankSession:
         """Accept the clients that have authenticated, and send what is pending. Call it often."""
         for channel, identity in self._listener.admit():
             self.admit(channel, identity)
+        # Channels are registered for reading only, so writing is tried again in each turn.
         for connection in self.connections.values():
             connection.channel.flush()
 
@@ -146,7 +147,7 @@ class RankSession:
         if not record.has_ended:
             record.lost_at = time.time()
             record.is_silent = channel.is_silent
-            record.was_ending = self.is_ending
+            record.was_ending = self.is_ending  # then its end is not a failure
             self.on_lost(connection)
 
     def on_message(self, connection: RankConnection, message: Message) -> None:

@@ -58,7 +58,7 @@ from torchmn.control.script import (
 _PERIOD_S = 0.2
 _STUCK_S = 0.5
 _TERMINATION_S = 10.0
-"""How long a rank that failed only because of other ranks waits for the agent to end it."""
+"""Seconds that a rank that failed only because of others waits for the agent to end it."""
 _MAX_CHARS = 16_000
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 
@@ -242,6 +242,7 @@ def install(connection: socket.socket) -> ScriptMonitor:
 
     ``connection`` leads to the agent.
     """
+    # Programs that the script starts would keep the connection open after its end.
     connection.set_inheritable(False)
     if not faulthandler.is_enabled():
         faulthandler.enable()
@@ -292,6 +293,7 @@ def install_exit_hooks(monitor: ScriptMonitor) -> None:
 
     def exit_with_note(code: Any = None, /) -> NoReturn:
         nonlocal request
+        # In any other thread `sys.exit` ends that thread alone.
         if threading.current_thread() is threading.main_thread():
             request = status_of(code), monitor.num_collectives()
         plain_exit(code)

@@ -149,6 +149,7 @@ def _relay(found: dict[str, socket.socket], host: str) -> int:
         threading.Thread(target=_copy, args=(found[name].fileno(), to), daemon=True)
         for name, to in (("stdio", 1), ("stderr", 2))
     ]
+    # A daemon, since it may block on standard input after the command has ended.
     sender = threading.Thread(target=_send_input, args=(found["stdio"],), daemon=True)
     for thread in (*copies, sender):
         thread.start()
