@@ -90,7 +90,7 @@ def bind_cores(
 def script_environment(
     env: Mapping[str, str], share: CpuAssignment, ordered: Mapping[str, str], route: Route | None
 ) -> dict[str, str]:
-    """The script's environment, with one thread per core unless the user chose a number.
+    """Return the script's environment, with one thread per core unless the user chose a number.
 
     ``ordered`` comes from the supervisor and applies where the launcher has set nothing; only
     MASTER_ADDR and MASTER_PORT are always the supervisor's, unless torchrun serves the rendezvous.

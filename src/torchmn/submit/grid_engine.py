@@ -18,7 +18,7 @@ _RESCHEDULING = 25  # the failure of a run that is followed by another one (sge_
 
 
 class GridEngine(Scheduler):
-    """Sun, Son of, Univa, Altair and Open Cluster Grid Engine."""
+    """The schedulers Sun, Son of, Univa, Altair and Open Cluster Grid Engine."""
 
     name = "grid_engine"
     title = "Grid Engine"

@@ -22,7 +22,7 @@ _ENDED = frozenset(
 
 
 class Slurm(Scheduler):
-    """Slurm."""
+    """The scheduler Slurm."""
 
     name = "slurm"
     title = "Slurm"

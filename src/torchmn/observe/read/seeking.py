@@ -50,7 +50,7 @@ def _next_step(file: BinaryIO, offset: int) -> tuple[int, int] | None:
 
 
 def seek(file: BinaryIO, target: int, steps: tuple[int, int]) -> None:
-    """Seek to a line shortly before the lines of step ``target``, or to the first of these.
+    """Seek to a line shortly before those of step ``target``, or to the beginning of the file.
 
     ``steps`` are the first and last step of the file, between which it interpolates.
     """

@@ -61,12 +61,12 @@ class UserMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundEnding:
-    """The round ends, its ranks are terminated."""
+    """Decision that the round ends. Hosts are told to terminate its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostLost:
-    """The connection to this host is lost."""
+    """Decision to give up a host whose connection is lost."""
 
     host: str
     text: str
@@ -74,7 +74,7 @@ class HostLost:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnded:
-    """The job is over; ``text`` is the reason if it failed."""
+    """Decision that the job is over; ``text`` is the reason if it failed, else empty."""
 
     text: str
 
