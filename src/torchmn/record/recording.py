@@ -223,7 +223,7 @@ class Recording:
             else:
                 self._stopping.wait(_PERIOD_S)
             self._file.flush()
-        if self._server is not None:
+        if self._server is not None:  # not by `close`: the server belongs to this thread
             self._server.close()
 
 

@@ -91,7 +91,7 @@ class ProcessOwner:
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
         """Record the signal for the loop; at a second Ctrl-C kill everything and exit."""
-        # A handler runs between any two bytecodes of the loop, so it changes nothing that it uses.
+        # A handler may run between any two bytecodes of the loop, so it only appends to a list.
         if signum == signal.SIGINT and signum in (self._ended_by, *self._received):
             self.kill_all()
             os._exit(shell_code(-signum))

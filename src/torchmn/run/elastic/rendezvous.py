@@ -43,7 +43,6 @@ class Rendezvous:
 
         ``now`` is the time of the same `LoopClock` in all calls.
         """
-        # A host may be disconnected while others of the same selection are served.
         for key, _ in self._selector.select(0):
             if key.data is not None and key.data in self._channels:
                 self._receive(key.data, now)
