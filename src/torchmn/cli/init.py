@@ -93,7 +93,7 @@ def init(
 
 
 def _script(kind: str) -> str:
-    """The template: what is special to this kind of data, and what is common to all."""
+    """Return the script: the part for this kind of data, and the part common to all."""
     common = "\n\n\ndef evaluate("
     own, whole = (
         (resources.files("torchmn.cli.templates") / f"{name}.py").read_text("utf-8")
@@ -103,7 +103,7 @@ def _script(kind: str) -> str:
 
 
 def _installed(path: str | None) -> str:
-    """The scheduler of this cluster; none where there are several, for one must be chosen."""
+    """Return the only scheduler of this cluster, or `NO_SCHEDULER` if it has none or several."""
     from torchmn.submit.site import installed_schedulers
 
     names = installed_schedulers(path)
@@ -113,7 +113,7 @@ def _installed(path: str | None) -> str:
 def _job_file(
     scheduler: str, settings: Settings, num_nodes: int, ranks_per_node: int
 ) -> tuple[str, str]:
-    """Name and text of what `torchmn submit` would submit in the folder of the script."""
+    """Return name and text of the job file that `torchmn submit` would write in the folder."""
     from torchmn.submit.request import JobRequest, find_environment
     from torchmn.submit.script import job_script
     from torchmn.submit.site import SCHEDULERS

@@ -63,7 +63,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _with_value(error: Exception) -> str:
-    """Why a value is no number; empty for another error. typer's own text leaves the value out."""
+    """Describe a value that is not a number; empty for other errors."""
+    # typer's own message leaves the value out.
     problems = getattr(error.__cause__, "errors", None)  # of pydantic, which newer versions use
     option = next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
     if not option or not callable(problems):

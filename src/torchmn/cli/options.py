@@ -1,4 +1,4 @@
-"""Options of a subcommand from the fields of a dataclass, so that each is declared once."""
+"""Make the options of a subcommand from the fields of a dataclass."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def add_options(kind: type[Any]) -> Callable[[Command], Command]:
 
 
 def values_of(values: Sequence[str]) -> Callable[[str], list[str]]:
-    """What a shell completes for an option with these values."""
+    """Return a function that completes these values in a shell."""
     return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
 def given(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given, lists as tuples."""
+    """Return the options that were given, with lists converted to tuples."""
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in options.items()

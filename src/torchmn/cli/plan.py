@@ -134,7 +134,7 @@ def _cells(training: Training, step: PredictedStep) -> dict[str, str]:
 
 
 def _print_tables(title: str, predictions: list[tuple[Training, PredictedStep]]) -> None:
-    """The steps and their parts. What is the same in all stands above, to fit 80 columns."""
+    """Print the steps and their parts; values common to all go above the table."""
     from rich.console import Console
     from rich.table import Table
 
@@ -155,7 +155,7 @@ def _print_tables(title: str, predictions: list[tuple[Training, PredictedStep]])
 
 
 def _notes(known: Training, training: Training) -> Iterator[str]:
-    """What the numbers leave out."""
+    """Describe what the predictions do not include."""
     if training.codec not in ("float32", *known.codecs):
         yield f"the codec {training.codec} was timed on this machine"
     if training.num_ranks == 1:
@@ -191,6 +191,7 @@ def _numbers(option: str, text: str | None) -> list[int]:
 
 
 def _default_hosts(known: Training) -> list[int]:
-    """Without a link two are enough to show that several hosts cannot be predicted."""
+    """Return the numbers of hosts that are predicted by default."""
+    # Without a link, two are enough to show that several hosts cannot be predicted.
     most = (1, 2) if known.rate is None else (1, 2, 4, 8, 16, 32)
     return sorted({known.hosts, *most})

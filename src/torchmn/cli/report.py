@@ -1,4 +1,4 @@
-"""``torchmn report``: what the records of runs say, as a page, on the terminal or as JSON."""
+"""``torchmn report``: report on runs from their records, as a page, as text or as JSON."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torchmn.run.host_checks import version_of
 
 
 def versions_text(env: Mapping[str, str]) -> str:
-    """A line for torchmn and one for everything that it uses. Local, and without torch."""
+    """Return a line for torchmn and one for each package that it uses. Local, without torch."""
     rows = {
         "Python": platform.python_version(),
         "torch": version_of("torch", "not installed"),
@@ -42,7 +42,7 @@ def _nccl() -> str:
 
 
 def _cuda_of_torch() -> str:
-    """The CUDA that torch was built for, from the file that says so; empty without one."""
+    """Return the CUDA version that torch was built for, from torch's own file, or empty."""
     spec = PathFinder.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""

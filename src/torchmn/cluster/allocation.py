@@ -1,4 +1,4 @@
-"""The hosts that a scheduler has allocated to this job. Reads, never changes.
+"""Read the hosts that a scheduler has allocated to this job. Changes nothing.
 
 PBS and Grid Engine write a file (``PBS_NODEFILE``: a line per rank; ``PE_HOSTFILE``: host, slots,
 queue, processors), Slurm a compressed list (``SLURM_JOB_NODELIST`` with ``SLURM_TASKS_PER_NODE``).
@@ -19,7 +19,7 @@ Scheduler = Literal["PBS", "Slurm", "Grid Engine"]
 
 @dataclass(frozen=True, kw_only=True)
 class Allocation:
-    """The hosts of one job of a scheduler; ``source`` is where they were read, for messages.
+    """The hosts of a scheduler's job; ``source`` names where they were read, for messages.
 
     >>> from torchmn.cluster.allocation import allocation
     >>> allocation({}) is None  # not in the job of a scheduler
@@ -32,7 +32,7 @@ class Allocation:
     source: str
 
     def hosts_for(self, num_threads: int | None) -> tuple[Host, ...]:
-        """The hosts, with a slot for each rank of this number of threads.
+        """Return the hosts, with a slot for each rank of this number of threads.
 
         A slot of Grid Engine is a core. PBS and Slurm count ranks.
         """
@@ -46,7 +46,7 @@ class Allocation:
 
 
 def allocation(env: Mapping[str, str]) -> Allocation | None:
-    """The allocation that this process runs in, or ``None``. Local.
+    """Return the allocation in which this process runs, or None. Local.
 
     Raises TopologyError: two schedulers contradict each other, or a file or list cannot be read.
 

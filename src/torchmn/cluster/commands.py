@@ -1,4 +1,4 @@
-"""Running a program of the system for its answer: a scheduler's, mpirun, nvidia-smi, a shell."""
+"""Run programs of the system for their answer, such as a scheduler's, mpirun or nvidia-smi."""
 
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a command has printed, and its exit code."""
+    """Output and exit code of a command."""
 
     returncode: int
     out: str = ""
@@ -27,9 +27,9 @@ def ask(
     env: Mapping[str, str] | None = None,
     order: str = "",
 ) -> Answer:
-    """Run a command to its end, with ``order`` as its input. A failure is an answer too.
+    """Run a command to its end, with ``order`` as its input. A failure is returned, not raised.
 
-    The exit code is 127 for one that cannot be run, and 124 for one that took too long.
+    The exit code is 127 for a command that cannot be run, and 124 for one that exceeds the limit.
     """
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Which cores and how much memory this process may use, and the cores of each rank of a node.
+"""Find the cores and memory that this process may use, and divide cores among ranks of a node.
 
 There are two binding rules: equal shares of all cores (`assign_cpus`), and shares of the cores next
 to each rank's GPU (`cores_near_gpu`). Nothing is bound here: see `os.sched_setaffinity`.
@@ -54,10 +54,10 @@ class CpuAssignment:
 
 
 def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
-    """The cores in this process's affinity mask and the CPU quota of its container. Local.
+    """Return the cores in this process's affinity mask, and its container's CPU quota. Local.
 
-    ``pid`` is another process of this host whose mask counts. ``root`` is where ``sys`` and
-    ``proc`` are looked up; a machine without them counts every core as a physical one.
+    ``pid`` selects another process of this host. ``root`` has the folders ``sys`` and ``proc``;
+    without them every core counts as a physical one.
 
     Example:
         >>> len(available_processors().logical) >= 1
@@ -73,7 +73,7 @@ def available_processors(root: Path = Path("/"), *, pid: int = 0) -> Processors:
 
 
 def assign_cpus(processors: Processors, *, intra_rank: int, intra_size: int) -> CpuAssignment:
-    """The share of one of ``intra_size`` ranks on the same cores.
+    """Return the share of one of ``intra_size`` ranks on the same cores.
 
     Every rank gets a block of the same number of cores; the remaining cores belong to all
     (for loading data, say), not to the first ranks, since ranks wait for the slowest. With fewer
@@ -109,7 +109,7 @@ def assign_cpus(processors: Processors, *, intra_rank: int, intra_size: int) -> 
 def cores_near_gpu(
     processors: Processors, localities: Sequence[GpuLocality], *, intra_rank: int, intra_size: int
 ) -> tuple[CpuAssignment, GpuLocality | None]:
-    """A rank's share of the cores next to its GPU, the ``intra_rank``-th one.
+    """Return a rank's share of the cores next to its GPU, the ``intra_rank``-th one.
 
     Ranks whose GPUs are next to the same cores share these. If a rank has no GPU of its own, or
     none of the cores next to it may be used, all ranks share all cores: binding only some of
@@ -136,7 +136,7 @@ def cores_near_gpu(
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """The least CPU quota of this process's control groups in cores, or ``None``. Local.
+    """Return the lowest CPU quota of this process's control groups in cores, or None. Local.
 
     Reads version 2 (``cpu.max``) up to the root of the hierarchy, else version 1.
     """
@@ -149,10 +149,10 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def control_groups(controller: str, root: Path = Path("/")) -> list[Path]:
-    """The folders of this process's control groups, of either version, and those above. Local.
+    """Return the folders of this process's control groups and of those above. Local.
 
-    Those of version 1 have the ``controller``. Some may not exist: inside a container the path of
-    the host does not, and the mount is the group.
+    Both versions of control groups count; ``controller`` selects the hierarchy of version 1. Some
+    folders may not exist: a container sees the host's path, but its group is the mount itself.
     """
     cgroups = root / "sys/fs/cgroup"
     found = []
@@ -172,7 +172,7 @@ def _within(processors: Processors, cores: frozenset[int]) -> tuple[int, ...]:
 
 
 def _ratio(quota_and_period: list[str]) -> list[float]:
-    """``[quota / period]``, or nothing where there is no limit."""
+    """Return ``[quota / period]``, or an empty list without a limit."""
     if len(quota_and_period) != 2 or not all(text.isdigit() for text in quota_and_period):
         return []  # "max" and -1 mean no limit
     quota, period = map(int, quota_and_period)
@@ -180,7 +180,7 @@ def _ratio(quota_and_period: list[str]) -> list[float]:
 
 
 def _physical_core(number: int, root: Path) -> tuple[int, int]:
-    """(socket, core) of a logical core; a core of its own where the system does not report it."""
+    """Return (socket, core) of a logical core; (0, number) if the system does not report it."""
     topology = root / f"sys/devices/system/cpu/cpu{number}/topology"
     texts = [text_of(topology / name) for name in ("physical_package_id", "core_id")]
     if not all(text.isdigit() for text in texts):
@@ -193,7 +193,7 @@ _NO_LIMIT = 1 << 60  # version 1 writes a number near this where there is no lim
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """In bytes. ``limit`` is the least one of this process's control groups, or ``None``."""
+    """Memory in bytes. ``limit`` is the lowest of this process's control groups, or None."""
 
     total: int
     available: int
@@ -201,7 +201,7 @@ class Memory:
 
 
 def memory_of_host(root: Path = Path("/")) -> Memory:
-    """What ``/proc/meminfo`` and the control groups report; 0 where they do not. Local."""
+    """Read ``/proc/meminfo`` and the limits of control groups; 0 if not reported. Local."""
     values = {}
     for line in text_of(root / "proc/meminfo").splitlines():
         name, _, rest = line.partition(":")
@@ -215,7 +215,7 @@ def memory_of_host(root: Path = Path("/")) -> Memory:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """The least memory limit of this process's control groups in bytes, or ``None``. Local."""
+    """Return the lowest memory limit of this process's control groups in bytes, or None. Local."""
     limits = []
     for folder in control_groups("memory", root):
         for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
@@ -226,10 +226,10 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def count_memory_kills(root: Path = Path("/")) -> int | None:
-    """How many processes of this one's control group were killed for lack of memory.
+    """Count the processes of this control group that were killed for lack of memory.
 
-    ``None`` if it is unknown. The signal is that of ``kill -9``. Version 2 counts such kills in
-    ``memory.events``, version 1 in ``memory.oom_control``. Linux only.
+    Returns None if unknown. The kernel sends SIGKILL and counts it in ``memory.events`` (version 2)
+    or ``memory.oom_control`` (version 1). Linux only.
     """
     for folder in control_groups("memory", root):
         for name in ("memory.events", "memory.oom_control"):
@@ -239,7 +239,11 @@ def count_memory_kills(root: Path = Path("/")) -> int | None:
 
 
 def describe_sigkill(before: int | None, root: Path = Path("/")) -> str:
-    """How a process ended by SIGKILL, with the count from before; empty if that is not known."""
+    """Describe an end by SIGKILL; empty if unknown.
+
+    ``before`` is the result of `count_memory_kills` before the process started: whether the count
+    has grown tells a kill for lack of memory from one by another process.
+    """
     after = count_memory_kills(root)
     if before is None or after is None:
         return ""

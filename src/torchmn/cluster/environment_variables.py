@@ -1,7 +1,7 @@
-"""The names of all environment variables of torchmn, one constant each.
+"""The names of torchmn's environment variables, and the parser of ``-x NAME=VALUE``.
 
 ``docs/reference/environment.md`` describes them. Users set some of them; the others are set by one
-process of torchmn for another. Here is also how those of ``-x NAME=VALUE`` are read.
+process of torchmn for another.
 """
 
 import re
@@ -30,7 +30,7 @@ TRANSPORT_VARIABLE = "TORCHMN_TRANSPORT"
 
 
 def parse_variable(text: str, env: Mapping[str, str]) -> tuple[str, str]:
-    """Name and value of one ``-x``; the value of a bare name is that in ``env``.
+    """Return name and value of one ``-x``; a bare name gets its value from ``env``.
 
     Raises UsageError: there is no such variable, or it must not be exported.
 
@@ -45,7 +45,7 @@ def parse_variable(text: str, env: Mapping[str, str]) -> tuple[str, str]:
 
 
 def split_words(text: str, *, source: str) -> tuple[str, ...]:
-    """The words of a command, quoted as for a shell. Raises UsageError: a quote is not closed.
+    """Split a command into words as a shell does. Raises UsageError: a quote is not closed.
 
     Example:
         >>> split_words("--mca pml 'a b'", source="--launcher")
@@ -60,7 +60,7 @@ def split_words(text: str, *, source: str) -> tuple[str, ...]:
 
 
 def check_variable_name(name: str) -> None:
-    """Refuse what is no variable, and the job's secret. Raises UsageError."""
+    """Raise UsageError for an invalid name, and for the variable of the job's secret."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
         raise UsageError(
             f"{name!r} is not the name of a variable: use letters, digits and _, no digit first."

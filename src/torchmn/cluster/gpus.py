@@ -1,4 +1,4 @@
-"""How many NVIDIA GPUs this process may use, found without a library. Reading changes nothing."""
+"""Find the NVIDIA GPUs that this process may use, without a library. Changes nothing."""
 
 import re
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from torchmn.cluster.environment_variables import SHARE_GPU_VARIABLE
 
 
 def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
-    """Number of GPUs after ``CUDA_VISIBLE_DEVICES``. Local.
+    """Return the number of GPUs, limited by ``CUDA_VISIBLE_DEVICES``. Local.
 
     Device files are counted, since importing a framework would take seconds. As in CUDA, the
-    list ends at its first entry that is no device.
+    variable's list ends at its first entry that is not a device.
 
     Example:
         >>> count_gpus({"CUDA_VISIBLE_DEVICES": ""})
@@ -37,7 +37,7 @@ def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
 
 
 def may_share_gpus(env: Mapping[str, str]) -> bool:
-    """Whether NCCL was prepared for several ranks on one GPU, which it otherwise refuses.
+    """Whether the user allows several ranks on one GPU, which NCCL refuses by default.
 
     Example:
         >>> may_share_gpus({})
@@ -47,10 +47,10 @@ def may_share_gpus(env: Mapping[str, str]) -> bool:
 
 
 def shared_gpu_variables(env: Mapping[str, str], rank: str) -> dict[str, str]:
-    """What prepares NCCL for ranks that share a GPU, if the user has asked for it; else nothing.
+    """Return variables that let ranks share a GPU with NCCL, if `may_share_gpus`; else none.
 
-    NCCL 2.30 has a switch. For earlier ones each rank pretends to be on a host of its own, so that
-    their messages take sockets. What the user has set stays.
+    NCCL 2.30 has a switch for this. With earlier versions each rank pretends to be on a host of its
+    own, so that messages go through sockets. Variables that the user has set are kept.
 
     Example:
         >>> shared_gpu_variables({}, "0")
@@ -65,7 +65,7 @@ def shared_gpu_variables(env: Mapping[str, str], rank: str) -> dict[str, str]:
 
 
 def _has_shared_gpus(env: Mapping[str, str]) -> bool:
-    """Whether NCCL is 2.30 or later: the one that is preloaded, else that of torch."""
+    """Whether NCCL is 2.30 or later; a preloaded one is taken to be, else torch's counts."""
     if "nccl" in env.get("LD_PRELOAD", ""):
         return True  # who replaces NCCL does it for that
     for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
@@ -84,7 +84,7 @@ _NODES = "sys/devices/system/node"
 
 @dataclass(frozen=True, kw_only=True)
 class GpuLocality:
-    """The cores next to one GPU by number, and its memory node, -1 if there is only one."""
+    """The numbers of the cores next to a GPU, and its memory node, -1 if there is only one."""
 
     bus: str
     cores: frozenset[int]
@@ -92,10 +92,10 @@ class GpuLocality:
 
 
 def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuLocality, ...]:
-    """The localities of the GPUs that this process may use, in CUDA's order. Local.
+    """Return the localities of the GPUs that this process may use, in CUDA's order. Local.
 
-    CUDA's order is taken to be that of the bus, as it is for GPUs of one kind. Empty where the
-    driver reports nothing, or where CUDA_VISIBLE_DEVICES names GPUs other than by number.
+    CUDA's order is assumed to be the order on the bus, as it is for GPUs of one kind. Empty if the
+    driver reports nothing, or if CUDA_VISIBLE_DEVICES does not name GPUs by number.
 
     Example:
         >>> gpu_localities({"CUDA_VISIBLE_DEVICES": ""})  # no GPU
@@ -115,7 +115,7 @@ def gpu_localities(env: Mapping[str, str], root: Path = Path("/")) -> tuple[GpuL
 
 
 def memory_nodes(cores: frozenset[int], root: Path = Path("/")) -> tuple[int, ...]:
-    """The memory nodes that these cores belong to. Local; empty where the system has none.
+    """Return the memory nodes that these cores belong to; empty if the system has none. Local.
 
     >>> import pathlib, tempfile
     >>> from torchmn.cluster.gpus import memory_nodes
@@ -133,7 +133,7 @@ def memory_nodes(cores: frozenset[int], root: Path = Path("/")) -> tuple[int, ..
 
 
 def parse_core_list(text: str) -> frozenset[int]:
-    """The cores of a list of the kernel. Empty if it is none.
+    """Parse a list of cores in the kernel's format. Empty if the text is something else.
 
     >>> sorted(parse_core_list("0-2,8"))
     [0, 1, 2, 8]
@@ -157,7 +157,7 @@ def _around(bus: str, root: Path) -> GpuLocality:
 
 
 def text_of(path: Path) -> str:
-    """The text of a file of the system, without blanks around it; empty where it is not there."""
+    """Read a file of the system, without blanks around its text; empty if it does not exist."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -39,7 +39,7 @@ class Host:
 
 
 def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
-    """The hosts of a file in Open MPI's format: ``name slots=4 # comment``, one on each line.
+    """Parse a host file in Open MPI's format, with a line ``name slots=4 # comment`` per host.
 
     A line without ``slots`` counts 1, so that a scheduler's list with a line per rank works too.
     ``max-slots`` (or ``max_slots``) is accepted and ignored: no host gets more ranks than slots.
@@ -65,7 +65,7 @@ def parse_hostfile(text: str, *, source: str) -> tuple[Host, ...]:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """The hosts of ``--hosts``. Raises UsageError.
+    """Parse the hosts of ``--hosts``. Raises UsageError.
 
     >>> [str(host) for host in parse_hosts("a:4,b")]
     ['a:4', 'b:1']
@@ -82,7 +82,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_node_list(text: str, *, variable: str = "SLURM_JOB_NODELIST") -> tuple[str, ...]:
-    """The names of Slurm's compressed list, in its order. Raises TopologyError.
+    """Return the names in Slurm's compressed list, in its order. Raises TopologyError.
 
     >>> parse_node_list("login,gpu[08-10,12]")
     ('login', 'gpu08', 'gpu09', 'gpu10', 'gpu12')
@@ -98,7 +98,7 @@ def parse_node_list(text: str, *, variable: str = "SLURM_JOB_NODELIST") -> tuple
 
 
 def parse_task_counts(text: str, *, variable: str = "SLURM_TASKS_PER_NODE") -> tuple[int, ...]:
-    """The numbers in Slurm's compressed list of task counts. Raises TopologyError.
+    """Return the numbers in Slurm's compressed list of task counts. Raises TopologyError.
 
     >>> parse_task_counts("2(x3),1")
     (2, 2, 2, 1)
@@ -122,7 +122,7 @@ def select_hosts(
     num_nodes: int | None = None,
     per_node: int | None = None,
 ) -> tuple[Host, ...]:
-    """The hosts that are used, with the number of ranks on each, filled one after another.
+    """Choose hosts and the number of ranks on each; hosts are filled one after another.
 
     All slots are used by default. Raises UsageError: there are fewer hosts or slots than
     asked for, or the numbers contradict each other.
@@ -187,7 +187,7 @@ def _merged(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 
 def _expanded(part: str, variable: str, text: str) -> list[str]:
-    """The names of one element, which may hold several brackets."""
+    """Return the names of one element of the list, which may have several brackets."""
     pieces = re.findall(r"[^\[\]]+|\[[^\[\]]+\]", part)
     if not part or "".join(pieces) != part:
         raise _invalid_node_list(variable, text)
@@ -201,7 +201,7 @@ def _expanded(part: str, variable: str, text: str) -> list[str]:
 
 
 def _numbers(ranges: str, variable: str, text: str) -> list[str]:
-    """The numbers in one pair of brackets, such as ``08-10,12``, with the leading zeros."""
+    """Return the numbers in a bracket such as ``08-10,12``, with leading zeros."""
     numbers: list[str] = []
     for piece in ranges.split(","):
         ends = re.fullmatch(f"({_COUNT})(?:-({_COUNT}))?", piece.strip())

@@ -1,4 +1,4 @@
-"""The rank of this process and related facts, read from the variables of its launcher.
+"""Read the rank of this process and related facts from the variables of its launcher.
 
 Every function is pure over a mapping of environment variables. A launcher is a row of data in
 `LAUNCHERS`, innermost first: torchrun's agents may be started by an MPI, and an MPI's daemons by
@@ -20,7 +20,7 @@ Names = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherVariables:
-    """Where one launcher writes its facts. Of several names the first that is set counts."""
+    """The variables of one launcher. Of several names for a fact the first that is set counts."""
 
     launcher: str
     kind: Literal["agents", "mpi", "scheduler"]
@@ -96,9 +96,9 @@ _FIRST_SPECIAL_SLURM_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherInfo:
-    """What a launcher sets for this process; ``None`` where it sets nothing.
+    """The facts that a launcher gives this process; None for those that it does not give.
 
-    ``variables`` are the (name, text) pairs it was read from, for messages.
+    ``variables`` are the (name, text) pairs they were read from, for messages.
 
     >>> LauncherInfo(launcher="Slurm", kind="scheduler", rank=1, known_size=4).size
     4
@@ -134,7 +134,7 @@ class LauncherInfo:
 
     @property
     def words(self) -> str:
-        """The variables behind rank and size as ``NAME=text`` pairs."""
+        """The variables of rank and size, as ``NAME=text``."""
         return ", ".join(f"{name}={text}" for name, text in self.variables)
 
     def __str__(self) -> str:
@@ -143,10 +143,10 @@ class LauncherInfo:
 
 
 def read_launcher_env(env: Environment) -> LauncherInfo | None:
-    """The facts of the innermost launcher about this process, or ``None`` without a launcher.
+    """Return the innermost launcher's facts about this process, None without a launcher. Local.
 
-    Facts that it leaves out are filled in from launchers that describe the same world. Local.
-    Raises TopologyError: a variable is missing or no count, or two launchers contradict each other.
+    Facts that it does not give are taken from launchers that describe the same world. Raises
+    TopologyError: a variable is missing or not a count, or two launchers contradict each other.
 
     Example:
         >>> read_launcher_env({}) is None  # no launcher has started this process
@@ -179,10 +179,10 @@ def read_launcher_env(env: Environment) -> LauncherInfo | None:
 def raise_if_contradicted(
     launched: LauncherInfo | None, *, rank: int, size: int, source: str
 ) -> None:
-    """Refuse a rank and size that a communication library reports against the launcher's.
+    """Raise TopologyError if a communication library's rank and size contradict the launcher.
 
-    ``source`` names the library, as in ``"MPI.COMM_WORLD"``. Typical: ``srun -n 4`` without the
-    PMI that the MPI speaks gives four worlds of size 1. Local. Raises TopologyError.
+    ``source`` names the library, as in ``"MPI.COMM_WORLD"``. A typical case is ``srun -n 4``
+    without a PMI that the MPI supports, which gives four worlds of size 1. Local.
 
     >>> slurm = LauncherInfo(launcher="Slurm", kind="scheduler", rank=1, known_size=4)
     >>> raise_if_contradicted(slurm, rank=1, size=4, source="MPI.COMM_WORLD")  # they agree
@@ -207,7 +207,7 @@ _CURES = {
 
 
 def _read(row: LauncherVariables, env: Environment) -> LauncherInfo | None:
-    """One launcher's facts, or ``None`` where it did not start this process."""
+    """Return one launcher's facts, None if it has not started this process."""
     if row.kind == "scheduler" and not _is_in_slurm_step(env):
         return None
     rank, size = _first(row.rank, env), _first(row.size, env)
@@ -264,7 +264,7 @@ def _is_same_world(one: LauncherInfo, other: LauncherInfo) -> bool:
 
 
 def _started_agents_of(outer: LauncherInfo, inner: LauncherInfo, env: Environment) -> bool:
-    """Whether ``outer`` counts the agents or daemons that started the ranks of ``inner``."""
+    """Whether the ranks of ``outer`` are agents or daemons that started those of ``inner``."""
     if outer.known_size == 1 and (inner.known_size or 0) >= 1:
         return inner.kind == "agents" or outer.kind == "scheduler"  # one shell, one agent
     if inner.kind == "agents":
@@ -283,7 +283,7 @@ _PMIX_SERVERS = ("PMIX_SERVER_URI41", "PMIX_SERVER_URI4", "PMIX_SERVER_URI3", "P
 
 
 def _raise_if_rank_is_nobodys(place: LauncherInfo, others: list[LauncherInfo]) -> None:
-    """A launcher that gives only a rank must agree with one of the others."""
+    """Raise TopologyError if a launcher that gives only a rank agrees with none of the others."""
     for other in others:
         is_agent = other.kind == "agents" and place.rank < (other.inter_size or 0)
         if place.rank == other.rank or is_agent:
@@ -303,7 +303,7 @@ def _contradiction(inner: LauncherInfo, outer: LauncherInfo) -> TopologyError:
 
 
 def _filled_in(place: LauncherInfo, other: LauncherInfo) -> LauncherInfo:
-    """``place`` with the facts about nodes that only ``other`` gives."""
+    """Return ``place`` with the facts about nodes that only ``other`` gives."""
     names = ("intra_rank", "intra_size", "inter_rank", "inter_size")
     return replace(place, **{n: getattr(other, n) for n in names if getattr(place, n) is None})
 

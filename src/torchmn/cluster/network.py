@@ -1,6 +1,6 @@
-"""The address and network interface by which this host reaches another. Sends nothing.
+"""Find the address and network interface by which this host reaches another. Sends nothing.
 
-Addresses are text. A name that has an IPv4 and an IPv6 address stands for its IPv4 address.
+Addresses are text. For a name with both IPv4 and IPv6 addresses the IPv4 address is used.
 """
 
 import fcntl
@@ -25,7 +25,7 @@ _ANY_PORT = 9  # nothing is sent to it
 
 @dataclass(frozen=True, kw_only=True)
 class Route:
-    """An own address, the interface that has it, and its network such as ``10.0.0.0/24``.
+    """An address of this host, its interface, and its network such as ``10.0.0.0/24``.
 
     >>> from torchmn.cluster.network import Route
     >>> Route(address="10.0.0.2", interface="eth0", network="10.0.0.0/24").interface
@@ -38,12 +38,12 @@ class Route:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it only leads to this host."""
+        """Whether the route only leads to this host."""
         return is_loopback(self.address)
 
 
 def addresses_of_host(host: str) -> list[str]:
-    """The addresses that a name or address stands for, IPv4 first; empty if it is unknown."""
+    """Resolve a name or address; IPv4 addresses come first. Empty if it is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
@@ -53,20 +53,20 @@ def addresses_of_host(host: str) -> list[str]:
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """The family of the sockets of an address."""
+    """Return the socket family of an address."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address is one by which every host reaches itself. Local."""
+    """Whether a name or address is a loopback one, by which a host reaches itself. Local."""
     found = addresses_of_host(host)
     return bool(found) and ipaddress.ip_address(found[0].partition("%")[0]).is_loopback
 
 
 def route_to(host: str) -> Route | None:
-    """The route of packets to ``host``, as the kernel would choose it. Local.
+    """Return the route that the kernel chooses for packets to ``host``. Local.
 
-    ``None`` if the name is unknown or there is no route.
+    None if the name is unknown or there is no route.
 
     >>> from torchmn.cluster.network import route_to
     >>> route_to("127.0.0.1").address
@@ -77,9 +77,9 @@ def route_to(host: str) -> Route | None:
 
 
 def local_address_for(host: str) -> str | None:
-    """The local address from which packets to ``host`` are sent; ``None`` as for `route_to`.
+    """Return the local address from which packets to ``host`` are sent; None as for `route_to`.
 
-    It may be a second one of its interface, which `route_of` does not find.
+    It may be a second address of its interface, which `route_of` does not find.
 
     Example:
         >>> local_address_for("127.0.0.1")
@@ -93,9 +93,9 @@ def local_address_for(host: str) -> str | None:
 
 
 def local_address_among(hosts: Iterable[str]) -> str | None:
-    """The local address from which this host reaches the other ``hosts``, or ``None``.
+    """Return the local address from which this host reaches the other ``hosts``, or None.
 
-    The first of them that is not this host decides. ``None`` as well if there is no other.
+    The first of ``hosts`` that is not this host decides; None if there is no other.
 
     >>> from torchmn.cluster.network import local_address_among
     >>> local_address_among(["127.0.0.1"])
@@ -105,7 +105,7 @@ def local_address_among(hosts: Iterable[str]) -> str | None:
 
 
 def route_of(address: str) -> Route | None:
-    """The interface that has this address, or ``None``: no interface of this host has it.
+    """Return the route with this local address, None if no interface of this host has it.
 
     Example:
         >>> route_of("192.0.2.1") is None  # no interface has it
@@ -120,7 +120,7 @@ def route_of(address: str) -> Route | None:
 
 
 def rate_bytes_per_s(rate: str) -> float:
-    """The bytes per second of a rate such as ``1gbit``, ``100mbit`` or ``2.5gbit``.
+    """Convert a rate such as ``1gbit``, ``100mbit`` or ``2.5gbit`` to bytes per second.
 
     Raises UsageError: it is not a positive number of ``bit``, ``kbit``, ``mbit`` or ``gbit``.
 
@@ -138,20 +138,20 @@ def rate_bytes_per_s(rate: str) -> float:
 
 
 def own_routes() -> list[Route]:
-    """Every address of this host, with its interface and network; IPv6 without link-local ones."""
+    """Return all addresses of this host as routes, except link-local ones of IPv6."""
     routes = chain(_routes(socket.AF_INET), _routes(socket.AF_INET6))
     return [route for route in routes if not route.address.startswith("fe80:")]  # needs a scope
 
 
 def address_of(interface: str) -> str | None:
-    """The address of an interface of this host, or ``None``: it has none, or is not there."""
+    """Return the address of an interface; None if it has none or does not exist."""
     return next((each.address for each in own_routes() if each.interface == interface), None)
 
 
 def nominal_speed(interface: str) -> float:
-    """Bytes per second of an adapter; 0 where it reports none.
+    """Return the nominal speed of an adapter in bytes per second; 0 if it reports none.
 
-    That of a virtual one, such as a bridge or a pair of a container, means nothing and is 0 too.
+    Also 0 for virtual adapters, such as bridges and those of containers, whose speed means nothing.
     """
     folder = Path("/sys/class/net") / interface
     megabits = text_of(folder / "speed")
@@ -160,9 +160,9 @@ def nominal_speed(interface: str) -> float:
 
 
 def rdma_adapters(classes: Path = Path("/sys/class")) -> list[str]:
-    """Adapters of this host for InfiniBand, RoCE, Omni-Path, EFA or Slingshot. Local.
+    """Return this host's adapters for InfiniBand, RoCE, Omni-Path, EFA or Slingshot. Local.
 
-    MPI reaches other hosts by them, sockets do not.
+    MPI uses them to reach other hosts; sockets do not.
 
     Example:
         >>> isinstance(rdma_adapters(), list)
@@ -173,9 +173,10 @@ def rdma_adapters(classes: Path = Path("/sys/class")) -> list[str]:
 
 
 def own_addresses(preferred: str | None) -> list[str]:
-    """The addresses at which other ranks may reach this one, best first.
+    """Return the addresses at which other ranks may reach this one, best first.
 
-    Those of GLOO_SOCKET_IFNAME, else the preferred one, else those of all interfaces.
+    These are the addresses of the interfaces in GLOO_SOCKET_IFNAME, else the preferred address,
+    else the addresses of all interfaces.
     """
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if preferred is not None and not interfaces:
@@ -187,7 +188,7 @@ def own_addresses(preferred: str | None) -> list[str]:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether a host name or address is this host's, by name or because packets stay here.
+    """Whether a name or address is this host's, by its name or because an interface has it.
 
     Example:
         >>> is_this_host("localhost")
@@ -205,7 +206,7 @@ def _routes(family: socket.AddressFamily) -> Iterator[Route]:
 
 
 def _interface_addresses(family: socket.AddressFamily) -> Iterator[tuple[str, str, str]]:
-    """Interface, address and netmask or prefix length, of each interface of this host."""
+    """Yield interface, address and netmask (or prefix length) of this host's interfaces."""
     if family == socket.AF_INET6:
         with suppress(OSError):  # IPv6 is switched off
             for line in Path("/proc/net/if_inet6").read_text().splitlines():
@@ -221,7 +222,7 @@ def _interface_addresses(family: socket.AddressFamily) -> Iterator[tuple[str, st
 
 
 def _ask(probe: socket.socket, interface: str, question: int) -> str | None:
-    """An IPv4 address of an interface, by name; ``None`` if it has none."""
+    """Ask the kernel for an IPv4 address or netmask of an interface; None if it has none."""
     request = struct.pack("256s", interface[:15].encode())
     try:
         return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), question, request)[20:24])

@@ -14,8 +14,8 @@ from torchmn.cluster.units import grouped
 class RankPlacement:
     """The placement of one rank.
 
-    ``intra_rank`` counts the ranks of the same node in ascending order, ``inter_rank`` counts
-    nodes in the order of their first rank.
+    ``intra_rank`` is its number among the ranks of its node in ascending order, ``inter_rank`` the
+    number of its node in the order of first ranks.
 
     Example:
         >>> place = Topology.blocks([2, 2]).place(3)
@@ -33,7 +33,7 @@ class RankPlacement:
 
 @dataclass(frozen=True)
 class Topology:
-    """The host name of every rank, in rank order, and what follows from it.
+    """The host name of every rank, in rank order, and the placement that follows from it.
 
     The rule is ChainerMN's ``init_ranks``: ranks with the same host name share a node, and no
     order of placement (block, cyclic, uneven) is assumed.
@@ -50,7 +50,7 @@ class Topology:
 
     @classmethod
     def blocks(cls, ranks_per_node: Sequence[int]) -> Topology:
-        """Nodes ``node0``, ``node1``, ... with the given numbers of consecutive ranks."""
+        """Make a topology of ``node0``, ``node1``, ... with these numbers of consecutive ranks."""
         hosts = (f"node{i}" for i, count in enumerate(ranks_per_node) for _ in range(count))
         return cls(tuple(hosts))
 
@@ -71,7 +71,7 @@ class Topology:
         return len({len(ranks) for ranks in self.nodes}) == 1
 
     def place(self, rank: int) -> RankPlacement:
-        """The place of one rank. Raises UsageError: no such rank."""
+        """Return the placement of one rank. Raises UsageError: no such rank."""
         if not 0 <= rank < self.size:
             raise UsageError(f"Rank {rank} is outside 0..{self.size - 1}.")
         inter_rank, ranks = next((i, r) for i, r in enumerate(self.nodes) if rank in r)
@@ -85,7 +85,7 @@ class Topology:
         )
 
     def subset(self, ranks: Sequence[int]) -> Topology:
-        """The topology of a group that holds these ranks in this order."""
+        """Return the topology of a group of these ranks, in this order."""
         return Topology(tuple(self.hosts[rank] for rank in ranks))
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Units that appear in names and arguments, numbers with their nouns, and values by their keys."""
+"""Units of sizes, texts for numbers and lists, and grouping of values by key."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TypeVar
@@ -12,7 +12,7 @@ GiB = 1024 * MiB
 
 
 def counted(number: float, noun: str, spec: str = "") -> str:
-    """A number, formatted by ``spec``, with its noun in the singular or plural.
+    """Format a number by ``spec``, with its noun in the singular or plural.
 
     >>> counted(1, "rank"), counted(2, "rank"), counted(0.46, "core", ".2g")
     ('1 rank', '2 ranks', '0.46 cores')
@@ -24,7 +24,7 @@ def counted(number: float, noun: str, spec: str = "") -> str:
 
 
 def listed(noun: str, items: Sequence[object]) -> str:
-    """A noun in the singular or plural, and which ones they are.
+    """Format a noun in the singular or plural, followed by the numbers of the things.
 
     >>> listed("rank", [3]), listed("core", [0, 1])
     ('rank 3', 'cores 0, 1')
@@ -33,7 +33,7 @@ def listed(noun: str, items: Sequence[object]) -> str:
 
 
 def spans(numbers: Iterable[int]) -> list[str]:
-    """Consecutive numbers together, in ascending order.
+    """Format numbers in ascending order, with consecutive ones as ranges.
 
     >>> spans([7, 0, 1, 2, 5, 8])
     ['0-2', '5', '7-8']
@@ -48,7 +48,7 @@ def spans(numbers: Iterable[int]) -> list[str]:
 
 
 def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    """The values of each key.
+    """Group (key, value) pairs into a list of values per key.
 
     >>> grouped([("a", 0), ("b", 1), ("a", 2)])
     {'a': [0, 2], 'b': [1]}

@@ -1,8 +1,8 @@
-"""When the scheduler will end this job. Reads, never changes.
+"""Find the time at which the scheduler will end this job. Changes nothing.
 
-``TORCHMN_JOB_END`` says it, in seconds since the epoch, where a user exports it; Slurm sets
-``SLURM_JOB_END_TIME`` (since 22.05). Otherwise the scheduler is asked, so that a limit is written
-in one place only, and changes of it count.
+A user may export it as ``TORCHMN_JOB_END``, in seconds since the epoch; Slurm sets
+``SLURM_JOB_END_TIME`` (since 22.05). Otherwise the scheduler is asked, so that the limit is written
+in one place only, and later changes of it count.
 """
 
 import re
@@ -22,7 +22,7 @@ _QUERY_S = 10.0
 
 
 def job_end(env: Mapping[str, str]) -> float | None:
-    """The time in seconds since the epoch, or ``None``: there is no limit, or it is unknown.
+    """Return the end in seconds since the epoch; None if there is no limit or it is unknown.
 
     Local; asks the scheduler if no variable is set, and warns if it does not answer. Raises
     TopologyError: a variable is not a number.
@@ -44,6 +44,7 @@ def job_end(env: Mapping[str, str]) -> float | None:
         if job and env.get(inside):
             path = shutil.which(command[0], path=env.get("PATH")) or command[0]
             query = (path, *command[1:], job)
+            # In the C locale, for the names of days and months in dates are parsed.
             answer = ask(query, limit_s=_QUERY_S, env={**env, "LC_ALL": "C"})
             with suppress(ValueError):  # a time in another form
                 if answer.returncode == 0:
@@ -66,7 +67,7 @@ def _slurm_end(answer: str, _: Mapping[str, str]) -> float | None:
 
 
 def _pbs_end(answer: str, _: Mapping[str, str]) -> float | None:
-    """`qstat -f` has the walltime, and when the job was started."""
+    """Return the end from `qstat -f`, which has the walltime and the time of the start."""
     limit = re.search(r"^\s*Resource_List\.walltime = (\S+)", answer, re.MULTILINE)
     start = re.search(r"^\s*stime = (.+)", answer, re.MULTILINE)
     limit_s = parse_duration(limit[1]) if limit else None
@@ -76,7 +77,8 @@ def _pbs_end(answer: str, _: Mapping[str, str]) -> float | None:
 
 
 def _grid_engine_end(answer: str, env: Mapping[str, str]) -> float | None:
-    """`qstat -j` has the limit; the folder of this run of the job was made when it started."""
+    """Return the end from the limit in `qstat -j`, counted from the start of this run."""
+    # A file that Grid Engine writes when it starts a run of the job has the time of the start.
     limit = re.search(r"^hard[ _]resource_list:.*\bh_rt=([\d:]+)", answer, re.MULTILINE)
     limit_s = parse_duration(limit[1]) if limit else None
     try:
@@ -87,7 +89,7 @@ def _grid_engine_end(answer: str, env: Mapping[str, str]) -> float | None:
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of a scheduler's ``days-hours:minutes:seconds``, ``None`` for other text.
+    """Convert a scheduler's ``days-hours:minutes:seconds`` to seconds; None for other text.
 
     >>> parse_duration("1-00:00:05"), parse_duration("10:00"), parse_duration("UNLIMITED")
     (86405.0, 600.0, None)

@@ -97,12 +97,12 @@ class AuthenticatedListener:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """For selectors: readable when `admit` has something to do."""
+        """Return a descriptor that is readable when `admit` has something to do."""
         number: int = self._selector.fileno()
         return number
 
     def admit(self) -> list[tuple[Channel, Message]]:
-        """Process what pending clients have sent. Those that are authenticated now, with identity.
+        """Serve pending clients; return channel and identity of those that have authenticated.
 
         The caller decides whether it expects such a client, and closes the channel otherwise.
         """
@@ -115,7 +115,10 @@ class AuthenticatedListener:
         return admitted
 
     def accept(self) -> list[tuple[socket.socket, bytes]]:
-        """As `admit`, for clients that do not send messages: their sockets and identity lines."""
+        """Serve pending clients as `admit` does; return sockets and identity lines.
+
+        For clients that do not send messages.
+        """
         accepted = []
         has_new_clients = False
         for key, _ in self._selector.select(0):
@@ -170,6 +173,7 @@ class AuthenticatedListener:
 
     def _receive(self, pending: _PendingConnection) -> tuple[socket.socket, bytes] | None:
         try:
+            # One byte above the limit, by which a line that is too long is recognized.
             chunk = pending.connection.recv(MAX_IDENTITY_BYTES + 1 - len(pending.received))
         except (BlockingIOError, InterruptedError):
             return None
@@ -199,7 +203,7 @@ class AuthenticatedListener:
         return pending.connection, identity
 
     def _send(self, pending: _PendingConnection, line: bytes) -> bool:
-        """Whether the line was sent: a new connection has room for it, unless it is closed."""
+        """Send a line, for which a new connection has room; return False if it is closed."""
         with suppress(OSError):
             return pending.connection.send(line) == len(line)
         return False
@@ -233,9 +237,10 @@ def connect(
     limit_s: float = 30.0,
     retries: bool = True,
 ) -> socket.socket:
-    """As `connect_authenticated`, for a client that does not send messages.
+    """Connect as `connect_authenticated` does, for a client that does not send messages.
 
-    ``line`` is its identity. With ``retries=False`` a dropped connection is an error at once.
+    ``line`` is the identity, ending with a newline. With ``retries=False`` a dropped connection
+    raises LaunchError at once.
     """
     deadline = time.monotonic() + limit_s
     pause_s = _FIRST_PAUSE_S
@@ -250,6 +255,7 @@ def connect(
             left_s = max(0.001, deadline - time.monotonic())
             connection = socket.create_connection((host, int(port)), timeout=left_s)
         except (ConnectionRefusedError, socket.gaierror, ValueError, OverflowError) as error:
+            # Nothing listens there, or the address is wrong: no use in trying again.
             raise LaunchError(f"The {role} at {address!r} does not answer: {error}.") from None
         except OSError as error:
             problem = str(error)
@@ -274,7 +280,7 @@ def connect(
 def _authenticate(
     connection: socket.socket, secret: str, role: str, identity: bytes, deadline: float
 ) -> socket.socket:
-    """The client's part of the handshake.
+    """Perform the client's part of the handshake.
 
     Raises OSError: the connection was dropped. Raises LaunchError: this is another listener.
     """
@@ -286,6 +292,7 @@ def _authenticate(
         )
     nonce = _new_nonce().encode()
     signed = (role, found[1], nonce, identity)
+    # Nothing else may follow before the answer: the listener rejects more than this line.
     connection.sendall(b" ".join((nonce, _proof(secret, b"client", *signed), identity)))
     answer = _read(connection, _PROOF_CHARS + 1, deadline)
     if not hmac.compare_digest(answer, _proof(secret, b"listener", *signed) + b"\n"):
@@ -297,7 +304,7 @@ def _authenticate(
 
 
 def _read(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Exactly this number of bytes. Raises OSError: they did not arrive in time."""
+    """Read exactly this number of bytes. Raises OSError: they did not arrive in time."""
     received = b""
     while len(received) < num_bytes:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -315,6 +322,7 @@ def _new_nonce() -> str:
 def _proof(
     secret: str, side: bytes, role: str, listener_nonce: bytes, client_nonce: bytes, identity: bytes
 ) -> bytes:
-    """Proves that ``side`` knows the secret. Only the identity, at the end, may hold any byte."""
+    """Return the HMAC that proves that ``side`` knows the secret."""
+    # Unambiguous: only the identity, which comes last, may contain any byte.
     signed = b"\n".join((_GREETING, side, role.encode(), listener_nonce, client_nonce, identity))
     return hmac.new(secret.encode(), signed, hashlib.sha256).hexdigest().encode()

@@ -1,4 +1,4 @@
-"""How a message becomes a line of JSON, and a line becomes a message of the expected type.
+"""Encode messages as lines of JSON, and decode lines into messages of the expected type.
 
 Used for everything that torchmn's own processes send each other: the messages of the control plane
 (`torchmn.control.messages`) and the order that a program reads
@@ -25,22 +25,22 @@ _in_turn = threading.Lock()
 
 
 class Record(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What is sent: immutable, with a name for its type and no field that is not declared."""
+    """Base class of what is sent: immutable, tagged with its type, no undeclared fields."""
 
 
 def encode(value: object) -> bytes:
-    """A record, or a dataclass, as one line."""
+    """Encode a record or a dataclass as one line of JSON."""
     return json.dumps(msgspec.to_builtins(value)).encode() + b"\n"
 
 
 def decode(line: bytes | str, kind: type[Value]) -> Value:
-    """The value of this type in a line. Raises ValueError: it holds something else."""
+    """Decode a value of this type. Raises ValueError: the line has something else."""
     value: Value = decode_union(line, kind)
     return value
 
 
 def decode_union(line: bytes | str, kinds: Any) -> Any:
-    """As `decode`, for a union of records, which their tags tell apart."""
+    """Decode a value of a union of records, told apart by their tags; see `decode`."""
     try:
         content = json.loads(line)
         with _in_turn:

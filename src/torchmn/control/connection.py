@@ -29,7 +29,10 @@ AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 
 class Channel:
-    """A connection that never blocks: what cannot be sent yet waits in a buffer."""
+    """A connection that never blocks: messages that cannot be sent yet wait in a buffer.
+
+    Not thread-safe.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -45,12 +48,12 @@ class Channel:
         self.is_silent = False
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor of the socket, for selectors."""
         return self._socket.fileno()
 
     @property
     def pending_bytes(self) -> int:
-        """How many bytes have not been sent yet."""
+        """Number of bytes that wait to be sent."""
         return len(self._outbox) if self.is_open else 0
 
     def post(self, message: Message) -> None:
@@ -60,7 +63,7 @@ class Channel:
             self.flush()
 
     def flush(self) -> None:
-        """Send as much as fits."""
+        """Send as much of the buffer as the socket takes."""
         while self._outbox and self.is_open:
             try:
                 sent = self._socket.send(self._outbox)
@@ -72,7 +75,7 @@ class Channel:
             del self._outbox[:sent]
 
     def collect(self) -> list[Message]:
-        """Some of the messages that have arrived; ``is_open`` is false after the last one."""
+        """Return messages that have arrived; ``is_open`` is false once all have been returned."""
         for _ in range(_MAX_CHUNKS_AT_ONCE if self.is_open else 0):
             try:
                 chunk = self._socket.recv(_CHUNK_BYTES)
@@ -96,7 +99,10 @@ class Channel:
             return received
 
     def wait_for(self, kind: type[AnyMessage], limit_s: float) -> AnyMessage:
-        """The next message, which must be of this type. Blocks. Raises LaunchError."""
+        """Wait for the next message and return it. Blocks.
+
+        Raises LaunchError: it has another type, did not arrive in time, or the connection ended.
+        """
         deadline = time.monotonic() + limit_s
         while True:
             messages = self.collect()
@@ -120,14 +126,14 @@ class Channel:
         self.is_silent = self.is_silent or error.errno in _UNREACHABLE_ERRORS
 
     def close(self) -> None:
-        """Send as much as fits, and close."""
+        """Send as much of the buffer as the socket takes, and close the connection."""
         self.flush()
         self.is_open = False
         self._socket.close()
 
 
 def set_timeouts(connection: socket.socket) -> None:
-    """Send without delay, and end the connection with an error once the peer's host is lost.
+    """Disable send delays, and let the connection fail once the peer's host is lost.
 
     The kernel of the host answers for as long as the host is up, so a process that is stopped is
     not taken for lost.
@@ -137,6 +143,7 @@ def set_timeouts(connection: socket.socket) -> None:
     for option, value in (
         (socket.TCP_KEEPIDLE, _KEEPALIVE_S),
         (socket.TCP_KEEPINTVL, _KEEPALIVE_S),
+        # The idle time counts as one more period until the limit.
         (socket.TCP_KEEPCNT, round(HOST_TIMEOUT_S / _KEEPALIVE_S) - 1),
         (
             socket.TCP_USER_TIMEOUT,
@@ -147,13 +154,13 @@ def set_timeouts(connection: socket.socket) -> None:
 
 
 def address_of(listener: socket.socket) -> str:
-    """``host:port`` of a listening socket."""
+    """Return ``host:port`` of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"{host}:{port}"
 
 
 def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
-    """A free port of ``host``, empty for all addresses, and the socket that reserves it.
+    """Reserve a free port of ``host`` (empty for all addresses); return the socket and the port.
 
     The socket is bound and does not listen: on Linux a second socket may then bind the same port
     if both set SO_REUSEADDR, as torch's store does, while no other process is given the port. So
@@ -167,13 +174,13 @@ def reserve_port(host: str = "127.0.0.1") -> tuple[socket.socket, int]:
 
 
 def listen_on(host: str = "127.0.0.1", port: int = 0, *, backlog: int = 1024) -> socket.socket:
-    """A listening socket at a name or address, empty for all of IPv4. Raises OSError."""
+    """Listen at a name or address, empty for all IPv4 addresses. Raises OSError."""
     address = next(iter(addresses_of_host(host)), host) if host else ""
     return socket.create_server((address, port), family=family_of(address), backlog=backlog)
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """A port of ``host`` that is free now; another process may take it before it is used."""
+    """Return a port of ``host`` that is free now, and may be taken before it is used."""
     keeper, port = reserve_port(host)
     keeper.close()
     return port

@@ -33,10 +33,10 @@ _PROCESS_TEXTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RankStatus:
-    """What is known about a rank. ``text`` stands in for collectives and stacks it did not send.
+    """What is known about a rank. ``text`` replaces collectives and stacks that it did not send.
 
-    ``is_halted``: it will not reach another collective without outside help; ``has_ended``: nor
-    with it.
+    ``is_halted``: it will not reach another collective without outside help. ``has_ended``: it has
+    reached the end of its script.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
@@ -48,7 +48,7 @@ class RankStatus:
 
     @classmethod
     def of(cls, reply: StatusReply) -> RankStatus:
-        """The status that a rank, or its agent, has replied."""
+        """Make the status of a rank from its reply, or from its agent's."""
         if reply.has_ended:
             text = f"has reached the end of its script ({EARLY_END})"
             return cls(text=text, is_halted=True, has_ended=True)
@@ -70,10 +70,11 @@ EARLY_END = "did it stop early by a value of its own? Or had it fewer batches? S
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """``summary`` is for the end of the output, ``short`` is printed before it.
+    """The report of a hang in three lengths, and the ranks that did not reach the collective.
 
-    ``text`` is the full report, with all stacks. ``missing`` are the ranks that did not reach the
-    collective.
+    ``summary`` is one sentence for the end of the output, ``short`` is printed before it, and
+    ``text`` is the full report with all stacks. ``missing`` are those ranks; empty if all reached
+    it, or wait for each other in a cycle.
     """
 
     summary: str
@@ -85,7 +86,7 @@ class HangReport:
 def report(
     overdue: Overdue, reporter: int, statuses: Statuses, hosts: Mapping[int, str]
 ) -> HangReport:
-    """The report of a collective that ``reporter`` has found overdue; ``hosts`` has all ranks."""
+    """Report a collective that ``reporter`` found overdue; ``hosts`` has the host of each rank."""
     first = _pending(_collective_of(overdue, statuses.get(reporter)), statuses, hosts)
     pending, is_cycle = _source(first, statuses, hosts)
     collective, missing = pending.collective, pending.missing
@@ -113,10 +114,10 @@ def report(
 def report_of_joining(
     joining: Joining, arrived: Iterable[int], statuses: Statuses, hosts: Mapping[int, str]
 ) -> HangReport:
-    """The report of ranks that wait for others in `create_communicator`.
+    """Report ranks that wait for others in `create_communicator`.
 
-    ``arrived`` are the ranks that have called it. They need not have sent their status: MPI joins
-    the ranks while it holds the GIL.
+    ``arrived`` are the ranks that have called it. Their status may be missing: MPI joins the ranks
+    while it holds the GIL, so that their monitors cannot reply.
     """
     here = set(arrived)
     missing = tuple(
@@ -164,7 +165,7 @@ def _hang_report(
 
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
-    """A collective that has not completed: its ranks, and what those do that have reached it."""
+    """A collective that has not completed, its ranks, and the state of those that reached it."""
 
     collective: CollectiveStatus
     members: list[int]
@@ -187,9 +188,9 @@ def _pending(
 def _source(
     pending: _Pending, statuses: Statuses, hosts: Mapping[int, str]
 ) -> tuple[_Pending, bool]:
-    """Follow from group to group which rank waits for which, up to one that does not wait.
+    """Follow from group to group which rank waits for which, up to a rank that does not wait.
 
-    Also whether there is none: all ranks wait for each other in a cycle.
+    Returns the last collective, and whether ranks wait for each other in a cycle instead.
     """
     seen = [pending.collective]
     while pending.missing:
@@ -205,7 +206,7 @@ def _source(
 
 
 def _waiting(ranks: Iterable[int], statuses: Statuses) -> dict[int, CollectiveStatus]:
-    """The collective in which each of these ranks waits, for those that wait in one."""
+    """Return the collective in which each rank waits; ranks that do not wait are left out."""
     found = {}
     for rank in ranks:
         for own in statuses[rank].collectives if rank in statuses else ():
@@ -228,8 +229,9 @@ def _collective_of(overdue: Overdue, status: RankStatus | None) -> CollectiveSta
 def _newest_in_group(
     status: RankStatus | None, collective: CollectiveStatus
 ) -> CollectiveStatus | None:
-    """A rank's newest collective in this group. Several communicators may have the same ranks."""
+    """Return a rank's newest collective in the group of ``collective``, None if it has none."""
     found = None
+    # Several communicators may have the same ranks: one in which the rank waits is preferred.
     for own in status.collectives if status else ():
         if _is_same_group(own, collective):
             if own.state != DONE:
@@ -239,7 +241,7 @@ def _newest_in_group(
 
 
 def _disagreement(waiting: Mapping[int, CollectiveStatus]) -> str:
-    """Names the collectives if the ranks are in different ones, or in the same of other steps."""
+    """Name the collectives if ranks wait in different ones or in different steps, else empty."""
     kinds: dict[tuple[str, str, str], list[int]] = {}
     for rank, own in waiting.items():
         group = f"'{own.group}'" + (f" of {_ranks(own.ranks)}" if own.ranks else "")
@@ -260,7 +262,7 @@ def _disagreement(waiting: Mapping[int, CollectiveStatus]) -> str:
 
 
 def _activity(status: RankStatus | None, collective: CollectiveStatus | None = None) -> str:
-    """What a rank does that did not reach a collective, or `create_communicator`."""
+    """Describe what a rank does that did not reach a collective or `create_communicator`."""
     if status is None:
         return "has not answered"
     if status.text:
@@ -275,7 +277,7 @@ def _activity(status: RankStatus | None, collective: CollectiveStatus | None = N
 
 
 def _innermost_line(stacks: str) -> str:
-    """Where the main thread is, whose stack comes first: ``file:line function``."""
+    """Return ``file:line function`` of the main thread, whose stack comes first; may be empty."""
     _, *lines = stacks.splitlines() or [""]
     frames = [
         line for line in takewhile(lambda line: line.startswith(" "), lines) if _FRAME in line
@@ -287,7 +289,7 @@ def _innermost_line(stacks: str) -> str:
 
 
 def _with_equal_lines(ranks: Sequence[int], statuses: Statuses) -> list[list[int]]:
-    """Ranks that do the same, where a list of all ranks would be long."""
+    """Group ranks with the same status, if there are too many to list one by one."""
     if len(ranks) <= _NUM_SEPARATE:
         return [[rank] for rank in ranks]
     found: dict[object, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Whether the process at the other end of a connection still runs.
+"""Find out whether the process at the other end of a connection still runs.
 
 The end of a connection tells that a process is dead, and the kernel of its host that the host is
 up. A process that is stopped is neither: it has to be asked. At most one question is open, so that
@@ -20,7 +20,7 @@ _PERIODS_PER_LIMIT = 15
 
 
 def heartbeat_limit_s() -> float:
-    """How long a process may be stopped or silent. Raises UsageError: no number of seconds."""
+    """Return how many seconds a process may be stopped or silent. Raises UsageError."""
     text = os.environ.get(HEARTBEAT_VARIABLE, "") or str(_DEFAULT_LIMIT_S)
     try:
         limit_s = float(text)
@@ -32,7 +32,7 @@ def heartbeat_limit_s() -> float:
 
 
 class Heartbeat:
-    """Asks one peer again and again. ``now`` is always of one `LoopClock`."""
+    """Asks one peer periodically. ``now`` is the time of the same `LoopClock` in all calls."""
 
     def __init__(self, channel: Channel) -> None:
         self.limit_s = heartbeat_limit_s()
@@ -41,7 +41,7 @@ class Heartbeat:
         self._ask_at = 0.0
 
     def silent_s(self, now: float) -> float:
-        """How long the peer has not answered; asks it if that is due."""
+        """Ask the peer if that is due; return for how many seconds it has not answered."""
         if self._asked_at is not None:
             return now - self._asked_at
         if now >= self._ask_at:
@@ -50,7 +50,7 @@ class Heartbeat:
         return 0.0
 
     def answered(self) -> None:
-        """The peer has answered."""
+        """Note that the peer has answered."""
         self._asked_at = None
 
 
@@ -59,8 +59,8 @@ def answer(
 ) -> None:
     """Answer a request, and report which of these processes are stopped.
 
-    With ``sees_launcher`` also those that have started this one, and its share of those beside it:
-    ``place`` is the rank on this host and the number of ranks there.
+    With ``sees_launcher`` it also looks at the ancestors of this process, and at its share of its
+    siblings: ``place`` is (local rank, number of ranks on this host).
     """
     watched = dict.fromkeys(pid for pid in pids if pid)
     if sees_launcher:
@@ -72,10 +72,10 @@ def answer(
 
 
 def share_of(pids: Iterable[int], index: int, num: int) -> list[int]:
-    """Which of these processes one of ``num`` observers looks at: each is seen by two of them.
+    """Return the processes that observer ``index`` of ``num`` looks at.
 
-    By two, for a process that is stopped may be an observer. If each looked at all, many ranks on
-    one host would do little else.
+    Two observers look at each process, since a process that is stopped may be an observer itself.
+    If all looked at all, many ranks on one host would do little else.
     """
     return [pid for i, pid in enumerate(sorted(pids)) if (i - index) % num < 2]
 
@@ -94,7 +94,7 @@ class LoopClock:
         self.now = self._ticked_at = time.monotonic()
 
     def tick(self) -> float:
-        """Advance the clock; the new time."""
+        """Advance the clock and return the new time."""
         before, self._ticked_at = self._ticked_at, time.monotonic()
         self.now += min(self._ticked_at - before, _MAX_TICK_S)
         return self.now

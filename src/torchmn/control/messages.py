@@ -19,14 +19,14 @@ EndedBy = Literal["itself", "supervisor", "outside"]
 
 
 class Message(Record, frozen=True):
-    """What `decode` makes of a line: every class below it is a message."""
+    """Base class of all messages. Docstrings of subclasses name the sender first."""
 
 
 class AgentHello(Message, frozen=True, kw_only=True):
-    """Agent, to authenticate: its rank and host.
+    """Agent: its rank and host; the identity with which it authenticates.
 
     ``address`` is the address of its host on the route to the supervisor, ``port`` a free port
-    there that is reserved until the end, ``versions`` what must be the same on all hosts.
+    there that stays reserved, and ``versions`` must be the same on all hosts.
     """
 
     rank: int
@@ -129,7 +129,7 @@ class ForwardSignal(Message, frozen=True, kw_only=True):
 
 
 class ProcessState(Enum):
-    """What the operating system reports about a process."""
+    """State of a process as the operating system reports it."""
 
     RUNNING = "running"
     SLEEPING = "sleeping"
@@ -147,9 +147,9 @@ class ProcessState(Enum):
 
 
 class MonitorHello(Message, frozen=True, kw_only=True):
-    """Rank monitor, to authenticate: the rank, host and process of the script that it monitors.
+    """Rank monitor: its script's rank, host and process; the identity when it authenticates.
 
-    ``monitor_pid`` is its own process.
+    ``monitor_pid`` is the monitor's own process.
     """
 
     rank: int
@@ -159,9 +159,9 @@ class MonitorHello(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """Script: an error ends it with this status. ``traceback`` is what was printed of it.
+    """Script: an error ends it with this exit status. ``traceback`` is the text printed for it.
 
-    ``error`` is the end of it, the type and the message, which may have several lines.
+    ``error`` is the type and the message of the error, which may have several lines.
     ``is_consequence``: the error only reports that another rank has ended or does not answer.
     ``at`` is in seconds since the epoch.
     """
@@ -174,13 +174,13 @@ class Failed(Message, frozen=True, kw_only=True):
 
 
 class Leaving(Message, frozen=True, kw_only=True):
-    """Script: its end is reached, most likely with this exit status."""
+    """Script: it has reached its end and will probably exit with this status."""
 
     status: int
 
 
 class Joining(Message, frozen=True, kw_only=True):
-    """Script: it joins the other ranks, all of which must arrive within the limit."""
+    """Script: it begins to join the other ranks, which must all arrive within the limit."""
 
     limit_s: float
 
@@ -198,7 +198,7 @@ class Overdue(Message, frozen=True, kw_only=True):
 
 
 class CollectiveStatus(Record, frozen=True, kw_only=True):
-    """The newest collective of one group on one rank; without ``ranks`` all of the job take part.
+    """The newest collective of one group on one rank; ``ranks`` is empty for all of the job.
 
     ``where`` names the bucket and the step, if known; ``state`` is ``"done"`` once it is complete.
     """
@@ -233,9 +233,9 @@ class StatusRequest(Message, frozen=True, kw_only=True):
 class StatusReply(Message, frozen=True, kw_only=True):
     """Script, or its agent in its place: what the rank is doing.
 
-    ``process`` is set where the script did not answer: the state of its process, which waits in the
-    kernel's function ``kernel_function`` if the system tells. ``script_stack`` is the part of
-    ``stacks`` that shows the script's own code. ``has_ended``: the script has reached its end.
+    If the script did not answer, ``process`` is the state of its process, and ``kernel_function``
+    the kernel function in which it waits, if known. ``script_stack`` has the frames of ``stacks``
+    that belong to the script's own code. ``has_ended``: the script has reached its end.
     """
 
     collectives: tuple[CollectiveStatus, ...] = ()
@@ -267,7 +267,7 @@ class Alive(Message, frozen=True, kw_only=True):
 
 
 class HostHello(Message, frozen=True, kw_only=True):
-    """Host, to authenticate: it offers ``slots`` ranks."""
+    """Host: it offers ``slots`` ranks; the identity with which it authenticates."""
 
     host: str
     slots: int
@@ -275,15 +275,15 @@ class HostHello(Message, frozen=True, kw_only=True):
 
 
 class HostReady(Message, frozen=True):
-    """Host: no worker runs on it, it waits for the next round."""
+    """Host: no agent runs on it; it waits for the next round."""
 
 
 class HostFinished(Message, frozen=True):
-    """Host: all its workers have exited with status 0."""
+    """Host: all its agents have exited with status 0."""
 
 
 class Restart(Message, frozen=True):
-    """Launcher: end the workers and come back for the next round."""
+    """Launcher: end the agents and wait for the next round."""
 
 
 class RoundMember(Record, frozen=True, kw_only=True):
@@ -294,9 +294,9 @@ class RoundMember(Record, frozen=True, kw_only=True):
 
 
 class Round(Message, frozen=True, kw_only=True):
-    """Launcher, to the hosts that take part, in the order of their ranks.
+    """Launcher: start a round of these hosts, in the order of their ranks.
 
-    ``reason`` is what ended the round before.
+    ``reason`` says why the previous round ended.
     """
 
     number: int
@@ -306,14 +306,14 @@ class Round(Message, frozen=True, kw_only=True):
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
-    """Launcher: the job is over, or continues without this host. End the workers."""
+    """Launcher: the job is over, or continues without this host; end the agents."""
 
     signum: int
     text: str
 
 
 def _kinds(base: type[Message]) -> list[type[Message]]:
-    """The classes below it that have none below themselves."""
+    """Return the subclasses that have no subclasses."""
     return [kind for each in base.__subclasses__() for kind in _kinds(each)] or [base]
 
 
@@ -321,6 +321,6 @@ _ANY: Any = functools.reduce(operator.or_, _kinds(Message))
 
 
 def decode(line: bytes) -> Message:
-    """The message in a line. Raises ValueError: there is none."""
+    """Decode a line into a message. Raises ValueError: it is not a message."""
     message: Message = codec.decode_union(line, _ANY)
     return message

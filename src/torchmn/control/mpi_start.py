@@ -1,4 +1,4 @@
-"""A time limit for `MPI_Init`, which waits for all ranks and has none.
+"""Enforce a time limit on `MPI_Init`, which waits for all ranks without a limit of its own.
 
 Importing mpi4py holds the interpreter meanwhile, so that no thread of the script can watch it.
 Under ``torchmn run`` the agent does (`Joining`). Elsewhere this module is also a program,
@@ -36,7 +36,7 @@ _PERIOD_S = 0.2
 
 
 class Order(Record, frozen=True, kw_only=True):
-    """The script, its rank, and how long it may be in `MPI_Init`."""
+    """Process and rank of the script, and how many seconds it may spend in `MPI_Init`."""
 
     pid: int
     rank: int
@@ -45,7 +45,7 @@ class Order(Record, frozen=True, kw_only=True):
 
 @contextmanager
 def limited_mpi_start(limit_s: float) -> Iterator[None]:
-    """Inside the block this process calls `MPI_Init`: it is killed if that takes longer. Local."""
+    """Kill this process if the block, which calls `MPI_Init`, exceeds the limit. Local."""
     launched = read_launcher_env(os.environ)
     has_other_limit = (
         any(each.ends_lost_ranks for each in events.observers) or "mpi4py.MPI" in sys.modules
@@ -80,7 +80,7 @@ def main() -> int:
         if select.select([sys.stdin], [], [], _PERIOD_S)[0]:
             return 0
         now = clock.tick()
-        if not is_stopped(order.pid):
+        if not is_stopped(order.pid):  # the limit does not run while the script is suspended
             waited_s += now - before
         before = now
     say(
@@ -105,7 +105,7 @@ def _describe(ranks: Mapping[int, list[int]]) -> str:
 
 
 def _ranks_beside(pid: int) -> dict[int, list[int]]:
-    """The ranks of this host with their processes: all below the process that started them."""
+    """Return the ranks of this host and their processes, found below what started them."""
     above = [parent for parent in ancestors(pid) if _rank_of(parent) is None]
     processes = descendants(above[0]) if above else [pid]
     return grouped((rank, each) for each in processes if (rank := _rank_of(each)) is not None)

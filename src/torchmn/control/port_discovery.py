@@ -1,4 +1,4 @@
-"""How ranks find rank 0's port when their launcher gives the ranks, but no port.
+"""Let ranks find rank 0's port when the launcher tells them their ranks, but no port.
 
 With a fixed port, two jobs on one host would connect to each other, and anyone could wait there for
 ranks. So rank 0 listens on a port that the system chose, and publishes it in a file that only the
@@ -33,7 +33,7 @@ _LOOKUP_S = 2.0
 _PAUSE_S = 0.05
 _PORT = struct.Struct("!H")
 _ROLE = "port discovery"
-# The same for all ranks of one job step.
+# Variables that have the same value on all ranks of one job step.
 JOB_VARIABLES = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PALS_APID"),
@@ -43,7 +43,7 @@ _OF_ALL_STEPS = frozenset({"SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "
 
 
 def job_name(env: Mapping[str, str]) -> str:
-    """Identifies this job, and this step of it; empty if the environment does not.
+    """Return a name for this step of this job; empty if the environment identifies none.
 
     The scheduler's job ID alone is not enough: one job may start several worlds.
     """
@@ -54,7 +54,7 @@ def job_name(env: Mapping[str, str]) -> str:
 
 
 def leader_host(place: LauncherInfo, env: Mapping[str, str]) -> str:
-    """The name by which the other ranks know this host, that of rank 0.
+    """Return, on rank 0, the name by which the other ranks know its host.
 
     Ranks are assumed to follow the order of the launcher's or the scheduler's list of hosts; where
     they do not, MASTER_ADDR must be set. Without a list it is the host's own name.
@@ -69,7 +69,7 @@ def leader_host(place: LauncherInfo, env: Mapping[str, str]) -> str:
 
 
 def meeting_folder(place: LauncherInfo, env: Mapping[str, str]) -> Path:
-    """The folder of the files, which all ranks of the job see and no other user. Creates it.
+    """Create and return the folder of the files, which all ranks see and no other user.
 
     Raises LaunchError: it cannot be created, or other users have access to it.
     """
@@ -97,7 +97,7 @@ def meeting_folder(place: LauncherInfo, env: Mapping[str, str]) -> Path:
 
 
 def publish_port(job: str, port: int, *, host: str, folder: Path) -> Callable[[], None]:
-    """Rank 0: publish ``port`` in a daemon thread until the returned function is called.
+    """On rank 0, publish ``port`` in a daemon thread until the returned function is called.
 
     ``host`` is the name by which the other ranks know this host. Raises LaunchError: the file
     cannot be written.
@@ -130,7 +130,7 @@ def publish_port(job: str, port: int, *, host: str, folder: Path) -> Callable[[]
 
 
 def lookup_port(job: str, limit_s: float, *, folder: Path) -> tuple[str, int] | None:
-    """The other ranks: host and port that rank 0 has published, or ``None`` after the limit."""
+    """On other ranks, return host and port of rank 0, or None after ``limit_s``."""
     path, deadline = _file_of(job, folder), time.monotonic() + limit_s
     while time.monotonic() < deadline:
         with suppress(OSError, ValueError, struct.error, LaunchError):
@@ -162,7 +162,7 @@ def _serve(listener: AuthenticatedListener, port: int, is_over: threading.Event)
 
 
 def _interface(host: str) -> str:
-    """This host's address that ``host`` names; empty (all) if it is another one on other hosts."""
+    """Return this host's address named ``host``; empty (all) if others may resolve it otherwise."""
     found = addresses_of_host(host)
     if found and (found[0] == host or not is_loopback(host)) and route_of(found[0]) is not None:
         return found[0]

@@ -41,7 +41,7 @@ def adopt_orphans() -> None:
 
 
 def kill_on_parent_death(signum: int = signal.SIGKILL) -> Callable[[], None]:
-    """For ``preexec_fn``: the child gets ``signum`` when the thread that started it ends."""
+    """Return a ``preexec_fn`` by which the child gets ``signum`` when its starting thread ends."""
     prctl = ctypes.CDLL(None, use_errno=True).prctl  # loaded before the fork
     parent = os.getpid()
 
@@ -54,7 +54,7 @@ def kill_on_parent_death(signum: int = signal.SIGKILL) -> Callable[[], None]:
 
 
 def descendants(pid: int) -> list[int]:
-    """The living processes below ``pid``, children before grandchildren."""
+    """Return the living processes below ``pid``, children before grandchildren."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (fields := _stat(int(entry))) and fields[0] not in ("Z", "X"):
@@ -68,7 +68,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def children(pid: int) -> list[int]:
-    """The children of a process, whichever of its threads has started them."""
+    """Return the children of a process, whichever of its threads has started them."""
     found: list[int] = []
     with suppress(OSError):  # it ends
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -77,7 +77,7 @@ def children(pid: int) -> list[int]:
 
 
 def ancestors(pid: int) -> list[int]:
-    """The parent of a process, the parent's parent, and so on."""
+    """Return the parent of a process, the parent's parent, and so on."""
     found: list[int] = []
     while (fields := _stat(pid)) and int(fields[1]) > 1:
         pid = int(fields[1])
@@ -86,23 +86,23 @@ def ancestors(pid: int) -> list[int]:
 
 
 def process_name(pid: int) -> str:
-    """The name of a process's program; empty if there is no such process."""
+    """Return the name of a process's program; empty if there is no such process."""
     return _read(pid, "comm").strip()
 
 
 def command_of(pid: int) -> list[str]:
-    """The words of a process's command; empty if there is no such process."""
+    """Return the command line of a process; empty if there is no such process."""
     return _read(pid, "cmdline").split("\0")[:-1]
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """The variables that a process was started with; empty if they cannot be read."""
+    """Return the environment that a process was started with; empty if it cannot be read."""
     pairs = (text.partition("=") for text in _read(pid, "environ").split("\0") if text)
     return {name: value for name, _, value in pairs}
 
 
 def process_state(pid: int) -> tuple[ProcessState, str]:
-    """The state of a process, and the kernel's function it waits in if known."""
+    """Return the state of a process, and the kernel function in which it waits, if known."""
     kernel_function = _read(pid, "wchan").strip().strip("0")
     return _STATES.get(_state_letter(pid), ProcessState.UNKNOWN), kernel_function
 
@@ -118,24 +118,25 @@ def is_running(pid: int) -> bool:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is such a process: it runs, or has exited and was not reaped."""
+    """Whether the process runs, or has exited and was not reaped yet."""
     return bool(_state_letter(pid))
 
 
 def expects_signal(pid: int, signum: int) -> bool:
     """Whether the process handles or ignores this signal."""
     masks = dict(line.split(":", 1) for line in _read(pid, "status").splitlines())
+    # -1 has all bits set: a process that is gone "expects" any signal and need not be asked again.
     mask = int(masks.get("SigCgt", "-1"), 16) | int(masks.get("SigIgn", "-1"), 16)
     return bool(mask >> (signum - 1) & 1)
 
 
 def start_time(pid: int) -> str:
-    """When the process started, in ticks since the machine did; "" if it is gone."""
+    """Return when the process started, in clock ticks since boot; empty if it is gone."""
     return "".join(_stat(pid)[19:20])
 
 
 def zombie_returncode(pid: int) -> int | None:
-    """The return code of a process that has exited and was not reaped yet."""
+    """Return the return code of a process that has exited and was not reaped, else None."""
     fields = _stat(pid)
     return os.waitstatus_to_exitcode(int(fields[49])) if fields[:1] == ["Z"] else None
 
@@ -145,13 +146,13 @@ def _state_letter(pid: int) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of ``/proc/PID/stat`` from the state on; empty if there is no such process."""
+    """Return the fields of ``/proc/PID/stat`` from the state on; empty if there is no process."""
     # the name in brackets before them may hold anything, brackets too
     return _read(pid, "stat").rpartition(")")[2].split()
 
 
 def _read(pid: int, name: str) -> str:
-    """A file below ``/proc/PID``; empty if there is no such process, or it may not be read."""
+    """Read a file below ``/proc/PID``; empty if it does not exist or may not be read."""
     try:
         with open(f"/proc/{pid}/{name}", errors="surrogateescape") as file:
             return file.read()
@@ -190,14 +191,14 @@ def kill_descendants(pid: int, *, spare: Collection[int] = (), limit_s: float = 
 def has_children() -> bool:
     """Whether this process has a child, be it one that has exited and was not reaped yet."""
     try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # WNOWAIT: reaps nothing
     except ChildProcessError:
         return False
     return True
 
 
 def reap_children() -> list[tuple[int, int]]:
-    """The children that have exited: (process, exit code or minus the signal)."""
+    """Reap children; return (process, exit code or minus the signal) for each."""
     ended: list[tuple[int, int]] = []
     while True:
         try:
@@ -210,7 +211,7 @@ def reap_children() -> list[tuple[int, int]]:
 
 
 def signal_name(returncode: int) -> str | None:
-    """``SIGKILL`` for -9, ``None`` for a process that no signal ended."""
+    """Return the signal that ended a process, as ``SIGKILL`` for -9, or None for an exit code."""
     if returncode >= 0:
         return None
     try:
@@ -220,20 +221,21 @@ def signal_name(returncode: int) -> str | None:
 
 
 def signal_socket(*signums: signal.Signals) -> socket.socket:
-    """A socket from which these signals can be read, one byte each: their numbers."""
+    """Return a socket from which the numbers of these signals can be read, a byte for each."""
     reading, writing = socket.socketpair()
     reading.setblocking(False)
     writing.setblocking(False)
     signal.set_wakeup_fd(writing.detach(), warn_on_full_buffer=False)
+    # Only signals with a Python handler are written to the descriptor, even if it does nothing.
     for signum in signums:
         signal.signal(signum, lambda *_: None)
     return reading
 
 
 def python_module(module: str) -> tuple[str, ...]:
-    """The command that runs one of torchmn's own modules.
+    """Return the command that runs one of torchmn's own modules.
 
-    With ``-P`` from Python 3.11 on: the user's folder must not shadow modules that it imports.
+    It has ``-P`` from Python 3.11 on, so that files in the user's folder shadow no modules.
     """
     safe_path = ("-P",) if sys.version_info >= (3, 11) else ()
     return (sys.executable, *safe_path, "-m", module)
@@ -243,9 +245,9 @@ P = TypeVar("P", bound=Hashable)
 
 
 class StoppedProcesses(Generic[P]):
-    """The processes that are stopped, each since it was first seen so.
+    """The processes that are stopped, with the time at which each was first seen stopped.
 
-    ``now`` is always of one `LoopClock`.
+    ``now`` is the time of the same `LoopClock` in all calls.
 
     >>> stopped = StoppedProcesses[int]()
     >>> stopped.update([7, 8], now=0.0)
@@ -262,11 +264,11 @@ class StoppedProcesses(Generic[P]):
         return iter(self._since)
 
     def update(self, stopped: Iterable[P], now: float) -> None:
-        """Record which are stopped now; the others have continued or ended."""
+        """Record the processes that are stopped now; others have continued or ended."""
         self._since = {process: self._since.get(process, now) for process in stopped}
 
     def for_longer_than(self, limit_s: float, now: float) -> list[P]:
-        """Those that have been stopped all the time for at least ``limit_s``."""
+        """Return the processes that have been stopped for at least ``limit_s`` without a break."""
         return [process for process, since in self._since.items() if now - since >= limit_s]
 
 
@@ -278,11 +280,11 @@ _given: list[tuple[int, int]] = []
 
 
 def allow_connections(num_connections: int, what: str) -> None:
-    """Raise the soft limit of this process to the hard one if this many connections need that.
+    """Raise the soft limit of open files to the hard one if this many connections need that.
 
-    Only the process that is connected to all ranks needs it: scripts see the limit that the user
-    has set. ``what`` opens the connections, in the message. Raises LaunchError: the hard limit is
-    too low as well.
+    Only the process that is connected to all ranks calls this: scripts see the limit that the user
+    has set. ``what`` names this process in the error. Raises LaunchError: the hard limit is too low
+    as well.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_connections + _OTHER_FILES
@@ -303,5 +305,5 @@ def allow_connections(num_connections: int, what: str) -> None:
 
 
 def lower_in_child() -> Callable[[], None] | None:
-    """For ``preexec_fn``: the child has the limit that this process had before it was raised."""
+    """Return a ``preexec_fn`` that restores the limit from before `allow_connections`, or None."""
     return partial(resource.setrlimit, resource.RLIMIT_NOFILE, _given[0]) if _given else None

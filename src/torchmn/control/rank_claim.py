@@ -1,4 +1,4 @@
-"""One process for each rank, although every program that a rank starts inherits its variables.
+"""Ensure one process per rank, although programs that a rank starts inherit its variables.
 
 A process that joins the others as the rank of its launcher claims that rank: it keeps a file in
 memory open whose name holds a digest of the launcher's variables and its process number. A process
@@ -44,7 +44,7 @@ def claim_rank(place: LauncherInfo, env: Mapping[str, str]) -> None:
 
 
 def claimed_by(env: Mapping[str, str]) -> int | None:
-    """The other process that has joined as the rank that ``env`` describes, if any. Local."""
+    """Return the process that has joined as the rank that ``env`` describes, or None. Local."""
     own, digest = os.getpid(), _digest(env)
     if not _NAMES & env.keys():
         return None

@@ -1,7 +1,7 @@
-"""Listeners of ranks for other ranks, which are told where they are and with which token.
+"""Connections between ranks, made at listeners whose addresses and tokens ranks exchange.
 
-Who connects knows the token, which the ranks send each other over what connects them already, and
-the secret of the job if there is one: so both sides authenticate each other.
+Ranks send each other the token over a connection that they have already. A client must know the
+token, and the secret of the job if there is one, so that both sides authenticate each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchmn.control.connection import listen_on
 
 
 class RankAddress(NamedTuple):
-    """Where a rank listens, best host first, the token of its listener, and its process."""
+    """Addresses of a rank's listener (best first), its port and token, and the rank's process."""
 
     hosts: list[str]
     port: int
@@ -30,14 +30,15 @@ class RankAddress(NamedTuple):
 
     @property
     def secret(self) -> str:
-        """What both sides of a connection must know."""
+        """Secret that both sides of a connection must know."""
         return f"{os.environ.get(SECRET_VARIABLE, '')} {self.token}"
 
 
 def listen_for_ranks(hosts: Sequence[str], role: str) -> tuple[AuthenticatedListener, RankAddress]:
-    """A listener on a free port of this host, and what other ranks must know of it.
+    """Listen on a free port of this host; return the listener and its address for other ranks.
 
-    ``hosts`` are the addresses at which they reach this host; with one it is on that interface.
+    ``hosts`` are the addresses by which they reach this host. With a single one it listens on that
+    interface only, else on all.
     """
     listener = listen_on(hosts[0] if len(hosts) == 1 else "")
     port, token = listener.getsockname()[1], secrets.token_hex(16)
@@ -48,9 +49,10 @@ def listen_for_ranks(hosts: Sequence[str], role: str) -> tuple[AuthenticatedList
 def connect_to_rank(
     address: RankAddress, role: str, line: bytes, limit_s: float, *, retries: bool = True
 ) -> socket.socket | None:
-    """A connection by the first host that answers in time; None if none does.
+    """Connect to the first of a rank's addresses that answers; return None if none does.
 
-    Each but the last has half of the time that is left. ``line`` and ``retries`` as in `connect`.
+    The last address gets all of the time that is left, each of the others half of it. ``line`` and
+    ``retries`` as in `connect`.
     """
     deadline = time.monotonic() + limit_s
     for host in address.hosts:

@@ -1,5 +1,5 @@
-"""How a script ends: one line for an error of torchmn, callbacks before the process exits, and what
-the job script needs to know to decide whether the job is resubmitted.
+"""The end of a script: errors of torchmn as one line, callbacks before the process exits, and the
+progress file by which the job script decides whether to resubmit the job.
 
 An error that only reports the loss of another rank is marked in every line (`FOLLOW_UP`), since its
 cause is elsewhere.
@@ -80,10 +80,11 @@ def show_exception(
     error: BaseException,
     hook: Callable[[type[BaseException], BaseException, TracebackType | None], object],
 ) -> None:
-    """Print an uncaught exception by ``hook``; if it is the interpreter's, as `traceback_text`.
+    """Print an uncaught exception with ``hook``, and mark what follows from another failure.
 
-    The lines of one that only follows from the loss of another rank are marked. One that is not
-    torchmn's is given the `failure_notes` first (since Python 3.11).
+    The interpreter's hook is replaced by `traceback_text` for errors of torchmn, and for those that
+    only follow from the loss of another rank, of which every line is marked. Exceptions that are
+    not torchmn's get the `failure_notes` first (since Python 3.11).
     """
     if not isinstance(error, TorchmnError) and hasattr(error, "add_note"):
         for note in filter(None, [each.failure_note() for each in list(failure_notes)]):
@@ -95,11 +96,10 @@ def show_exception(
 
 
 def traceback_text(error: BaseException) -> str:
-    """The traceback of an exception; that of a `TorchmnError` shows the user's code alone.
+    """Return the traceback of an exception; that of a `TorchmnError` only shows user code.
 
-    Left out are frames of torchmn and torch, and exceptions before the error that were in no user
-    code: its message describes them. ``TORCHMN_TRACEBACK=1`` keeps all; so does an error outside of
-    user code.
+    It omits frames of torchmn and torch, and chained exceptions without user code, which the
+    message describes. Nothing is omitted with ``TORCHMN_TRACEBACK=1`` or outside of user code.
     """
     own = _text_of_script(error)
     if not isinstance(error, TorchmnError) or not own:
@@ -112,16 +112,16 @@ def traceback_text(error: BaseException) -> str:
 
 
 def _text_of_script(error: BaseException) -> str:
-    """An exception with the frames of user code; empty if it has none."""
+    """Format an exception with its frames of user code; empty if it has none."""
     lines = frames_of_script(traceback.extract_tb(error.__traceback__))
     end = traceback.format_exception_only(error)
     return "".join(["Traceback (most recent call last):\n", *lines, *end]) if lines else ""
 
 
 def frames_of_script(stack: Sequence[traceback.FrameSummary]) -> list[str]:
-    """The frames of a stack that are neither of torchmn nor of torch, and how many are left out.
+    """Format the frames of a stack outside of torchmn and torch, and the number of others.
 
-    Empty with ``TORCHMN_TRACEBACK=1``, and if there are none.
+    Empty with ``TORCHMN_TRACEBACK=1``, and if there are no such frames.
     """
     own = [frame for frame in stack if not _is_internal(frame.filename)]
     if not own or os.environ.get(TRACEBACK_VARIABLE):
@@ -132,7 +132,7 @@ def frames_of_script(stack: Sequence[traceback.FrameSummary]) -> list[str]:
 
 
 def script_stack(thread: threading.Thread) -> str:
-    """The stack of a thread of this process, the script's frames alone; empty where it has none."""
+    """Format the script's frames in the stack of a thread; empty if there are none."""
     frame = sys._current_frames().get(thread.ident or 0)
     lines = frames_of_script(traceback.extract_stack(frame)) if frame else []
     return "".join([f"{thread.name}:\n", *lines]).rstrip("\n") if lines else ""
@@ -160,7 +160,7 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def _is_follow_up(error: BaseException) -> bool:
-    """As `is_consequence`, without a time limit, whose error may be the only one of the job."""
+    """As `is_consequence`, except for time limits: theirs may be the only error of the job."""
     is_late = any(isinstance(each, TimeLimitError) for each in _causes(error))
     return is_consequence(error) and not is_late
 
@@ -171,7 +171,7 @@ def _marked(error: BaseException, text: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, its cause, and so on."""
+    """Yield the error, its cause or context, and so on."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -181,7 +181,10 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _shown_before(error: BaseException) -> Iterator[tuple[BaseException, str]]:
-    """What Python prints before an error, the last first, and the words between the two."""
+    """Yield the chained exceptions that Python prints before an error, the nearest first.
+
+    With each comes the sentence that Python prints after it.
+    """
     link = ""
     for each in _causes(error):
         if link:

@@ -29,7 +29,8 @@ _FROM_SCRIPTS = (CheckpointSaved, Failed, Joined, Joining, Leaving, Overdue, Sta
 class ScriptLink:
     """The connection to one script; ``forward`` is called with each of the script's messages.
 
-    Without a ``connection`` one is made, whose other end the script inherits (`variable`).
+    Without ``connection`` a pair of sockets is created, of which the script inherits one
+    (`variable`).
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ScriptLink:
         return self._channel.is_open
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor of the agent's end, for selectors."""
         return self._channel.fileno()
 
     def variable(self) -> str:
@@ -58,13 +59,15 @@ class ScriptLink:
         if self._script_end is None:
             return ""
         self._script_end.set_inheritable(True)
+        # The process id is that of SO_PEERCRED: the script compares it, since a program in between
+        # may have closed the descriptor and opened something else.
         return f"{self._script_end.fileno()}:{os.getpid()}"
 
     def script_started(self, pid: int) -> None:
-        """The script runs as this process, and has inherited its end."""
+        """Note that the script runs as process ``pid`` and has inherited its end."""
         self._pid = pid
         if self._script_end is not None:
-            self._script_end.close()
+            self._script_end.close()  # so that the connection ends with the script
 
     def post(self, message: Message) -> None:
         """Send the script a message."""

@@ -1,4 +1,4 @@
-"""The room in folders of data and checkpoints, and whether they can be written to."""
+"""Check the free space in folders of data and checkpoints, and whether they are writable."""
 
 import os
 import tempfile
@@ -12,7 +12,7 @@ _FULL_SHARE = 0.02
 
 
 class Folder(Record, frozen=True, kw_only=True):
-    """A folder; ``error`` says why nothing could be written there."""
+    """A folder on a host; ``error`` is the reason if nothing could be written there."""
 
     path: str
     error: str = ""
@@ -22,7 +22,7 @@ class Folder(Record, frozen=True, kw_only=True):
 
 
 class DiskFacts(Record, frozen=True, kw_only=True):
-    """The folders of the request."""
+    """Facts about the folders of the request on one host."""
 
     folders: list[Folder]
 
@@ -35,7 +35,7 @@ def examine(request: Request, host: str) -> DiskFacts:
 
 
 def findings(found: Mapping[str, DiskFacts], request: Request) -> Iterator[Finding]:
-    """What cannot be written, and where there is little room."""
+    """Find folders that cannot be written to, and those with little space."""
     for host, facts in found.items():
         for folder in facts.folders:
             yield from _room(host, folder)

@@ -1,7 +1,7 @@
-"""Examine all hosts: start a program on each, let them check themselves, measure links in rounds.
+"""Examine all hosts: start a program on each, run the checks, and measure links in rounds.
 
-A link whose measurement leads to a finding is measured again, up to twice, and the best counts: a
-fault stays, a disturbance does not.
+A link whose measurement leads to a finding is measured again, up to twice, and the best measurement
+counts: a fault persists, a disturbance does not.
 """
 
 import secrets
@@ -56,7 +56,7 @@ _FILES_PER_HOST = 4
 
 
 class Examination(Record, frozen=True, kw_only=True):
-    """All that was found. ``facts`` by check and host; ``clock_offsets_s`` to this host's clock."""
+    """The result: ``facts`` by check and host; ``clock_offsets_s`` of hosts to this one's clock."""
 
     hosts: list[str]
     findings: list[Finding]
@@ -69,7 +69,7 @@ class Examination(Record, frozen=True, kw_only=True):
 def examine(
     request: Request, env: Mapping[str, str], *, shows_progress: bool = False
 ) -> Examination:
-    """Examine the hosts of a request from this one. Changes nothing that lasts.
+    """Examine the hosts of a request from this one. Leaves nothing behind on the hosts.
 
     Raises LaunchError: this process may not open enough files for this number of hosts.
     """
@@ -118,7 +118,7 @@ class _Examiner:
         self.clocks: dict[str, float] = {}
 
     def examine(self) -> None:
-        """Hosts that have not answered in one step take no part in the next."""
+        """Take all steps. A host that does not answer in one of them is left out of the next."""
         self._start()
         self._compare_clocks()
         for name, check in CHECKS.items():
@@ -130,7 +130,7 @@ class _Examiner:
         list(self._workers.map(HostSession.close, self._sessions.values()))
 
     def kill(self) -> None:
-        """End the remote shells at once."""
+        """Kill the remote shells."""
         for session in self._sessions.values():
             session.kill()
 
@@ -191,7 +191,7 @@ class _Examiner:
         return {host: session.machine for host, session in self._sessions.items()}
 
     def _on_all(self, hosts: Sequence[str], call: Callable[[HostSession], Any]) -> dict[str, Any]:
-        """The results by host, of those where it did not raise; the others get a finding."""
+        """Make a call for each host in parallel; return results by host, findings for errors."""
 
         def result(host: str) -> Any:
             try:
@@ -236,7 +236,7 @@ class _Examiner:
         self._note("links", link_findings(list(self.links.values()), facts))
 
     def _measure_pairs(self, pairs: Sequence[Pair], *, both: bool = True) -> None:
-        """Pairs that share no machine, at once; of each first one direction, then the other."""
+        """Measure pairs that share no machine in parallel, one direction after the other."""
         self._measure_directions(pairs)
         if both:
             self._measure_directions([(two, one) for one, two in pairs])

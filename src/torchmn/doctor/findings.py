@@ -1,4 +1,4 @@
-"""A finding: what was seen where, the rule that it breaks, and the cure."""
+"""Findings (what was seen where, the rule that it breaks, the cure), orders and replies."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -13,8 +13,8 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 class Finding(Record, frozen=True):
     """One problem, or with severity ``note`` a fact worth knowing.
 
-    ``hosts`` are those where the cause is, as far as can be seen. ``check`` is the name of the
-    check that found it.
+    ``hosts`` are the hosts where the cause probably is. ``check`` is the name of the check that
+    found it.
     """
 
     severity: Severity
@@ -26,7 +26,7 @@ class Finding(Record, frozen=True):
 
 
 def deviating(values: Mapping[str, str]) -> tuple[str, dict[str, list[str]]]:
-    """The value of most hosts (of the first among equals), and the hosts with another one.
+    """Return the most frequent value (the first of equals), and the hosts with other values.
 
     >>> deviating({"a": "2.1", "b": "2.2", "c": "2.1"})
     ('2.1', {'2.2': ['b']})
@@ -37,21 +37,21 @@ def deviating(values: Mapping[str, str]) -> tuple[str, dict[str, list[str]]]:
 
 
 def worst(findings: Sequence[Finding]) -> Severity:
-    """The severity of the worst finding."""
+    """Return the severity of the worst finding."""
     return min((found.severity for found in findings), key=SEVERITIES.index, default="note")
 
 
 def listed(names: Sequence[str]) -> str:
-    """Up to six names, and how many there are besides."""
+    """Join up to six names, and the number of others."""
     shown = ", ".join(names[:6])
     return shown if len(names) <= 6 else f"{shown} and {len(names) - 6} more"
 
 
 class Request(Record, frozen=True, kw_only=True):
-    """What is to be examined. ``slots`` holds the hosts, in order, with their numbers of ranks.
+    """The request of an examination. ``slots`` has the number of ranks by host, in order.
 
-    ``paths`` are folders for data and checkpoints. ``expected_bytes_per_s`` is what the user knows
-    of the network where adapters report no speed, or a wrong one; 0 if it was not given.
+    ``paths`` are folders for data and checkpoints. ``expected_bytes_per_s`` is the network's speed
+    according to the user, for adapters that report none or a wrong one; 0 if not given.
     """
 
     slots: dict[str, int]
@@ -67,12 +67,12 @@ class Request(Record, frozen=True, kw_only=True):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on all hosts."""
+        """Number of ranks on all hosts."""
         return sum(self.slots.values())
 
 
 class Begin(Record, frozen=True, kw_only=True):
-    """The first order: the host that the program is on, and the secret of this examination."""
+    """The first order: the name of the program's host, and the secret of this examination."""
 
     host: str
     secret: str
@@ -80,13 +80,13 @@ class Begin(Record, frozen=True, kw_only=True):
 
 
 class Examine(Record, frozen=True, kw_only=True):
-    """Make the part of a check that is local; its facts are the reply."""
+    """Order: make the local part of a check, and reply with its facts."""
 
     check: str
 
 
 class MeasureLink(Record, frozen=True, kw_only=True):
-    """Measure the link to another host, by an address of it, for this time."""
+    """Order: measure the link to an address of another host for this time."""
 
     address: str
     port: int
@@ -94,24 +94,24 @@ class MeasureLink(Record, frozen=True, kw_only=True):
 
 
 class AskTime(Record, frozen=True):
-    """What time is it on the host?"""
+    """Order: reply with the time of the host's clock."""
 
 
 class Ready(Record, frozen=True, kw_only=True):
-    """The program has started. Hosts that share a ``machine`` share its cores."""
+    """Reply: the program has started. Hosts with the same ``machine`` share its cores."""
 
     machine: str
     port: int
 
 
 class TimeIs(Record, frozen=True):
-    """Seconds since 1970 on the host."""
+    """Reply: seconds since 1970 by the host's clock."""
 
     unix_s: float
 
 
 class LinkMeasured(Record, frozen=True, kw_only=True):
-    """The link to another host in one direction, or why it could not be measured."""
+    """Reply: the link to another host in one direction, or why it could not be measured."""
 
     bytes_per_s: float = 0.0
     latency_s: float = 0.0
@@ -120,7 +120,7 @@ class LinkMeasured(Record, frozen=True, kw_only=True):
 
 
 class Failed(Record, frozen=True):
-    """Why an order could not be carried out."""
+    """Reply: the reason why an order could not be carried out."""
 
     text: str
 

@@ -1,4 +1,4 @@
-"""GPUs, as ``nvidia-smi`` reports them: present, without memory errors, at their clocks."""
+"""Check GPUs with ``nvidia-smi``: their number, memory errors, and clock rates."""
 
 import csv
 import io
@@ -29,7 +29,7 @@ _MAX_USED = 0.1
 
 
 class GpuFacts(Record, frozen=True, kw_only=True):
-    """What the driver reports of each GPU, by `_FIELDS`; and the pairs without peer access."""
+    """The driver's report on each GPU, by `_FIELDS`, and the pairs without peer access."""
 
     num_devices: int
     gpus: list[dict[str, str]] = []
@@ -38,7 +38,7 @@ class GpuFacts(Record, frozen=True, kw_only=True):
 
 
 def examine(request: Request, host: str) -> GpuFacts:
-    """Ask the driver."""
+    """Read the facts of this host's GPUs from the driver."""
     num_devices, command = count_gpus({}), shutil.which("nvidia-smi")
     if command is None:
         missing = "there is no nvidia-smi" if num_devices else ""
@@ -60,7 +60,7 @@ def examine(request: Request, host: str) -> GpuFacts:
 
 
 def findings(found: Mapping[str, GpuFacts], request: Request) -> Iterator[Finding]:
-    """Each GPU by itself; their number and kind beside other hosts."""
+    """Check each GPU by itself, and number and kind in comparison with other hosts."""
     for host, facts in found.items():
         if facts.error and (facts.num_devices or any(each.gpus for each in found.values())):
             yield Finding(
@@ -149,7 +149,7 @@ def _kinds(facts: GpuFacts) -> str:
 
 
 def _pairs_without(matrix: str) -> list[list[str]]:
-    """The pairs that ``nvidia-smi topo -p2p r`` does not mark OK."""
+    """Return the pairs of GPUs that ``nvidia-smi topo -p2p r`` does not mark OK."""
     rows = [line.split() for line in matrix.splitlines() if line.strip().startswith("GPU")]
     names = rows[0] if rows else []
     found = []

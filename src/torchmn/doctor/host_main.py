@@ -18,10 +18,10 @@ from torchmn.doctor.link_probe import measure_link, serve_probes
 
 
 class Check(NamedTuple):
-    """A check that each host takes part in.
+    """A check of all hosts.
 
-    ``examine(request, host)`` reads on each host, and ``findings(facts, request)`` follow from the
-    facts of all hosts that answered, by host.
+    ``examine(request, host)`` reads the facts on each host, and ``findings(facts, request)``
+    derives findings from the facts of all hosts that answered, by host.
     """
 
     facts: type[Record]
@@ -42,6 +42,7 @@ CHECKS = {
 
 def main() -> None:
     """Carry out orders until there are none."""
+    # Replies have a descriptor of their own, so that what a check prints cannot mix with them.
     replies = os.dup(1)
     os.dup2(2, 1)
     begin = decode(sys.stdin.readline(), Begin)

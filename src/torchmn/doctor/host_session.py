@@ -53,7 +53,7 @@ class HostSession:
         self.machine, self.port = ready.machine, ready.port
 
     def call(self, order: Record, kind: type[Reply], limit_s: float) -> Reply:
-        """The reply to an order. Raises LaunchError: there is none, or the order failed."""
+        """Send an order and return its reply. Raises LaunchError: no reply, or the order failed."""
         deadline = time.monotonic() + limit_s
         try:
             self._write(encode(order), deadline)
@@ -70,7 +70,10 @@ class HostSession:
         return reply  # type: ignore[no-any-return]
 
     def clock_offset_s(self) -> tuple[float, float]:
-        """How far the host's clock is ahead of this one, and the error. Raises LaunchError."""
+        """Return the seconds by which the host's clock is ahead, and their error.
+
+        Of several round trips the quickest counts. Raises LaunchError.
+        """
         best = (0.0, float("inf"))
         for _ in range(_NUM_CLOCK_ROUNDS):
             sent = time.time()
@@ -86,7 +89,7 @@ class HostSession:
         return self._process.stdin is None or self._process.stdin.closed
 
     def close(self) -> None:
-        """End the program; it ends with its standard input."""
+        """Close the program's standard input, at which it exits, or kill it."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with suppress(OSError):
@@ -99,13 +102,14 @@ class HostSession:
         self._errors.close()
 
     def kill(self) -> None:
-        """End the remote shell at once, and so a call in another thread."""
+        """Kill the remote shell, which also ends a call in another thread."""
         self._process.kill()
 
     def _write(self, line: bytes, deadline: float) -> None:
         pipe = self._process.stdin
         if pipe is None or pipe.closed:
             raise LaunchError("it was given up before")
+        # A host that reads no orders fills the pipe: this must not block beyond the deadline.
         os.set_blocking(pipe.fileno(), False)
         view = memoryview(line)
         while view:

@@ -1,4 +1,4 @@
-"""Limits of processes, and shared memory."""
+"""Check limits of processes and shared memory."""
 
 import os
 import resource
@@ -15,7 +15,7 @@ _MIN_FILES, _FILES_PER_RANK = 1024, 8
 
 
 class LimitFacts(Record, frozen=True, kw_only=True):
-    """Soft limits, -1 for none, and the size of /dev/shm in bytes, -1 if it is not there."""
+    """Soft limits, -1 for unlimited, and the size of /dev/shm in bytes, -1 if it is missing."""
 
     open_files: int
     locked_bytes: int
@@ -43,7 +43,7 @@ def examine(request: Request, host: str) -> LimitFacts:
 
 
 def findings(found: Mapping[str, LimitFacts], request: Request) -> Iterator[Finding]:
-    """Each host by itself: these limits are needed in full."""
+    """Compare the limits of each host with what a job needs."""
     for host, facts in found.items():
         yield from _shared_memory(host, facts, request.slots.get(host, 1))
         needed = max(_MIN_FILES, _FILES_PER_RANK * request.num_ranks)

@@ -25,7 +25,7 @@ _SILENCE_S = 3.0
 _ECHO_S = 0.2
 _MAX_ECHOES, _MIN_ECHOES = 100, 5
 _CHUNK_BYTES = 256 * KiB
-_LEFT_OUT = 0.3
+_LEFT_OUT = 0.3  # share of the time at the beginning, in which TCP still raises its rate
 _TCP_INFO_BYTES = 144
 _ABORT = struct.pack("ii", 1, 0)
 
@@ -37,13 +37,13 @@ class Incoming(Record, frozen=True, kw_only=True):
 
 
 class Received(Record, frozen=True):
-    """The rate at which bytes arrived."""
+    """The reply of the receiver: the rate at which bytes arrived."""
 
     bytes_per_s: float
 
 
 def serve_probes(secret: str) -> int:
-    """Answer probes in threads of their own until this process ends. Returns the port."""
+    """Answer probes in background threads until this process ends. Returns the port."""
     listener = listen_on("")
     port: int = listener.getsockname()[1]
     accepting = AuthenticatedListener(listener, secret=secret, role=_ROLE)
@@ -52,7 +52,7 @@ def serve_probes(secret: str) -> int:
 
 
 def measure_link(order: MeasureLink, secret: str) -> LinkMeasured:
-    """The link from here to an address. Local."""
+    """Measure the link from this host to an address. Local."""
     address = f"{order.address}:{order.port}"
     line = encode(Incoming(seconds=order.seconds))
     try:
@@ -160,7 +160,7 @@ def _receive(connection: socket.socket, seconds: float) -> float:
 
 
 def _retransmitted(connection: socket.socket) -> float:
-    """From the kernel's counters of this connection; 0 where it has none."""
+    """Return the share of packets sent again, from the kernel's counters; 0 without these."""
     found = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(found) < _TCP_INFO_BYTES:
         return 0.0

@@ -1,4 +1,4 @@
-"""Links between hosts: every pair in both directions, by every network that both have."""
+"""Check links between hosts: each pair, in both directions, over each common network."""
 
 import statistics
 from collections import Counter
@@ -18,9 +18,9 @@ _FASTER = 2.0
 
 
 class Link(Record, frozen=True, kw_only=True):
-    """One direction between two hosts in one network; the nominal speed is 0 if it is unknown.
+    """One direction between two hosts in one network; the nominal speed is 0 if unknown.
 
-    ``is_named``: the target's name leads there.
+    ``is_named``: the target's host name resolves to this address.
     """
 
     source: str
@@ -34,16 +34,16 @@ class Link(Record, frozen=True, kw_only=True):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Which link it is."""
+        """Identity of the link: source, target and network."""
         return self.source, self.target, self.network
 
 
 def links_between(
     source: str, target: str, facts: Mapping[str, NetworkFacts], request: Request
 ) -> Iterator[Link]:
-    """The links in one direction, not measured yet. A host has one address in each network.
+    """Yield the links from one host to another, to be measured, one for each network.
 
-    Interfaces that are down are left out, unless names lead there.
+    Interfaces that are down are left out, unless host names resolve to them.
     """
     theirs = {each.network: each for each in reversed(facts[target].interfaces)}
     resolved = facts[source].resolved.get(target, [])
@@ -80,7 +80,7 @@ def links_between(
 
 
 def better_link(one: Link, two: Link) -> Link:
-    """The better of two measurements of one link: what disturbs only one is no fault of it."""
+    """Combine the best values of two measurements: a disturbance of one is not a fault."""
     if one.measured.error or two.measured.error:
         return one if two.measured.error else two
     measured = LinkMeasured(
@@ -92,7 +92,7 @@ def better_link(one: Link, two: Link) -> Link:
 
 
 def suspicious(links: Sequence[Link]) -> list[Link]:
-    """Links that break a rule, to be measured again."""
+    """Return the links that break a rule, to be measured again."""
     found: dict[tuple[str, str, str], Link] = {}
     for each in grouped((link.network, link) for link in links).values():
         for chosen, _ in _problems(each):
@@ -101,7 +101,7 @@ def suspicious(links: Sequence[Link]) -> list[Link]:
 
 
 def link_findings(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
-    """What is wrong with links, and at which hosts, if several links of a host have it."""
+    """Yield the problems of links, attributed to a host if all its links have the problem."""
     for each in grouped((link.network, link) for link in links).values():
         for bad, describe in _problems(each):
             for hosts, where, chosen in _places(bad, each):
@@ -113,7 +113,7 @@ Describe = Callable[[list[str], str, list[Link]], Finding]
 
 
 def _problems(links: Sequence[Link]) -> Iterator[tuple[list[Link], Describe]]:
-    """Per rule the links of one network that break it, and how to describe that."""
+    """Yield for each rule the links of one network that break it, and how to describe them."""
     errors = [link for link in links if link.measured.error]
     if errors:
         yield errors, _no_connection
@@ -143,9 +143,9 @@ def _problems(links: Sequence[Link]) -> Iterator[tuple[list[Link], Describe]]:
 
 
 def _best_quarter(values: Sequence[float]) -> float:
-    """The value at the end of the lowest quarter.
+    """Return the value at the end of the lowest quarter.
 
-    Not the median: of three hosts a single one takes part in four of six links.
+    The median would not do: of three hosts, a single bad one takes part in four of six links.
     """
     return sorted(values)[len(values) // 4]
 
@@ -153,7 +153,7 @@ def _best_quarter(values: Sequence[float]) -> float:
 def _places(
     bad: Sequence[Link], links: Sequence[Link]
 ) -> Iterator[tuple[list[str], str, list[Link]]]:
-    """Where the cause is: in all links, at a host (its sending, receiving or both), in a link."""
+    """Locate the cause: all links, a host (sending, receiving or both), or single links."""
     if len(bad) == len(links) > 1:
         hosts = sorted({link.source for link in bad})
         yield hosts, f"between all hosts ({listed(hosts)})", list(bad)
@@ -241,7 +241,7 @@ def _losing(hosts: list[str], where: str, links: list[Link]) -> Finding:
 
 
 def _wrong_interface(links: Sequence[Link], facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
-    """Names that lead to a slower network than another one that the hosts have."""
+    """Find host names that resolve to a slower network than another one of the hosts."""
     networks = grouped((link.network, link) for link in links if not link.measured.error)
     if len(networks) < 2:
         return
@@ -278,10 +278,10 @@ Pair = tuple[str, str]
 def rounds_of(
     hosts: Sequence[str], machines: Mapping[str, Hashable], max_rounds: int | None = None
 ) -> list[list[Pair]]:
-    """Rounds in which no machine takes part twice; together they hold every pair once.
+    """Divide all pairs of hosts into rounds in which no machine takes part twice.
 
     With ``max_rounds`` only some rounds of a round-robin tournament, in which each host meets this
-    number of others. Containers of one machine are measured one pair after another.
+    number of others. Pairs that share a machine, as containers do, are in different rounds.
 
     >>> rounds_of(["a", "b", "c", "d"], {name: name for name in "abcd"})
     [[('a', 'd'), ('b', 'c')], [('d', 'c'), ('a', 'b')], [('b', 'd'), ('c', 'a')]]
@@ -308,7 +308,10 @@ def apart(pairs: Iterable[Pair], machines: Mapping[str, Hashable]) -> list[list[
 
 
 def _round_robin(hosts: Sequence[str]) -> list[list[Pair]]:
-    """The circle method: the last place stays, the others rotate. An empty place rests."""
+    """Make a round-robin tournament by the circle method: one place stays, others rotate.
+
+    With an odd number of hosts one of them rests in each round.
+    """
     circle: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     size = len(circle)
     rounds = []

@@ -1,4 +1,4 @@
-"""Names, interfaces and clocks of hosts: who resolves to what, and which interface is taken."""
+"""Check names, interfaces and clocks of hosts."""
 
 import ipaddress
 import os
@@ -20,8 +20,8 @@ _SYS = Path("/sys/class/net")
 class Interface(Record, frozen=True, kw_only=True):
     """A network interface and one of its addresses.
 
-    ``bytes_per_s`` is the nominal speed, 0 if the adapter reports none; a virtual one's means
-    nothing and is left out.
+    ``bytes_per_s`` is the nominal speed, 0 if the adapter reports none or is virtual, whose speed
+    means nothing.
     """
 
     name: str
@@ -33,9 +33,9 @@ class Interface(Record, frozen=True, kw_only=True):
 
 
 class NetworkFacts(Record, frozen=True, kw_only=True):
-    """``resolved``: addresses by host name; ``routes``: the interface to each host, by name.
+    """``resolved`` has the addresses, ``routes`` the interface, to each host by name.
 
-    ``taken`` is the interface that a library takes that `torchmn run` has not started.
+    ``taken`` has the interface that each library chooses in a job not started by `torchmn run`.
     """
 
     hostname: str
@@ -47,7 +47,7 @@ class NetworkFacts(Record, frozen=True, kw_only=True):
 
 
 def examine(request: Request, host: str) -> NetworkFacts:
-    """Read names and interfaces; sends nothing but what resolving a name sends."""
+    """Read names and interfaces. Sends nothing except queries for names."""
     hostname, interfaces = socket.gethostname(), list(_interfaces())
     others = _others(request.hosts, host)
     routes = {name: route.interface for name in others if (route := route_to(name))}
@@ -62,7 +62,7 @@ def examine(request: Request, host: str) -> NetworkFacts:
 
 
 def findings(found: Mapping[str, NetworkFacts], request: Request) -> Iterator[Finding]:
-    """Names first, since wrong ones explain much of what follows."""
+    """Find problems of names, then of interfaces: wrong names explain much of the latter."""
     if len(request.hosts) > 1:
         for host, facts in found.items():
             yield from _own_name(host, facts)
@@ -141,7 +141,7 @@ def _mtu(found: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
 
 
 def _others(hosts: list[str], host: str) -> list[str]:
-    """Names to resolve: all of a few hosts, else the first two and those that follow this one."""
+    """Return the names to resolve: all of few hosts, else the first two and the next ones."""
     place = hosts.index(host) if host in hosts else 0
     following = [*hosts[place + 1 :], *hosts[:place]]
     chosen = dict.fromkeys(chain(hosts[:2], following))
@@ -164,9 +164,10 @@ def _interfaces() -> Iterator[Interface]:
 
 
 def _taken(hostname: str, interfaces: list[Interface], env: Mapping[str, str]) -> dict[str, str]:
-    """gloo: the interface of the host's own name. NCCL: InfiniBand, else not docker's, then any.
+    """Return the interface that each library chooses by itself.
 
-    Open MPI uses all interfaces at once.
+    gloo takes the interface of the host's own name; NCCL takes InfiniBand, else one that is not
+    docker's, else any. Open MPI uses all interfaces at once.
     """
     names = list(dict.fromkeys(each.name for each in interfaces if each.is_up))
     own = next(iter(addresses_of_host(hostname)), None)
@@ -188,7 +189,7 @@ _MAX_OFFSET_S = 0.5
 
 
 def clock_findings(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Finding]:
-    """From how far each clock is ahead of the launcher's, and the error of that, in seconds.
+    """Find wrong clocks. ``offsets``: seconds ahead of the launcher's clock, and their error.
 
     The median counts as right; of two hosts the one whose clock agrees with the launcher's.
     """

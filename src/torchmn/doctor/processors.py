@@ -1,4 +1,4 @@
-"""What a host gives its ranks: cores, quotas and memory limits of control groups."""
+"""Check the cores, CPU quotas and memory limits that a host gives its ranks."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _MIN_LIMIT_PER_RANK = 2 * GiB
 
 
 class ProcessorFacts(Record, frozen=True, kw_only=True):
-    """Bytes of memory are -1 where there is no limit, as is the quota of cores."""
+    """Cores and memory of a host; -1 for a quota or a limit in bytes that does not exist."""
 
     num_cores: int
     memory_bytes: int
@@ -37,7 +37,7 @@ def examine(request: Request, host: str) -> ProcessorFacts:
 
 
 def findings(found: Mapping[str, ProcessorFacts], request: Request) -> Iterator[Finding]:
-    """Fewer cores than slots, and less memory than other hosts have."""
+    """Find hosts with fewer cores than slots, or less memory than others."""
     for host, facts in found.items():
         slots = request.slots.get(host, 1)
         yield from _too_few_cores(host, facts, slots)
@@ -45,7 +45,7 @@ def findings(found: Mapping[str, ProcessorFacts], request: Request) -> Iterator[
 
 
 def machine_of_host() -> str:
-    """A name that is equal for containers of one machine, until it boots again. Local."""
+    """Return a name that containers of one machine share until it boots again. Local."""
     return text_of(Path("/proc/sys/kernel/random/boot_id")) or os.uname().nodename
 
 

@@ -1,4 +1,4 @@
-"""What `torchmn doctor` prints: findings, the worst first, and what was measured."""
+"""Format the output of `torchmn doctor`: findings, the worst first, and measurements."""
 
 import json
 import statistics
@@ -19,18 +19,18 @@ _WIDTH = 100
 
 
 def exit_status(examination: Examination) -> int:
-    """By the worst finding."""
+    """Return the exit status for the worst finding."""
     return STATUS[worst(examination.findings)]
 
 
 def as_json(examination: Examination) -> str:
-    """Everything that was found, and the exit status."""
+    """Return everything that was found, and the exit status, as JSON."""
     plain = msgspec.to_builtins(examination, str_keys=True)
     return json.dumps({"status": exit_status(examination), **plain}, indent=1)
 
 
 def as_text(examination: Examination) -> str:
-    """For the terminal."""
+    """Return the report for a terminal."""
     lines = [line for finding in examination.findings for line in _described(finding)]
     lines += [*_hosts(examination), *_links(examination), *_taken(examination)]
     count = {
@@ -62,7 +62,7 @@ def _described(finding: Finding) -> Iterator[str]:
 
 
 def _hosts(examination: Examination) -> Iterator[str]:
-    """A line per host of what was measured there."""
+    """Return a line per host with what was measured there."""
     processors = examination.facts.get("processors", {})
     disks = examination.facts.get("disks", {})
     gpus = examination.facts.get("gpus", {})
@@ -83,7 +83,7 @@ def _hosts(examination: Examination) -> Iterator[str]:
 
 
 def _taken(examination: Examination) -> Iterator[str]:
-    """Which interface libraries take by themselves; on several hosts, that of the first one."""
+    """Describe which interface libraries choose by themselves, on the first host."""
     facts = examination.facts.get("network", {})
     if len(facts) > 1:
         host, found = next(iter(facts.items()))
@@ -92,7 +92,7 @@ def _taken(examination: Examination) -> Iterator[str]:
 
 
 def _links(examination: Examination) -> Iterator[str]:
-    """The range of each network, and all links of a few hosts."""
+    """Describe the rates of each network, and each link if there are few hosts."""
     good = [link for link in examination.links if not link.measured.error]
     by_network = grouped((f"{link.interface} ({link.network})", link.measured) for link in good)
     for name, measured in by_network.items():

@@ -1,4 +1,4 @@
-"""Versions that all hosts must have in common."""
+"""Check the versions that all hosts must have in common."""
 
 import os
 import platform
@@ -17,7 +17,7 @@ _ANSWER_S = 10.0
 
 
 class VersionFacts(Record, frozen=True, kw_only=True):
-    """Versions by name, "missing" where a package is not installed; and why nothing can run."""
+    """Versions by name, "missing" for a package not installed; and why nothing can run."""
 
     versions: dict[str, str]
     problem: str = ""
@@ -34,7 +34,7 @@ def examine(request: Request, host: str) -> VersionFacts:
 
 
 def findings(found: Mapping[str, VersionFacts], request: Request) -> Iterator[Finding]:
-    """Where a host differs from most others."""
+    """Find hosts whose versions differ from those of most others."""
     for host, facts in found.items():
         if facts.problem:
             yield Finding(

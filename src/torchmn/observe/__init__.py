@@ -1,1 +1,1 @@
-"""What the records of runs say: reading them, reports, and plans for other clusters."""
+"""Read the records of runs, report on them, and predict training on other clusters."""

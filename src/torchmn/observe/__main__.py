@@ -8,7 +8,7 @@ from torchmn.record.merged_trace import finish_profile
 
 
 def main() -> None:
-    """Merge and print where the result is."""
+    """Merge the profiles and print the paths of the results."""
     folders = [Path(text) for text in sys.argv[1:]]
     if not folders:
         print("usage: python -m torchmn.observe FOLDER...", file=sys.stderr)

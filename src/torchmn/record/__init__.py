@@ -1,6 +1,6 @@
-"""Where the time of a step goes: the record that each run keeps, and profiles of chosen steps.
+"""The record of where the time of each step goes, and profiles of chosen steps.
 
-The names load on first use: what reads records needs no torch.
+The names load on first use, since programs that only read records do without torch.
 """
 
 from __future__ import annotations

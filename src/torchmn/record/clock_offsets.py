@@ -1,12 +1,12 @@
-"""How far the clocks of the ranks are from that of rank 0, by round trips over TCP.
+"""Measure the offset of each rank's clock from that of rank 0, by round trips over TCP.
 
     offset = t0 - (sent + received) / 2,     error = (received - sent) / 2
 
-with t0, what rank 0's clock showed when it answered. The quickest of some round trips counts: its
-error is the smallest. Drift is what changes between two measurements, a minute apart (Cristian,
-"Probabilistic clock synchronization", 1989).
+where t0 is the time of rank 0's clock when it answered. Of several round trips the quickest counts,
+whose error is the smallest (Cristian, "Probabilistic clock synchronization", 1989). It is measured
+again every minute, since clocks drift.
 
-Rank 0 listens on a port of its own, beside the exchange, and answers from the recorder's thread.
+Rank 0 listens on a separate port and answers from the thread of its record.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TIME = struct.Struct("<d")
 
 
 class ClockServer:
-    """Answers the other ranks on rank 0, at these addresses. Used by one thread."""
+    """Answers the requests of other ranks, on rank 0. Only `stop` is for other threads."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         self._listener, self.address = listen_for_ranks(addresses, _ROLE)
@@ -40,10 +40,10 @@ class ClockServer:
 
     def stop(self) -> None:
         """Have `serve` return now. From any thread."""
-        self._stop.close()
+        self._stop.close()  # which makes the other end readable and wakes the poll
 
     def serve(self, seconds: float) -> None:
-        """Answer whoever asks for this long."""
+        """Answer requests for this many seconds, or until `stop`."""
         deadline = time.monotonic() + seconds
         while (left_s := deadline - time.monotonic()) > 0:
             ready = self._poll.poll(left_s * 1e3)
@@ -70,7 +70,7 @@ class ClockServer:
         client.close()
 
     def close(self) -> None:
-        """Stop answering."""
+        """Close the listener and all connections."""
         self._listener.close()
         self._stop.close()
         self._stopped.close()
@@ -80,7 +80,7 @@ class ClockServer:
 
 
 def measure_offset(server: RankAddress) -> ClockOffset | None:
-    """The offset of this process's clock from rank 0's, or None: rank 0 does not answer now."""
+    """Measure this process's offset from rank 0's clock; None if rank 0 does not answer."""
     connection = connect_to_rank(server, _ROLE, b"rank\n", _LIMIT_S, retries=False)
     if connection is None:
         return None

@@ -1,4 +1,4 @@
-"""How long a thread ran and waited for a core, from the counters of the kernel."""
+"""Read from the kernel's counters how long a thread ran and how long it waited for a core."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class CoreTime(NamedTuple):
-    """Seconds: the training thread waited for a core and ran, the process's other threads ran."""
+    """Seconds that the training thread waited for a core, that it ran, and that others ran."""
 
     run_queue_s: float
     cpu_s: float
@@ -26,7 +26,7 @@ class CoreTimeReader:
         self._last_ns = (0, 0, 0)
 
     def since_last(self) -> CoreTime | None:
-        """Of the time since the last call of this thread; None where the system does not tell."""
+        """Return the times since this thread's last call; None if the system has no counters."""
         try:
             if self._schedstat < 0 or self._thread != threading.get_native_id():
                 self._open()
@@ -39,7 +39,7 @@ class CoreTimeReader:
         return CoreTime(queue_s, run_s, max(0.0, process_s - run_s))
 
     def close(self) -> None:
-        """Close the file of the kernel, which `since_last` opens again."""
+        """Close the kernel's file. A later call of `since_last` opens it again."""
         if self._schedstat >= 0:
             os.close(self._schedstat)
             self._schedstat = -1
@@ -52,6 +52,6 @@ class CoreTimeReader:
         self._last_ns = self._read_ns()
 
     def _read_ns(self) -> tuple[int, int, int]:
-        """Nanoseconds that the thread ran and waited for a core, and that its process ran."""
+        """Return nanoseconds that the thread ran, waited for a core, and its process ran."""
         run_ns, queue_ns = os.pread(self._schedstat, 64, 0).split()[:2]
         return int(run_ns), int(queue_ns), time.process_time_ns()

@@ -1,7 +1,7 @@
-"""Traces of all ranks in one file for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""Merge the traces of all ranks into one file for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-Each rank's times become those of rank 0's clock. A rank has a process for each process and GPU that
-torch's profiler has seen, and one more for the phases, exchanges and collectives of torchmn.
+All times are converted to rank 0's clock. In the trace a rank has a process for each process and
+GPU that torch's profiler has seen, and one for torchmn's phases, exchanges and collectives.
 """
 
 import gzip
@@ -54,7 +54,7 @@ def merge_traces(folder: Path) -> Path | None:
 
 
 def _clock_us(trace: dict[str, Any]) -> float | None:
-    """When the trace's own clock showed the event whose time we know; None if it is not there."""
+    """Return the trace's own time of `_CLOCK_EVENT` in microseconds, None if it is missing."""
     for event in trace["traceEvents"]:
         if event.get("name") == _CLOCK_EVENT and event.get("ph") == "X":
             return float(event["ts"])
@@ -95,7 +95,7 @@ def _events_of(
 
 
 def _moved(event: Event, rank: int, label: str, shift_us: float, pids: dict[object, int]) -> Event:
-    """An event of torch's, with a process number and flow of its rank, on the common clock."""
+    """Convert an event of torch's trace to the common clock and to numbers unique to its rank."""
     pid = event.get("pid")
     number = pids.setdefault(pid, rank * _MAX_PROCESSES + len(pids) % (_MAX_PROCESSES - 1))
     moved = {**event, "pid": number}
@@ -117,9 +117,9 @@ def _named(kind: str, pid: int, tid: int, **arguments: object) -> Event:
 
 
 def finish_profile(run: Path) -> list[str]:
-    """Put together what ranks have left in a run's folder, or in those of its rounds.
+    """Merge the profiles of all ranks in a run's folder, and in the folders of its rounds.
 
-    Returns what was made, as texts. Raises DataError: no trace can be read.
+    Returns a sentence about each file that was written. Raises DataError: no trace can be read.
     """
     made = []
     for folder in (run / FOLDER, *sorted(run.glob(f"*/{FOLDER}"))):
@@ -139,7 +139,7 @@ _NUM_SHOWN = 60
 def merge_profiles(folder: Path) -> Path | None:
     """Write the functions of all ``.prof`` files in a folder to its `TABLE`; None if it has none.
 
-    As ``python -m pstats`` shows them, those with the most seconds of their own first.
+    The format is that of ``python -m pstats``, sorted by the time spent in the function itself.
     """
     found, skipped = [], []
     for path in sorted(folder.glob("*.prof")):

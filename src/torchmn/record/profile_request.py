@@ -1,4 +1,4 @@
-"""What ``torchmn run --profile`` asks for: ``100:110``, or ``cprofile``, and the names of files."""
+"""The value of ``torchmn run --profile``: steps such as ``100:110`` or ``cprofile``, and a name."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _NAME = re.compile(r"[\w.+@=-]+")
 
 
 def is_record_off(environ: Mapping[str, str]) -> bool:
-    """Whether the user has switched the record off."""
+    """Whether the environment switches the record off."""
     return environ.get(RECORD_VARIABLE, "").lower() in OFF
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """``kind`` is a trace of the steps ``first`` to ``last`` - 1, or the times of all functions.
+    """A requested profile: a trace of steps ``first`` to ``last`` - 1, or times of all functions.
 
     In ``name`` %h stands for the host, %r for the rank and %p for the process.
     """
@@ -37,7 +37,7 @@ class ProfileRequest:
 
     @classmethod
     def parse(cls, text: str) -> ProfileRequest:
-        """From ``FIRST:LAST[,NAME]`` or ``cprofile[,NAME]``. Raises UsageError."""
+        """Parse ``FIRST:LAST[,NAME]`` or ``cprofile[,NAME]``. Raises UsageError."""
         what, _, name = text.partition(",")
         name = name or cls.name
         if not re.search("%[rp]", name):
@@ -59,11 +59,11 @@ class ProfileRequest:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> ProfileRequest | None:
-        """What the variable of ``torchmn run --profile`` asks for. Raises UsageError."""
+        """Read the request from the environment; None if there is none. Raises UsageError."""
         text = environ.get(PROFILE_VARIABLE)
         return cls.parse(text) if text else None
 
     def file_name(self, rank: int) -> str:
-        """Of this process, without its ending."""
+        """Return the file name for a rank's process, without its ending."""
         values = {"%h": socket.gethostname(), "%r": str(rank), "%p": str(os.getpid())}
         return re.sub("%[hrp]", lambda found: values[found[0]], self.name)

@@ -60,7 +60,7 @@ _VERSIONED = ("torch", "numpy", "mpi4py")
 
 
 class World(events.Communicator, Protocol):
-    """What is used of a communicator."""
+    """The part of a communicator that the record uses."""
 
     rank: int
     size: int
@@ -72,10 +72,10 @@ class World(events.Communicator, Protocol):
 
     @property
     def settings(self) -> dict[str, str]:
-        """Route, transport and the like, as text."""
+        """Settings of the communicator, such as route and transport, as text."""
 
     def on_finalize(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call it at the beginning of `finalize`, unless what is returned is called before."""
+        """Have `finalize` call ``callback`` first; returns a function that cancels this."""
 
     def bcast_obj(self, obj: object, root: int = 0) -> Any:
         """Give every rank the root's object. *Collective.*"""
@@ -84,7 +84,7 @@ class World(events.Communicator, Protocol):
 class Recording:
     """The record of one process, from its beginning to `close`.
 
-    A thread of its own writes lines about every second, and measures memory and clocks.
+    A background thread writes lines about every second, and measures memory and clocks.
 
     >>> import tempfile
     >>> recording = torchmn.record.record(comm, tempfile.mkdtemp())
@@ -126,7 +126,7 @@ class Recording:
         self.close(0 if error[0] is None else 1)
 
     def close(self, status: int = 0) -> None:
-        """End the record; calling it again does nothing. Local. ``status``: of the script."""
+        """End the record with the script's exit status. Further calls do nothing. Local."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -146,9 +146,9 @@ class Recording:
         self._thread.join(_PERIOD_S)  # it may still wait for an answer of rank 0
 
     def forget_in_child(self) -> None:
-        """In a process that was forked, which has neither the thread nor a right to the files.
+        """Stop recording in a forked child, whose parent still writes the files.
 
-        Takes no lock: one may have been held when the process was forked.
+        Takes no lock: a thread that does not exist in the child may have held it at the fork.
         """
         self._is_closed = True
         atexit.unregister(self._close_at_exit)
@@ -170,13 +170,13 @@ class Recording:
         self.recorder.step_ended(optimizer, self.recorder.num_steps)
 
     def new_trace(self, name: str) -> StepTrace:
-        """A profile of this rank, in a file of this name."""
+        """Make a profile of this rank that is written to a file of this name."""
         path = self.folder / PROFILE_FOLDER / f"{name}.json"
         recent = self.comm.flight_recorder.recent_collectives
         return StepTrace(self.recorder, recent, path, self.comm.rank, lambda: self._offset)
 
     def profile(self, request: ProfileRequest) -> None:
-        """Do what ``torchmn run --profile`` asks for."""
+        """Begin the profile that ``torchmn run --profile`` requests, or wait for its first step."""
         name = request.file_name(self.comm.rank)
         if request.kind == "functions":
             self._functions = cProfile.Profile(), self.folder / PROFILE_FOLDER / f"{name}.prof"
@@ -198,6 +198,7 @@ class Recording:
                 say(f"the profile {path} cannot be written: {error.strerror or error}")
 
     def _close_at_exit(self) -> None:
+        # Functions at exit are not told the status; an uncaught exception leaves ``last_value``.
         self.close(1 if getattr(sys, "last_value", None) is not None else 0)
 
     def _run(self) -> None:
@@ -222,17 +223,17 @@ class Recording:
             else:
                 self._stopping.wait(_PERIOD_S)
             self._file.flush()
-        if self._server is not None:
+        if self._server is not None:  # not by `close`: the server belongs to this thread
             self._server.close()
 
 
 _starting = threading.Lock()
 _current: list[Recording] = []
-"""At most one: of what a thread does there is one record."""
+"""The record of this process: at most one, since its hooks observe the whole process."""
 
 
 def _forget_in_child() -> None:
-    """A process that was forked is no rank."""
+    """Forget the record in a forked child, which is not a rank."""
     for recording in _current:
         recording.forget_in_child()
     _current.clear()
@@ -242,19 +243,20 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def current() -> StepRecorder | None:
-    """The recorder of this process; None where nothing is recorded."""
+    """Return the recorder of this process, None if nothing is recorded."""
     return _current[0].recorder if _current else None
 
 
 def wants_record(environ: Mapping[str, str]) -> bool:
-    """Whether a communicator that is made now should begin the record of this process."""
+    """Whether the next communicator should begin the record of this process."""
     return bool(environ.get(RECORD_VARIABLE)) and not is_record_off(environ) and not _current
 
 
 def start(comm: World, folder: Path) -> Recording | None:
-    """Begin the record of this process. *Collective.* None, with a message: it has no files.
+    """Begin the record of this process. *Collective.*
 
-    Rank 0 names the folder: one in ``folder`` if that holds a record already.
+    Rank 0 chooses the folder for all: ``folder``, or a new one in it if it has a record already.
+    Returns None, after a message, if this rank cannot write its file.
     """
     request = ProfileRequest.of(os.environ)
     server, offer = None, None
@@ -290,9 +292,9 @@ def start(comm: World, folder: Path) -> Recording | None:
 def record(comm: World, folder: str | Path = "torchmn-record") -> Recording:
     """Begin to record the steps of this process in ``folder``/steps. *Collective.*
 
-    One line, after `create_communicator`, where no ``torchmn run`` or ``TORCHMN_RECORD`` has begun
-    it; else it returns that record. It ends with ``comm.finalize()``, with the process, or with
-    `Recording.close`, and is a context as well.
+    Call it after `create_communicator`. If ``torchmn run`` or ``TORCHMN_RECORD`` has begun a
+    record, that one is returned. A record ends with ``comm.finalize()``, with the process, with
+    `Recording.close`, or at the end of a ``with`` block.
 
     Raises UsageError: the files cannot be written.
 
@@ -309,13 +311,13 @@ def record(comm: World, folder: str | Path = "torchmn-record") -> Recording:
 
 
 def trace(name: str = "%h-%r") -> AbstractContextManager[Path]:
-    """A context in which torch's profiler runs, with our exchanges in its trace. Local.
+    """Run torch's profiler in a ``with`` block, and add torchmn's exchanges to its trace. Local.
 
     The file is ``profile/NAME.json`` in the folder of the record; in ``name`` %h stands for the
-    host, %r for the rank and %p for the process. Begin and end it between two steps, on all ranks
-    at the same ones; ``python -m torchmn.observe FOLDER`` puts their files together.
+    host, %r for the rank and %p for the process. Enter and leave it between steps, and at the same
+    steps on all ranks; ``python -m torchmn.observe FOLDER`` merges the files.
 
-    Raises UsageError: nothing is recorded here, or there is no such name.
+    Raises UsageError: this process keeps no record, or the name is invalid.
 
     >>> import tempfile
     >>> with torchmn.record.record(comm, tempfile.mkdtemp()):
@@ -335,15 +337,15 @@ def trace(name: str = "%h-%r") -> AbstractContextManager[Path]:
 
 
 def end(status: int) -> None:
-    """The script has ended with this exit status. Local."""
+    """End the record, if there is one, with the script's exit status. Local."""
     if _current:
         _current[0].close(status)
 
 
 def report_value(name: str, value: float, step: int | None = None) -> None:
-    """Note a number such as a loss or an accuracy, for the report. Local, from any thread.
+    """Record a number such as a loss or an accuracy, for the report. Local, from any thread.
 
-    ``step`` is the current one by default. Nothing is done where no record is kept.
+    ``step`` is the current step by default. Does nothing if no record is kept.
 
     Example:
         >>> torchmn.record.report_value("accuracy", 0.75)
@@ -388,7 +390,8 @@ def _versions() -> dict[str, str]:
 
 
 def _memory(gpu: torch.device | None) -> Memory:
-    """Of this process. ``gpu``: of this rank, or None; a thread's own is the first one."""
+    """Measure the memory of this process, and what torch has allocated on ``gpu`` if not None."""
+    # The GPU is passed on, since the current device of a new thread is always the first one.
     rss_nbytes = device_nbytes = 0
     with contextlib.suppress(OSError, ValueError, IndexError):
         pages = Path("/proc/self/statm").read_text().split()[1]

@@ -1,4 +1,4 @@
-"""What a run records: one file of JSON lines per rank, `rank{rank}.jsonl` in the folder `steps`.
+"""The format of records: one file of JSON lines per rank, `rank{rank}.jsonl` in folder `steps`.
 
 The first line is a `RunStart`; the others follow in the order of their time. A file may end in the
 middle of a line, since the run may not have ended, or have been killed. Long runs are rotated:
@@ -52,7 +52,7 @@ NOISE_SCALE = "gradient_noise_scale"
 
 
 class RunStart(Record, frozen=True, kw_only=True):
-    """The first line of a rank. ``unix_s`` and ``at_s`` are one moment on two clocks.
+    """The first line of a rank. ``unix_s`` and ``at_s`` are the same moment on two clocks.
 
     ``settings`` holds what the training uses, as text: schedule, codec, route, bucket size, model
     and optimizer class; a `SettingsChanged` replaces some of them. ``link_bytes_per_s`` is the
@@ -85,10 +85,10 @@ class SettingsChanged(Record, frozen=True, kw_only=True):
 class Bucket(Record, frozen=True, kw_only=True):
     """One exchange of a step, in seconds after the step's begin.
 
-    ``ready_s`` is when this rank had the gradients, ``started_s`` when its engine began with the
-    exchange, which ends when the slowest rank has sent its part. A bucket is listed in the step in
-    which its exchange ended: times of one that began in the step before are negative. ``encode_s``
-    and ``decode_s`` are what the codec took of it (0 on GPUs).
+    ``ready_s`` is when this rank had the gradients, ``started_s`` when its engine began the
+    exchange, and ``ended_s`` when it ended, after the slowest rank had sent its part. A bucket is
+    listed in the step in which its exchange ended; its times are negative if they were in the step
+    before. ``encode_s`` and ``decode_s`` are the seconds that the codec took of it (0 on GPUs).
     """
 
     number: int
@@ -125,7 +125,7 @@ class Step(Record, frozen=True, kw_only=True):
 
 
 class GradientTimes(Record, frozen=True, kw_only=True):
-    """When each gradient was ready, in seconds after the first one. Of some steps only."""
+    """When each gradient was ready, in seconds after the first one. Recorded in some steps."""
 
     step: int
     ready_s: list[float]
@@ -184,14 +184,14 @@ _json = msgspec.json.Encoder()
 
 
 def file_name(rank: int, number: int) -> str:
-    """Of the ``number``-th file of a rank."""
+    """Return the name of a rank's file; ``number`` counts from 0."""
     return f"rank{rank}.jsonl" if number == 0 else f"rank{rank}.{number}.jsonl"
 
 
 class RecordFile:
-    """Appends lines to the files of a rank in ``folder``/steps. From any thread.
+    """Appends lines to the files of a rank in ``folder``/steps. Thread-safe.
 
-    Raises OSError: the folder cannot be made, or the rank has files there.
+    Raises OSError: the folder cannot be created, or has a file of this rank already.
     """
 
     def __init__(self, folder: Path, start: RunStart, *, max_bytes: int = MAX_FILE_BYTES) -> None:
@@ -208,13 +208,14 @@ class RecordFile:
         self.flush()
 
     def write(self, line: Line) -> None:
-        """Add a line, which is in the file after the next `flush`."""
+        """Queue a line, which the next `flush` writes."""
         # Steps are many and hold nothing that is not UTF-8; paths and arguments may.
         text = _json.encode(line) + b"\n" if type(line) is Step else codec.encode(line)
+        # Without the lock, for appending is atomic: training never waits for the disk.
         self._lines.append(text)
 
     def flush(self) -> None:
-        """Write what was added. A failure ends the record with a message: the job continues."""
+        """Write the queued lines. An error ends the record with a message; the job continues."""
         with self._lock:
             # Others may add lines meanwhile: those are left for the next time.
             text = b"".join([self._lines.popleft() for _ in range(len(self._lines))])
@@ -229,7 +230,7 @@ class RecordFile:
                 self._give_up(error)
 
     def close(self) -> None:
-        """Write what was added and close the file."""
+        """Write the queued lines and close the file."""
         self.flush()
         with self._lock:
             if self._descriptor is not None:

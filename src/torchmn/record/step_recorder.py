@@ -1,12 +1,12 @@
-"""What a rank does during its steps: phases of the training thread, exchanges, and what they sent.
+"""Record a rank's steps: the phases of the training thread, the exchanges, and the bytes sent.
 
-The phases of one thread do not overlap: entering one ends the other, and each moment belongs to one
-of them. So a step costs one clock read for each change of phase. Whatever else is in a step, such
-as an exchange on the engine's thread, is noted beside them.
+Phases do not overlap: entering one ends the other, and each moment belongs to exactly one. So a
+step costs one clock read per change of phase. Events on other threads, such as exchanges on the
+engine's thread, are recorded separately.
 
-A step ends with a step of the optimizer. Of several optimizers the one that steps most often
-counts: the first that steps, until it is gone or another one has stepped three times without it.
-The steps of the others are parts of its steps.
+A step ends with a step of the optimizer. With several optimizers, the steps of one of them count:
+the first that steps, until it is gone or another one has stepped three times without it. Steps of
+the other optimizers are parts of its steps.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _UNTRAINED: frozenset[Phase] = frozenset({"data", "other", "evaluation"})
 
 @dataclass(slots=True)
 class _Step:
-    """A step under way, or one that has ended and whose marks may not be over yet."""
+    """A step that runs, or one that has ended but whose marks a GPU may not have passed yet."""
 
     at_s: float
     begin: Mark
@@ -62,16 +62,16 @@ class _Step:
 
 
 class StepRecorder(Observer):
-    """Notes what the training thread does and writes a line for each step. One per process.
+    """Follows the training thread and writes a line for each step. One per process.
 
-    The thread that makes it is the training thread, until a step ends on another one. What other
-    threads do counts only where a method says so.
+    The training thread is the one that creates it, until a step ends on another thread. Calls of
+    other threads are ignored unless a method says otherwise.
     """
 
     def __init__(self, write: Callable[[Line], None], clock: StepClock) -> None:
         self.clock = clock
         self.exchanges: deque[Exchange] = deque()
-        """Those that have ended, in the order of their end. Written by engines."""
+        """Exchanges that have ended, in the order of their end. Appended by engines' threads."""
         self._ready: dict[int, Mark] = {}  # by the bucket
         self._queued: dict[int, Exchange] = {}  # by the bucket, until its sum is there
         self._running: Exchange | None = None
@@ -81,7 +81,7 @@ class StepRecorder(Observer):
         self.on_step: list[Callable[[int], None]] = []
         """Called with the number of the step that begins, after each step."""
         self.traces: list[StepTrace] = []
-        """Those that are running."""
+        """Traces that are running."""
         self._write = write
         self._training = threading.get_ident()
         self._phase: Phase = "other"
@@ -119,10 +119,8 @@ class StepRecorder(Observer):
             self._end(name)
 
     def _is_counted(self) -> bool:
-        """Whether what this thread does is a part of the step.
-
-        Autograd calls the hooks of CUDA tensors on threads of its own.
-        """
+        """Whether events on the current thread belong to the step."""
+        # Autograd calls the hooks of CUDA tensors on threads of its own.
         return threading.get_ident() == self._training or (
             not self.clock.is_host and current_graph_task_id() != -1
         )
@@ -140,7 +138,7 @@ class StepRecorder(Observer):
             self._switch(phase)
 
     def _end(self, name: str) -> None:
-        """Continue with the phase before, or with ``other`` where that was over long ago."""
+        """End a phase: continue with the one before, or with ``other`` if that has ended too."""
         if all(begun != name for begun, _ in self._stack):
             return  # it began before there was a recorder, or on another thread
         before: Phase = "other"
@@ -166,7 +164,7 @@ class StepRecorder(Observer):
                 del marks[:last]
 
     def _relabel(self, phase: Phase, untrained: frozenset[Phase]) -> None:
-        """What came just before was a part of this phase, as is clear now."""
+        """Count the ``untrained`` phases just before now as a part of ``phase``."""
         marks = self._step.marks
         for index in range(len(marks) - 1, -1, -1):
             mark, before = marks[index]
@@ -186,10 +184,10 @@ class StepRecorder(Observer):
     # ---- what a loop does ----
 
     def forward(self, num_samples: int | None, *, is_training: bool) -> None:
-        """See `Observer.forward`. Without gradients it is not for training, but for evaluation.
+        """See `Observer.forward`. A forward without gradients counts as evaluation.
 
-        Where no loader of ours tells when it is asked for a batch, what lies between a step and the
-        forward after it counts as ``data``.
+        If no loader of torchmn reports when it prepares a batch, the time between a step and the
+        next forward counts as ``data``.
         """
         self._begin_first_step()
         if self._whole or not self._is_counted():
@@ -205,12 +203,13 @@ class StepRecorder(Observer):
         self._switch("forward")
 
     def _begin_backward(self) -> None:
-        """The first gradient of a backward pass is there."""
+        """Enter the phase ``backward``, at the first gradient of a pass."""
         if self._whole or self._phase in ("backward", "exchange", "encode", "decode"):
             return
         self._begin_first_step()
         self._switch("backward")
         self._step.backward = self._step.backward or self._step.marks[-1][0]
+        # Autograd drops this callback if the pass raises: the next phase then ends this one.
         if current_graph_task_id() != -1:
             at_end_of_backward(self._backward_ended)
 
@@ -224,7 +223,8 @@ class StepRecorder(Observer):
         self._step.gradients.append((gradient, self.clock.mark()))
 
     def step_begins(self, optimizer: object) -> None:
-        """See `Observer.step_begins`. A step inside of another one is a part of it."""
+        """See `Observer.step_begins`. A step inside another optimizer's step is a part of that."""
+        # Weak references: the record must not keep an optimizer and its model alive.
         if self._stepping() in (None, optimizer):
             self._stepping = weakref.ref(optimizer)
             self.phase("optimizer", True)
@@ -251,12 +251,12 @@ class StepRecorder(Observer):
         self.end_step(number)
 
     def optimizer_closed(self, optimizer: object) -> None:
-        """See `Observer.optimizer_closed`: the next one that steps counts."""
+        """See `Observer.optimizer_closed`. From now on the next optimizer that steps counts."""
         if self._leader() is optimizer:
             self._leader = _no_optimizer
 
     def end_step(self, number: int, *, samples: int | None = None) -> None:
-        """A step has ended, and the next one begins. ``samples``: if forward has not seen them."""
+        """End a step and begin the next one. ``samples`` replaces the count made in forward."""
         if self._training != threading.get_ident():
             self._training = threading.get_ident()
             self._stack.clear()
@@ -274,12 +274,12 @@ class StepRecorder(Observer):
             callback(number + 1)
 
     def write_ended(self) -> None:
-        """Write the steps whose marks are over."""
+        """Write the ended steps whose marks the clock has passed."""
         while self._ended and self.clock.is_over(self._ended[0].end):
             self._write_step(self._ended.popleft())
 
     def rest(self) -> dict[Phase, float]:
-        """Seconds of each phase since the last step."""
+        """Return the seconds of each phase since the last step."""
         if not self.clock.is_host or not self._has_begun:
             return {}
         totals = dict(self._step.folded)
@@ -289,7 +289,7 @@ class StepRecorder(Observer):
     # ---- what is noted beside the phases ----
 
     def communicator(self, comm: Communicator, begins: bool) -> None:
-        """See `Observer.communicator`: bytes of those that were not finalized are counted."""
+        """See `Observer.communicator`. Counts the bytes of all that are not finalized."""
         if begins and comm not in self._comms:
             self._comms.append(comm)
         elif not begins and comm in self._comms:
@@ -301,6 +301,7 @@ class StepRecorder(Observer):
         if bucket is None:
             return
         key = id(block)
+        # Engines' threads call this without a lock: operations on dicts and deques are atomic.
         # A mark costs something on a GPU: where a bucket was ready it needs none when it is queued.
         now = self._ready.pop(key, None) if stage == "queued" else None
         now = self.clock.mark() if now is None else now
@@ -310,6 +311,7 @@ class StepRecorder(Observer):
             self._queued[key] = Exchange(bucket, block.buffer.nbytes, ready=now)
         elif stage == "started" and key in self._queued:
             self._running = running = self._queued[key]
+            # The counter is the communicator's: the bytes before this exchange are subtracted.
             running.started, running.sent_nbytes = now, -comm.num_sent_nbytes
         elif stage == "ended" and key in self._queued:
             ended, self._running = self._queued.pop(key), None
@@ -317,14 +319,14 @@ class StepRecorder(Observer):
             self.exchanges.append(ended)
 
     def settings(self, step: int, values: dict[str, str]) -> None:
-        """See `Observer.settings`: they are written if they have changed."""
+        """See `Observer.settings`. Writes those that have changed."""
         changed = {k: v for k, v in values.items() if self._settings.get(k) != v}
         if changed:
             self._settings |= changed
             self._write(SettingsChanged(step=step, settings=changed))
 
     def value(self, name: str, value: float, step: int | None = None) -> None:
-        """Note a number that the script reports. Any thread."""
+        """Record a number that the script reports. From any thread."""
         at = self.num_steps if step is None else step
         self._write(Value(step=at, name=name, value=value))
 
@@ -342,14 +344,14 @@ class StepRecorder(Observer):
         return sent, received
 
     def close(self) -> None:
-        """Write what is left and let go of files."""
+        """Write the ended steps and close files."""
         self.write_ended()
         self._core_time.close()
 
     # ---- steps ----
 
     def _begin_first_step(self) -> None:
-        """What came before the first batch was no step: imports, data sets, models."""
+        """Begin the first step at its first batch, not at imports, data sets and models."""
         if not self._has_begun:
             self._has_begun = True
             if self._phase == "other" and not self._whole:
@@ -421,4 +423,4 @@ def _rounded(totals: dict[Phase, float]) -> dict[Phase, float]:
 
 
 def _no_optimizer() -> None:
-    """In place of a reference to one."""
+    """Return None, in place of a weak reference to an optimizer."""

@@ -1,7 +1,7 @@
-"""A deep profile of some steps: torch's profiler, and our own events in the same file.
+"""Profile some steps with torch's profiler, and write torchmn's events to the same file.
 
-torch's trace has a clock of its own. One event of which we know the time, `CLOCK_EVENT`, ties it to
-ours; `torchmn.record.merged_trace` puts the ranks' files together.
+The trace of torch has its own clock. One event whose time is known on both clocks, `CLOCK_EVENT`,
+gives the difference; `torchmn.record.merged_trace` merges the ranks' files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEY = "torchmn"  # of our part of the file
 
 @dataclass(eq=False)
 class StepTrace:
-    """One profile of this rank, from `begin` to `end`. Used by the training thread."""
+    """One profile of this rank, from `begin` to `end`. For the training thread only."""
 
     _recorder: StepRecorder
     _recent: Callable[[], list[dict[str, Any]]]  # the last collectives that have ended
@@ -48,7 +48,7 @@ class StepTrace:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has begun and not ended."""
+        """Whether the profile has begun and not ended."""
         return self._profiler is not None
 
     def begin(self) -> None:
@@ -77,7 +77,7 @@ class StepTrace:
         end: Mark,
         exchanges: Sequence[Exchange],
     ) -> None:
-        """Called by the recorder for each step that ends, with the marks of its phases."""
+        """Add a step that has ended, with the marks of its phases. Called by the recorder."""
         if not self._recorder.clock.is_host:  # the profiler itself sees what the GPU does
             self._add_collectives()
             return
@@ -110,7 +110,7 @@ class StepTrace:
         self._events.append({**event, "args": arguments})
 
     def end(self) -> None:
-        """End the profile and write it."""
+        """End the profile and write it. Raises OSError or RuntimeError: it cannot be written."""
         running_profile, self._profiler = self._profiler, None
         if running_profile is None:
             return
@@ -129,6 +129,7 @@ class StepTrace:
         running_profile.stop()
         self._events = []
         make_private_folder(self.path.parent)
+        # Renamed at the end, so that nobody merges a file that is half written.
         unfinished = self.path.with_suffix(".unfinished")
         running_profile.export_chrome_trace(str(unfinished))
         unfinished.rename(self.path)
@@ -145,7 +146,7 @@ class RequestedTrace:
             self._begin()
 
     def step_begins(self, number: int) -> None:
-        """Called by the recorder after each step, with the number of the next one."""
+        """Begin or end the profile before step ``number``. Called by the recorder."""
         self._last_step = number - 1
         if self._trace.is_running:
             if number >= self._request.last:
@@ -154,7 +155,7 @@ class RequestedTrace:
             self._begin()
 
     def close(self) -> None:
-        """The script ends."""
+        """End the profile with the script, or say why there is none."""
         if self._trace.is_running:
             self._end()
         elif not self._is_over:
@@ -168,7 +169,7 @@ class RequestedTrace:
             say(f"--profile {self._request.first}:{self._request.last}: {why}.")
 
     def _begin(self) -> None:
-        """Unless the script profiles itself: then in one of the next steps."""
+        """Begin, unless a profiler of the script runs: then it is tried again at the next step."""
         self._had_to_wait = is_profiler_running()
         if not self._had_to_wait:
             self._trace.begin()
@@ -183,7 +184,7 @@ class RequestedTrace:
 
 @contextmanager
 def running(trace: StepTrace) -> Iterator[Path]:
-    """Profile what is done inside."""
+    """Profile the ``with`` block; yields the path of the file."""
     trace.begin()
     try:
         yield trace.path

@@ -1,7 +1,7 @@
-"""The two clocks by which a step is measured: the host's, or events on the stream of a GPU.
+"""The clocks by which steps are measured: the host's clock, or CUDA events on a GPU's stream.
 
-A mark is a moment. On the host it is a number. On a GPU it is an event, whose time is known once
-the GPU has passed it: marks are compared later, and nothing ever waits for the GPU.
+A mark is a moment: a number on the host, or on a GPU an event, whose time is known once the GPU has
+passed it. Marks are compared later, so that nothing ever waits for the GPU.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ class StepClock(Protocol):
     """Whether a mark costs next to nothing, and is known at once."""
 
     def mark(self) -> Mark:
-        """Now, on this thread: on a GPU, when its current stream gets here."""
+        """Mark the present; on a GPU, the moment when the thread's current stream gets here."""
 
     def is_over(self, mark: Mark) -> bool:
-        """Whether a moment is known. Never waits."""
+        """Whether the time of a mark is known. Never waits."""
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """From one moment to another, both known."""
+        """Return the seconds between two marks whose times are known."""
 
 
 class HostClock:
-    """`time.perf_counter`."""
+    """The host's clock, `time.perf_counter`."""
 
     is_host = True
     mark = staticmethod(time.perf_counter)
@@ -48,10 +48,10 @@ class HostClock:
 
 
 class GpuClock:
-    """Events with times, on the current stream of whichever thread takes a mark.
+    """CUDA events on the current stream of the thread that takes a mark.
 
-    While a script captures a CUDA graph on it, the last mark counts, and none is over: an event of
-    a capture has no time, and asking for any event then makes the capture fail.
+    While a script captures a CUDA graph on that stream, `mark` returns the last mark and `is_over`
+    is False: a captured event has no time, and a query of any event makes the capture fail.
     """
 
     is_host = False
@@ -79,7 +79,7 @@ class GpuClock:
 
 
 def clock_of(device: str) -> StepClock:
-    """The clock of a device, by its type."""
+    """Return the clock for a type of device, such as ``cuda``."""
     if device != "cuda":
         return HostClock()
     import torch
@@ -90,12 +90,12 @@ def clock_of(device: str) -> StepClock:
 
 
 DIGITS = 7
-"""Of seconds in the record: tenths of microseconds."""
+"""Decimal places of seconds in the record: tenths of microseconds."""
 
 
 @dataclass(slots=True)
 class Exchange:
-    """One sum of gradients, from when it is queued."""
+    """The times of one bucket's exchange, from when it is queued."""
 
     number: int
     nbytes: int
@@ -106,7 +106,7 @@ class Exchange:
     coding_s: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "decode": 0.0})
 
     def line(self, clock: StepClock, begin: Mark) -> Bucket:
-        """As it is written, in the step that has begun at a mark."""
+        """Return the record of this exchange, in seconds after ``begin``, the begin of its step."""
 
         def after(mark: Mark) -> float:
             return round(clock.seconds(begin, mark), DIGITS)

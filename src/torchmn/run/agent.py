@@ -108,13 +108,14 @@ class Agent:
         self._link = ScriptLink(channel.post)
 
     def run(self, env: Mapping[str, str]) -> int:
-        """Start the script, forward its output and signals, report how it ended; its exit code."""
+        """Run the script to its end, report how it ended, and return its exit code."""
         self._output.open_log()
         self._start(env)
         self._on_messages()  # those that came with the order: the socket has nothing more to read
         while (returncode := self._end()) is None:
             self._wait()
             self._enforce_deadlines()
+        # Before the exit is reported: then the supervisor may close the connection.
         self._output.drain(self._wait_for_messages, is_urgent=self._must_leave)
         self._write_exit_file(returncode)
         self._channel.post(
@@ -149,6 +150,7 @@ class Agent:
             stderr=subprocess.PIPE,
             bufsize=0,
             close_fds=False,  # PMI_FD of MPICH: a connection opened by the launcher
+            # A process group of its own for `send_group`, which Ctrl-C does not reach.
             start_new_session=True,
             preexec_fn=kill_on_parent_death(),
         )
@@ -176,7 +178,7 @@ class Agent:
     # ---- the loop -----------------------------------------------------------------------------
 
     def _end(self) -> int | None:
-        """The return code of the script, once all that it has started have exited as well."""
+        """Return the script's return code once it and its descendants have exited, else None."""
         # Orphans become children of this process, so without children there are no descendants.
         if self._returncode is not None and has_children() and descendants(os.getpid()):
             return None
@@ -202,10 +204,12 @@ class Agent:
             return 0.02  # waiting for processes that the script has left
         deadlines = [at for at in (self._kill_at, self._link.reply_by) if at is not None]
         if self._held:
+            # No event tells that the script has installed a handler: look again after a while.
             deadlines.append(time.monotonic() + _HANDLER_PERIOD_S)
         return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def _on_signals(self) -> None:
+        # Read before reaping: a child that exits after this makes the socket readable again.
         numbers = self._wakeup.recv(64)
         for pid, returncode in reap_children():
             if pid == self._script_pid:
@@ -224,6 +228,8 @@ class Agent:
         self._channel.flush()
         for message in self._channel.collect():
             if isinstance(message, Terminate):
+                # Also to the monitor thread of the script: Python runs no signal handler while the
+                # main thread is blocked inside a collective.
                 self._link.post(message)
                 self._terminate(message.signum, "supervisor")
             elif isinstance(message, HeartbeatRequest):
@@ -245,6 +251,7 @@ class Agent:
             return
         if not self._must_leave:
             self._ended_by = by
+        # A stopped process does not act on the signal before it is continued: do not wait for it.
         grace_s = 0.0 if is_stopped(self._script_pid) else self._order.grace_s
         self._kill_at = min(self._kill_at or math.inf, time.monotonic() + grace_s)
         self._is_leaving_in_time = False
@@ -256,7 +263,7 @@ class Agent:
         return self._kill_at is not None or self._is_leaving_in_time
 
     def _forward(self, signum: int, source: _Source) -> None:
-        """Send the script a signal from outside of the job, once though both sources report it."""
+        """Send the script a signal from outside the job, once even if both sources report it."""
         now = time.monotonic()
         before, at = self._received.get(signum, (source, 0.0))
         self._received[signum] = source, now
@@ -275,14 +282,14 @@ class Agent:
         (send if self._is_python else send_group)(self._script_pid, signum)
 
     def _send_held(self) -> None:
-        """Send signals once the script handles them: before that they would end it."""
+        """Send the held signals that the script handles by now; before, they would end it."""
         for signum in list(self._held):
             if expects_signal(self._script_pid, signum):
                 self._held.discard(signum)
                 send(self._script_pid, signum)
 
     def _enforce_deadlines(self) -> None:
-        """Kill what has had its time: first the script, then the processes it has left."""
+        """Kill what has exceeded its deadline: the script, then processes that it left behind."""
         now = time.monotonic()
         self._link.reply_if_overdue()
         if self._returncode is None:
@@ -313,7 +320,7 @@ class Agent:
         )
 
     def _wait_for_messages(self) -> None:
-        """Wait for the supervisor after the end of the script."""
+        """After the script has ended, wait up to 0.5 s for messages and process them."""
         with selectors.DefaultSelector() as selector:
             events = selectors.EVENT_READ
             if self._channel.pending_bytes:
@@ -342,10 +349,10 @@ class Agent:
             self._channel.post(LogWarning(text=f"cannot write {path}: {error}"))
 
     def _wait_for_disconnect(self) -> None:
-        """Stay until the supervisor has read everything and closes the connection.
+        """Wait until the supervisor has read everything and closes the connection.
 
-        For a rank that failed or saved it does so late: mpirun must not see the exit status before
-        the other ranks have ended.
+        It closes that of a rank that failed or saved late: mpirun, which kills the other ranks when
+        it sees the exit status, must not see it before they have ended.
         """
         while self._channel.is_open:
             self._wait_for_messages()

@@ -35,6 +35,8 @@ _ALL_RANKS_S = 3600.0  # the supervisor disconnects much earlier if the other ra
 
 def main() -> int:
     """Run one rank and return its exit code as a shell would report it."""
+    # Before anything is started: orphans become children of this process, and signals wait in the
+    # socket until the agent reads them, instead of ending this process.
     adopt_orphans()
     wakeup = signal_socket(*HANDLED_SIGNALS)
     try:

@@ -41,7 +41,7 @@ from torchmn.run.monitor.rank_session import (
 from torchmn.run.rank_environment import torchrun_variables
 
 BINDING_FILE = "binding.txt"
-"""In the log folder: cores, GPU, memory node and threads of each rank."""
+"""File in the log folder with the cores, GPU, memory node and threads of each rank."""
 _MAX_HANG_LINES = 200
 
 
@@ -66,12 +66,12 @@ class AgentSession(RankSession):
         self.leave_by: float | None = None
 
     def take_problems(self) -> list[str]:
-        """Why scripts could not be started, each problem once."""
+        """Return the reasons why scripts could not be started since the last call."""
         problems, self._problems = self._problems, []
         return problems
 
     def admit(self, channel: Channel, identity: Message) -> bool:
-        """As in `RankSession`. With the last agent all scripts start, wherever rank 0 is."""
+        """Add an agent's connection as `RankSession` does; the last one starts all scripts."""
         if self.is_ending or not isinstance(identity, AgentHello):
             channel.close()
             return False
@@ -90,6 +90,7 @@ class AgentSession(RankSession):
             )
             return
         self.has_started = True
+        # Only now is the host of rank 0 known, and with it the address where all ranks meet.
         job, first = self._job, hellos[0]
         rendezvous = {"MASTER_ADDR": first.address, "MASTER_PORT": str(first.port)}
         variables = torchrun_variables([hello.host for hello in hellos])
@@ -108,7 +109,7 @@ class AgentSession(RankSession):
             )
 
     def on_message(self, connection: RankConnection, message: Message) -> None:
-        """Show output and warnings; everything else as in `RankSession`."""
+        """Show output and warnings; pass other messages to `RankSession`."""
         record = connection.record
         if isinstance(message, Output):
             connection.num_unshown_bytes += message.num_bytes
@@ -127,19 +128,19 @@ class AgentSession(RankSession):
             super().on_message(connection, message)
 
     def _write_binding(self, text: str) -> None:
-        """A disk that is full costs this file, and not the job."""
+        """Append a line to `BINDING_FILE`; a full disk costs the line, not the job."""
         with suppress(OSError):
             make_private_folder(self.log_dir)
             with open(self.log_dir / BINDING_FILE, "a", opener=open_private) as file:
                 file.write(f"{text}\n")
 
     def _check_heartbeats(self, now: float) -> None:
-        """Before the scripts start, agents wait for their order and answer nothing."""
+        """Skip the check until the scripts start: before, agents wait for their order only."""
         if self.has_started:
             super()._check_heartbeats(now)
 
     def on_launcher_stopped(self, text: str) -> None:
-        """A problem as those that keep scripts from starting."""
+        """Record a problem, which ends the job as if a script could not be started."""
         self._problems.append(text)
 
     def _on_output(self, record: RankRecord, message: Output) -> None:
@@ -151,8 +152,9 @@ class AgentSession(RankSession):
         self._output.lines(record.rank, message.stream, message.lines)
 
     def accept(self) -> None:
-        """As in `RankSession`; ranks may send more once their output was shown."""
+        """As in `RankSession`; also acknowledge output, after which ranks may send more."""
         super().accept()
+        # Agents send no more without it, so that a reader that pauses does not fill our memory.
         if self._output.has_room:
             for connection in self.connections.values():
                 if connection.num_unshown_bytes:
@@ -160,12 +162,12 @@ class AgentSession(RankSession):
                     connection.num_unshown_bytes = 0
 
     def on_lost(self, connection: RankConnection) -> None:
-        """An agent that was killed leaves its script behind: kill it if it runs on this host."""
+        """Kill the script of an agent that was lost, if it runs on this host."""
         if connection.script_pid and connection.record.host == socket.gethostname():
             send_group(connection.script_pid, signal.SIGKILL)
 
     def forward_signal(self, signum: int) -> None:
-        """Send a signal from outside of the job to all scripts, which may save and exit."""
+        """Send all scripts a signal from outside the job, so that they can save and exit."""
         if not self.has_started:
             return
         self.post(ForwardSignal(signum=signum))
@@ -176,7 +178,7 @@ class AgentSession(RankSession):
             self.leave_by = self.clock.now + (math.inf if grace_s is None else grace_s)
 
     def end(self, signum: int = signal.SIGTERM) -> HangReport | None:
-        """As in `RankSession`; a hang report is shown and written to ``hang.txt``."""
+        """End all scripts as `RankSession` does; show a hang report and write ``hang.txt``."""
         hang = super().end(signum)
         if hang is not None:
             lines = hang.short.rstrip("\n").split("\n")
@@ -187,7 +189,7 @@ class AgentSession(RankSession):
         return hang
 
     def report_failure(self, folder: Path, result: JobResult, summary: str) -> None:
-        """Show the first failure's last error output, if it is not what was shown last; keep it."""
+        """Write ``failure.txt``, and show its stderr part unless it was the last output shown."""
         tail = stderr_tail(result)
         if tail and tail[-1] != self._last_line:  # ranks that failed alike show it as well
             self._output.quote("\n".join(tail))

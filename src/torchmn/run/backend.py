@@ -30,7 +30,7 @@ BACKENDS = ("auto", "gloo", "nccl", "mpi")
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the choice of a backend depends on.
+    """Facts about a machine that decide which backends work.
 
     Example:
         >>> Machine(num_gpus=2).missing_for_mpi
@@ -48,7 +48,7 @@ class Machine:
 
     @property
     def missing_for_mpi(self) -> str:
-        """What is missing for MPI here; empty if nothing."""
+        """Names of what MPI lacks on this machine; empty if it can run."""
         lacking = [
             *([] if self.mpirun else ["an mpirun"]),
             *([] if self.has_mpi4py else ["mpi4py"]),
@@ -57,7 +57,7 @@ class Machine:
 
 
 def this_machine(env: Mapping[str, str]) -> Machine:
-    """The facts of this machine, without importing torch or MPI. Local.
+    """Return the facts about this machine, without importing torch or MPI. Local.
 
     Example:
         >>> import os
@@ -73,7 +73,7 @@ def this_machine(env: Mapping[str, str]) -> Machine:
 
 
 def find_mpirun(env: Mapping[str, str]) -> str | None:
-    """The mpirun beside this Python (the wheel's, which mpi4py loads), else the one on the path."""
+    """Path of the mpirun beside this Python (of the wheel that mpi4py loads), else on PATH."""
     beside = Path(sys.executable).parent / "mpirun"
     if beside.is_file():
         return str(beside)
@@ -85,7 +85,7 @@ def find_mpirun(env: Mapping[str, str]) -> str | None:
 def choose_backend(
     wanted: str, machine: Machine, num_ranks: int, *, mpi_problem: str = ""
 ) -> tuple[Backend, str]:
-    """The backend and why.
+    """Return the backend to use and the reason for it.
 
     ``auto`` is nccl with a GPU for every rank, else mpi where it is installed (inside a machine it
     is faster than gloo), else gloo. ``mpi_problem`` is why the job cannot use the mpirun of this
@@ -131,9 +131,9 @@ def choose_backend(
 
 
 SHARED_MEMORY = Path("/dev/shm")
-# Of Open MPI 5, and of those before it.
+# The names that Open MPI 5 reads, and earlier versions.
 VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_btl_vader_backing_directory")
-# Of the mpirun of Open MPI 5; another mpirun does not read it.
+# Read by the mpirun of Open MPI 5 alone.
 SESSION_VARIABLE = "PRTE_MCA_prte_local_tmpdir_base"
 _PREFIX = "torchmn-open-mpi-"
 _OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
@@ -141,7 +141,10 @@ _OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
 
 @contextmanager
 def open_mpi_memory(env: Mapping[str, str], root: Path = SHARED_MEMORY) -> Iterator[dict[str, str]]:
-    """The variables of a rank's script; nothing under another launcher or where the user chose."""
+    """Yield variables that give the script a folder for Open MPI's shared memory.
+
+    Yields nothing under another launcher, or where the user has chosen a folder.
+    """
     is_chosen = any(name in env for name in VARIABLES)
     if _OPEN_MPI not in env or is_chosen or not os.access(root, os.W_OK | os.X_OK):
         yield {}
@@ -152,7 +155,7 @@ def open_mpi_memory(env: Mapping[str, str], root: Path = SHARED_MEMORY) -> Itera
 
 @contextmanager
 def open_mpi_session(env: Mapping[str, str], root: Path | None = None) -> Iterator[dict[str, str]]:
-    """The variable that gives mpirun a folder of its own; nothing where the user chose one."""
+    """Yield the variable that gives mpirun its own folder; nothing if the user has chosen one."""
     if SESSION_VARIABLE in env or "PRTE_MCA_prte_tmpdir_base" in env:
         yield {}
         return
@@ -162,7 +165,7 @@ def open_mpi_session(env: Mapping[str, str], root: Path | None = None) -> Iterat
 
 @contextmanager
 def _own_folder(root: Path) -> Iterator[Path | None]:
-    """A new folder of this process in ``root``; None if there is no space or no more files."""
+    """Yield a new folder of this process in ``root``, or None if it cannot be created."""
     remove_abandoned(root)
     try:
         folder, lock = _locked_folder(root)
@@ -177,7 +180,7 @@ def _own_folder(root: Path) -> Iterator[Path | None]:
 
 
 def _locked_folder(root: Path) -> tuple[Path, int]:
-    """A new folder, and the descriptor that holds its lock while this process lives."""
+    """Create a folder; return it and the descriptor that keeps it locked until it is closed."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -188,7 +191,7 @@ def _locked_folder(root: Path) -> tuple[Path, int]:
 
 
 def remove_abandoned(root: Path = SHARED_MEMORY) -> None:
-    """Remove the folders of this user's agents that were killed."""
+    """Remove folders that processes of this user have left because they were killed."""
     for folder in root.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # of another user, in use, or removed by another agent
             if folder.stat().st_uid != os.geteuid():

@@ -1,4 +1,4 @@
-"""The processes below a launcher, and the signals sent to it. One owner per process."""
+"""The processes that a launcher has started, and the signals that it receives."""
 
 import os
 import signal
@@ -21,14 +21,15 @@ from torchmn.run.console import RankOutput
 from torchmn.run.job import Command
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_OUTPUT_S = 1.0  # how long the reader of the output may take after a signal
+_OUTPUT_S = 1.0  # how often `finish_output` looks for signals while the output is read
 
 
 class ProcessOwner:
-    """Replaces the handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGCHLD.
+    """Reaps and kills the processes below this one, and collects the signals sent to it.
 
-    This process becomes the parent of all orphans among its descendants, and should do nothing
-    else. Main thread only.
+    Replaces the handlers of SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 and SIGCHLD, and makes this
+    process the parent of all orphans among its descendants, so the process should do nothing else.
+    One per process, made in the main thread.
     """
 
     def __init__(self, output: RankOutput) -> None:
@@ -48,8 +49,8 @@ class ProcessOwner:
     def interrupted_by(self) -> int | None:
         """The signal that asked for the end; SIGPIPE if the reader of the output has left.
 
-        It changes in `take_signals_to_forward` alone: nothing is ended by a SIGTERM that the
-        scripts have not received.
+        A signal shows here only after `take_signals_to_forward` has returned it, so that no SIGTERM
+        ends the job before the scripts have received it.
         """
         if self._ended_by is None and self._output.is_closed:
             return signal.SIGPIPE
@@ -57,21 +58,21 @@ class ProcessOwner:
 
     @property
     def end_signal(self) -> int:
-        """The signal to end scripts with: Ctrl-C stays one, everything else is SIGTERM."""
+        """The signal that ends scripts: SIGINT after Ctrl-C, else SIGTERM."""
         return signal.SIGINT if self._ended_by == signal.SIGINT else signal.SIGTERM
 
     def fileno(self) -> int:
-        """For selectors: readable when `reap` has something to do."""
+        """Return a descriptor that is readable when `reap` has something to do."""
         return self._wakeup.fileno()
 
     def reap(self) -> list[tuple[int, int]]:
-        """The children that have ended: (process, exit code or minus the signal)."""
+        """Reap children; return (process, exit code or minus the signal) for each."""
         with suppress(BlockingIOError):
             self._wakeup.recv(64)
         return reap_children()
 
     def take_signals_to_forward(self) -> list[int]:
-        """The signals by which a scheduler announces the end, for the scripts, each once."""
+        """Return the received signals that scripts should get, except SIGINT and SIGHUP."""
         taken, self._received = self._received, []
         for signum in taken:
             # Ctrl-C ends a job also while it takes its time to save after SIGTERM
@@ -89,7 +90,8 @@ class ProcessOwner:
         kill_descendants(os.getpid(), spare=self._existing)
 
     def _on_signal(self, signum: int, _: FrameType | None) -> None:
-        """Recorded here, acted upon in the loop; a second Ctrl-C does not wait for anything."""
+        """Record the signal for the loop; at a second Ctrl-C kill everything and exit."""
+        # A handler may run between any two bytecodes of the loop, so it only appends to a list.
         if signum == signal.SIGINT and signum in (self._ended_by, *self._received):
             self.kill_all()
             os._exit(shell_code(-signum))
@@ -113,7 +115,7 @@ def start_process(
                 stdout=file,
                 stderr=file,
                 bufsize=0,
-                start_new_session=True,
+                start_new_session=True,  # so that Ctrl-C reaches us alone, who pass it on
                 preexec_fn=lower_in_child(),
             )
     except OSError as error:

@@ -1,7 +1,7 @@
 """Show the lines of all ranks on one terminal or in one file.
 
-They need no reader: a reader that pauses, a full disk and a closed stream cost output here, which
-is also in the log folder, and never the job.
+The job does not depend on a reader: a reader that pauses, a full disk or a closed stream can lose
+output here, which is in the log folder as well.
 """
 
 import os
@@ -19,9 +19,9 @@ _NAMES: dict[Stream, str] = {"out": "standard output", "err": "standard error"}
 
 
 def open_standard_streams() -> tuple[TextIO, TextIO]:
-    """`sys.stdout` and `sys.stderr`, of which those that the caller has closed lead nowhere.
+    """Return `sys.stdout` and `sys.stderr`; those that the caller has closed lead to /dev/null.
 
-    Their descriptors are occupied: the next file would get them.
+    Closed descriptors 0 to 2 are opened, or the next file or socket would get such a number.
     """
     for descriptor in range(3):
         try:
@@ -63,16 +63,17 @@ class RankOutput:
 
     @property
     def has_room(self) -> bool:
-        """Whether little waits for the reader."""
+        """Whether less than `_MAX_WAITING_BYTES` wait to be written."""
         return self._num_waiting_bytes < _MAX_WAITING_BYTES
 
     def start(self) -> None:
         """Write in a thread from now on."""
+        # A daemon: a reader that never reads again must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="torchmn-output", daemon=True)
         self._thread.start()
 
     def finish(self, limit_s: float) -> bool:
-        """Whether everything is written within this time."""
+        """Wait for the thread; return whether everything was written within ``limit_s``."""
         if self._thread is None:
             return True
         with self._changed:
@@ -99,7 +100,7 @@ class RankOutput:
             self._write("err", f"[{rank}] {text}", is_bar=True)
 
     def _write(self, stream: Stream, text: str, *, is_bar: bool = False) -> None:
-        if self.is_closed:
+        if self.is_closed:  # read without the lock: the thread only ever sets it
             return
         if self._thread is None:
             self._put(stream, text, is_bar)
@@ -119,11 +120,12 @@ class RankOutput:
                 stream, text, is_bar = self._waiting.popleft()
             if not self.is_closed:
                 self._put(stream, text, is_bar)
+            # Only now: text that a reader holds up counts as waiting.
             with self._changed:
                 self._num_waiting_bytes -= len(text)
 
     def _put(self, stream: Stream, text: str, is_bar: bool) -> None:
-        """Write now; where it cannot be written, count the lines and say so."""
+        """Write now. After an error count the lost lines, and report it on the other stream."""
         try:
             if self._shows_bar:
                 self._shows_bar = False
@@ -153,7 +155,7 @@ def _missing_text(stream: Stream, error: OSError) -> str:
 
 
 def _write_all(file: TextIO, text: str) -> None:
-    """Write and keep nothing: Python fails at exit on what a file object could not write."""
+    """Write past the file object's buffer, which Python would fail to flush again at exit."""
     try:
         descriptor = file.fileno()
     except (OSError, ValueError):  # not a file of the system

@@ -65,6 +65,7 @@ def install_crash_handler(comm: Communicator | None = None, *, grace_s: float = 
         if monitor is None and launched is not None and launched.size > 1:
             _monitor(launched.rank, *_server_through_store(launched), grace_s)
         return
+    # All ranks must decide alike: the broadcast below needs every one of them.
     if any(comm.allgather_obj(monitor is not None)) or comm.size == 1:
         return
     found = _start_server(comm.topology.hosts) if comm.rank == 0 else None
@@ -75,7 +76,10 @@ def install_crash_handler(comm: Communicator | None = None, *, grace_s: float = 
 
 
 def _server_through_store(launched: LauncherInfo) -> tuple[str, str, str]:
-    """As `_start_server`, on rank 0; the others read it from the store of the ranks."""
+    """Start the server on rank 0; the other ranks read its address from the ranks' store.
+
+    Returns what `_start_server` returns. *Collective.* Raises TimeLimitError: ranks are missing.
+    """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives it
     store = PrefixStore(f"torchmn crash handler {attempt}", meet(launched, _MEET_S)[1])
     try:
@@ -111,14 +115,15 @@ def _monitor(rank: int, secret: str, address: str, problem: str, grace_s: float)
     _start(
         "torchmn.run.monitor.rank_monitor", order, stdout=subprocess.DEVNULL, keep=(other.fileno(),)
     )
-    other.close()
+    other.close()  # only the monitor holds it now, so that its death closes the connection
     script_monitor.install_exit_hooks(script_monitor.install(own))
 
 
 def _start_server(hosts: Sequence[str]) -> tuple[str, str, str]:
-    """Start it on the interface towards the other hosts of these, one for each rank.
+    """Start the monitor server on the interface towards the other ranks' hosts.
 
-    Returns its secret, its address, and why it did not start if it did not.
+    ``hosts`` has the host of each rank. Returns the server's secret, its address, and the reason if
+    it did not start (else an empty string).
     """
     secret = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
     others = [name for name in hosts if name != hosts[0]]
@@ -149,7 +154,7 @@ def _start_server(hosts: Sequence[str]) -> tuple[str, str, str]:
 def _start(
     module: str, order: Record, *, stdout: int, keep: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start one of torchmn's programs in its own session, which outlives the script a little."""
+    """Start one of torchmn's programs in its own session, since it must outlive the script."""
     process = subprocess.Popen(
         python_module(module),
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""What all hosts of a job must have in common. Local, without torch.
+"""Check what all hosts of a job must have in common. Local, without torch.
 
 ``python -m torchmn.run.host_checks`` checks a host before anything is started on it: its order,
 `ProbeHost`, is a line on standard input, and it prints its `HostFacts` as a line.
@@ -21,7 +21,7 @@ COMPARED = ("python", "torch", "torchmn")
 
 
 class ProbeHost(Record, frozen=True, kw_only=True):
-    """To `torchmn.run.host_checks`: check these. It prints its `HostFacts`."""
+    """Order to `torchmn.run.host_checks`: check the folder and the script, print `HostFacts`."""
 
     cwd: str
     script: str
@@ -30,9 +30,11 @@ class ProbeHost(Record, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
-    """Versions, a port that was free a moment ago, and why the command cannot run, if it cannot.
+    """Facts about one host of a job, as found by `torchmn.run.host_checks`.
 
-    ``network`` is that of the address from which this host reaches the others of the job.
+    ``versions`` are those of the `COMPARED` programs, ``port`` was free a moment ago, ``network``
+    is the one through which the host reaches the other hosts, and ``problem`` is the reason why the
+    command cannot run there (empty if it can).
     """
 
     versions: dict[str, str]
@@ -42,12 +44,12 @@ class HostFacts:
 
 
 def versions() -> dict[str, str]:
-    """The installed versions by name, without importing torch."""
+    """Return the installed versions by name, without importing torch."""
     return {"python": platform.python_version(), **{n: version_of(n) for n in COMPARED[1:]}}
 
 
 def version_of(package: str, missing: str = "missing") -> str:
-    """The installed version of a package, or ``missing``."""
+    """Return the installed version of a package, or ``missing``."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -55,7 +57,7 @@ def version_of(package: str, missing: str = "missing") -> str:
 
 
 def find_problem(cwd: str, script: str) -> str:
-    """Why this host cannot run a script; empty if it can. ``script`` may be empty."""
+    """Return why this host cannot run the script ("" for no script); empty if it can."""
     if not os.path.isdir(cwd):
         return f"there is no folder {cwd}: share it between the hosts, or start from one that is"
     if script and not os.access(Path(cwd) / script, os.R_OK):
@@ -64,7 +66,7 @@ def find_problem(cwd: str, script: str) -> str:
 
 
 def differences(found: Mapping[str, Mapping[str, str]]) -> str:
-    """The versions that differ between hosts, as text; empty if none do.
+    """Describe the versions that differ between hosts; empty if none do.
 
     >>> differences({"a": {"torch": "2.12"}, "b": {"torch": "2.13"}})
     'torch is 2.12 on a and 2.13 on b'
@@ -79,7 +81,7 @@ def differences(found: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def main() -> None:
-    """Answer one order."""
+    """Read one `ProbeHost` from standard input and print the `HostFacts`."""
     order = decode(sys.stdin.readline(), ProbeHost)
     problem = find_problem(order.cwd, order.script)
     address = local_address_among(order.hosts)

@@ -76,7 +76,7 @@ class Job:
         return any(host.name != THIS_HOST for host in self.hosts)
 
     def ranks_on(self, inter_rank: int) -> range:
-        """The ranks of one of the hosts."""
+        """The ranks on the host with this index in `hosts`."""
         first = sum(host.slots for host in self.hosts[:inter_rank])
         return range(first, first + self.hosts[inter_rank].slots)
 
@@ -85,7 +85,8 @@ class Job:
 class Command:
     """A process for the supervisor to start: the agent of one rank, or a launcher of several.
 
-    ``ranks`` are those that it starts, by default all of the job; ``stdin`` is its input.
+    ``ranks`` are the ranks that it starts, None for all of the job; ``stdin`` is written to its
+    standard input.
     """
 
     argv: tuple[str, ...]
@@ -96,12 +97,12 @@ class Command:
 
 
 def worker_command(input_path: str = "") -> tuple[str, ...]:
-    """The command of a rank's agent; rank 0's gives its script the input with this path."""
+    """Return the command of a rank's agent. Rank 0's script reads the input at ``input_path``."""
     return (*python_module(WORKER_MODULE), *filter(None, [input_path]))
 
 
 def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = False) -> list[str]:
-    """The command of a rank for a script or a module, which must exist.
+    """Return the command that runs a script or a module, which must exist.
 
     Raises UsageError: there is no such script or module, or it is a folder.
 
@@ -131,7 +132,7 @@ def python_command(target: str, args: Sequence[str] = (), *, is_module: bool = F
 
 
 def _hint(target: str, args: Sequence[str]) -> str:
-    """What to write instead of a command, such as ``python x.py``."""
+    """Suggest what to write in place of a command such as ``python x.py``."""
     if re.fullmatch(r"python[0-9.]*", Path(target).name):
         return f" Leave {target!r} out, Python is started for you: torchmn run {shlex.join(args)}"
     return " Name a Python script, not a command." if shutil.which(target) else ""

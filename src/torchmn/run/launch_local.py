@@ -1,4 +1,4 @@
-"""A function as ranks on this machine, called from a notebook cell or any Python process.
+"""Run a function as ranks on this machine, from a notebook cell or any Python process.
 
 The ranks are new processes under the agents of `torchmn run`, so that CUDA and threads that the
 caller has started do no harm, and none outlives the call. Function, arguments and results travel by
@@ -55,7 +55,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What every rank reads."""
+    """The pickled call that every rank reads."""
 
     function: Callable[..., object]
     arguments: tuple[object, ...]
@@ -126,10 +126,10 @@ def launch_local(
     Args:
         function: what every rank calls. It makes its own communicator.
         num_ranks: at least 1.
-        args: of the function, the same for all ranks. Each rank gets a copy.
+        args: arguments of the function, the same for all ranks. Each rank gets a copy.
         backend: ``gloo``, ``nccl``, or ``auto``: NCCL with a GPU for every rank, else gloo.
-        log_dir: where this run makes its log folder, as for ``torchmn run`` (``torchmn-logs``).
-        all_results: return a list of what each rank returns, by rank.
+        log_dir: parent of this run's log folder, by default ``torchmn-logs``.
+        all_results: return a list with the results of all ranks, in the order of ranks.
 
     Tensors come back on their device. Ranks import modules from their files as they are now, also
     those that this process has imported before.
@@ -171,7 +171,7 @@ def launch_local(
 
 
 def _log_folder(log_dir: str | Path | None) -> Path:
-    """The folder for logs, absolute and made if necessary. Raises UsageError."""
+    """Return the absolute path of the log folder, and create it. Raises UsageError."""
     path = Path(log_dir or LOG_DIR).absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -186,7 +186,10 @@ def _log_folder(log_dir: str | Path | None) -> Path:
 
 
 def _checked(num_ranks: int, backend: str) -> Literal["gloo", "nccl", "mpi"]:
-    """The backend. Raises UsageError, UnknownNameError, UnsupportedError."""
+    """Check the arguments and return the backend to use.
+
+    Raises UsageError, UnknownNameError or UnsupportedError.
+    """
     if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
         raise UsageError(f"num_ranks must be an integer, at least 1, got {num_ranks!r}.")
     place = read_launcher_env(os.environ)
@@ -207,7 +210,7 @@ def _checked(num_ranks: int, backend: str) -> Literal["gloo", "nccl", "mpi"]:
 
 
 def _environment(env: Mapping[str, str]) -> dict[str, str]:
-    """``env``, but figures are drawn into memory: a rank has no cell to show them in."""
+    """Return ``env`` with a matplotlib backend that needs no cell, which ranks do not have."""
     is_inline = env.get("MPLBACKEND", "").startswith("module://")
     return {**env, **({"MPLBACKEND": "Agg"} if is_inline else {})}
 
@@ -218,7 +221,7 @@ def _environment(env: Mapping[str, str]) -> dict[str, str]:
 def _pickled_call(
     function: Callable[..., object], args: tuple[object, ...], num_results: int
 ) -> bytes:
-    """Raises UsageError: the function or an argument cannot be sent."""
+    """Pickle the call. Raises UsageError: the function or an argument cannot be pickled."""
     call = _Call(function=function, arguments=args, returning=num_results, sources=_sources())
     try:
         return _dumps(call)
@@ -243,7 +246,7 @@ def _pickle_problem(parts: Mapping[str, object], error: Exception) -> str:
 
 
 def _dumps(value: object) -> bytes:
-    """By value where pickle would write the name of something that is defined in a notebook."""
+    """Pickle a value, with functions and classes of a notebook by value instead of by name."""
     stream = io.BytesIO()
     _pickler()(stream).dump(value)
     return stream.getvalue()
@@ -251,9 +254,10 @@ def _dumps(value: object) -> bytes:
 
 @functools.cache
 def _pickler() -> Any:
-    """cloudpickle's class, but code keeps its file name, by which tracebacks find their lines.
+    """Return a subclass of cloudpickle's ``Pickler`` that keeps the file name of code objects.
 
-    cloudpickle 3.1.3 writes "<dynamic-code>" in its place. Raises UnsupportedError: there is none.
+    Tracebacks find source lines by that name; cloudpickle 3.1.3 writes "<dynamic-code>" instead.
+    Raises UnsupportedError: cloudpickle is not installed.
     """
     theirs = require("cloudpickle", "launch_local", "torchmn[notebook]").Pickler
 
@@ -272,7 +276,7 @@ def _restore_code(
 
 
 def _sources() -> dict[str, list[str]]:
-    """The cells of a notebook, by which a rank can show lines in tracebacks."""
+    """Return the source lines of notebook cells, so that tracebacks of ranks can show them."""
     return {
         name: list(entry[2])
         for name, entry in linecache.cache.items()
@@ -284,7 +288,7 @@ def _sources() -> dict[str, list[str]]:
 
 
 def _call(where: str) -> None:
-    """Call the function as one of the ranks, and leave its result or its exception in a file."""
+    """Call the function as a rank, and write its result or its exception to a file."""
     folder, rank = Path(where), int(os.environ["RANK"])
     try:
         call: _Call = pickle.loads((folder / _CALL).read_bytes())
@@ -336,13 +340,17 @@ def _show_output(ranks: LocalRanks) -> None:
     try:
         _copy_output(ranks)
     except KeyboardInterrupt:
+        # The launcher is in a session of its own, so the terminal's SIGINT has not reached it.
         ranks.process.send_signal(signal.SIGINT)
         _copy_output(ranks, limit_s=_END_LIMIT_S)
         raise
 
 
 def _copy_output(ranks: LocalRanks, limit_s: float | None = None) -> None:
-    """From the pipes to `sys.stdout` and `sys.stderr`, which in a notebook are the cell's."""
+    """Copy the ranks' output to `sys.stdout` and `sys.stderr`, in a notebook those of the cell.
+
+    Returns at the end of both pipes, or after ``limit_s``.
+    """
     deadline = None if limit_s is None else time.monotonic() + limit_s
     decoder = codecs.getincrementaldecoder("utf-8")
     with selectors.DefaultSelector() as selector:
@@ -374,7 +382,7 @@ def _show(stream: TextIO | None, text: str) -> None:
 
 
 def _failures(folder: Path) -> list[_Failure]:
-    """Those of all ranks: causes before consequences, and the earliest first."""
+    """Return the failures of all ranks, causes before consequences, each by time."""
     found: list[_Failure] = [pickle.loads(path.read_bytes()) for path in folder.glob(f"{_ERROR}*")]
     return sorted(found, key=lambda each: (each.is_consequence, each.at_s))
 
@@ -382,7 +390,7 @@ def _failures(folder: Path) -> list[_Failure]:
 def _failure(
     folder: Path, ranks: LocalRanks, status: int, num_ranks: int
 ) -> RankError | LaunchError:
-    """What is raised in the cell."""
+    """Return the exception to raise in the caller."""
     failures = _failures(folder)
     report = ranks.failure(0.0)
     if failures and (not failures[0].is_consequence or not report):
@@ -399,7 +407,7 @@ def _failure(
 
 
 def _original(folder: Path) -> BaseException | None:
-    """The exception itself, where it could be sent."""
+    """Return the exception of the rank that failed first, None where it cannot be unpickled."""
     failures = _failures(folder)
     if not failures or failures[0].is_consequence or not failures[0].pickled:
         return None

@@ -49,14 +49,19 @@ class LocalRanks:
 
     @property
     def have_ended(self) -> bool:
-        """Whether all ranks have ended, in whatever way."""
+        """Whether all ranks have ended, successfully or not."""
         return self.process.poll() is not None
 
     def failure(self, limit_s: float) -> str:
-        """Why the ranks ended: the launcher's report; empty if they run or succeeded."""
+        """Return the launcher's report of a failure; empty if the ranks run or succeeded.
+
+        Waits up to ``limit_s`` for the end of the ranks.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self.process.wait(limit_s) != 0:
                 own = (self._log_dir / LATEST).resolve()
+                # Where the launcher failed before it made a folder, ``latest`` is still that of an
+                # earlier run.
                 for file in (own / FAILURE_FILE, self._folder / "stderr"):
                     if file.exists() and file.parent != self._earlier:
                         self._is_reported = self._log_dir == self._folder
@@ -95,15 +100,15 @@ def start_local_ranks(
     """Start ``function(*arguments[rank])`` as ``len(arguments)`` ranks on this machine. Local.
 
     Args:
-        function: is pickled by name, so it is defined at the top level of a module.
-        arguments: those of each rank, picklable.
-        backend: which the ranks use, as for ``torchmn run``.
-        cores: which the ranks share; all that this process may use if empty.
+        function: is pickled by name, so it must be defined at the top level of a module.
+        arguments: a tuple of picklable arguments for each rank.
+        backend: the communication backend, as for ``torchmn run``.
+        cores: the cores that the ranks share; if empty, all that this process may use.
         attached_logs: the caller is attached: it reads standard output and error of
             ``LocalRanks.process``, which are pipes, and forwards Ctrl-C; the main script is not
             imported, and log folders are made and kept here. Else ranks write where this process
             does.
-        env: of the launcher and, with its additions, of the ranks; that of this process if None.
+        env: environment of the launcher and of the ranks; by default that of this process.
 
     Raises UsageError: a rank that is being started imports a script that calls this. Whatever
     pickle raises for the arguments is raised as it is.
@@ -114,13 +119,14 @@ def start_local_ranks(
     ranks = LocalRanks(folder, log_dir)
     try:
         main = spawn.get_preparation_data("rank")
-        del main["authkey"]
+        del main["authkey"]  # a secret of multiprocessing, which refuses to pickle it
         if attached_logs is not None:
             for name in ("init_main_from_name", "init_main_from_path"):
                 main.pop(name, None)
         (folder / "main").write_bytes(pickle.dumps(main))
         for rank, given in enumerate(arguments):
             (folder / f"call{rank}").write_bytes(pickle.dumps((function, given)))
+        # Not SIGKILL: the launcher ends its ranks before it exits.
         prepare = kill_on_parent_death(SIGTERM)
 
         def prepare_launcher() -> None:

@@ -34,14 +34,17 @@ def _option(
     values: tuple[str, ...] = (),
     default: Any = None,
 ) -> Any:
-    """A field with an option of `torchmn run`: its help text, and its names if not the field's."""
+    """Declare a dataclass field as an option of `torchmn run`.
+
+    ``text`` is the help text; without ``flags`` the option is named as the field.
+    """
     metadata = {"help": text, "flags": flags, "metavar": metavar, "values": values}
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of `torchmn run`; ``None`` or ``auto`` where not given.
+    """The options of `torchmn run`; ``None`` or ``auto`` for those not given.
 
     >>> from torchmn.run.plan import RunOptions
     >>> options = RunOptions(argv=("python", "train.py"), num_ranks=2)
@@ -96,7 +99,7 @@ class RunOptions:
     max_restarts: int | None = _option("Elastic: maximum restarts after a failure (default: 3).")
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """``env`` with the values of ``-x``. Raises UsageError."""
+        """Return ``env`` with the variables of ``-x`` and ``--profile``. Raises UsageError."""
         exported = dict(parse_variable(text, env) for text in self._all_exported)
         if self.profile is not None:
             ProfileRequest.parse(self.profile)
@@ -108,7 +111,7 @@ class RunOptions:
 
     @property
     def num_threads(self) -> int | None:
-        """The threads of each rank, where ``-x OMP_NUM_THREADS=...`` says so."""
+        """Number of threads of each rank by ``-x OMP_NUM_THREADS=...``, None if not given."""
         given = [text.partition("=")[2] for text in self.exported if text.startswith(_THREADS)]
         return int(given[-1]) if given and given[-1].isdecimal() else None
 
@@ -119,7 +122,7 @@ class RunOptions:
 
     @property
     def names_hosts(self) -> bool:
-        """Whether the hosts are given, not those of a scheduler's job."""
+        """Whether the options name the hosts, which otherwise are those of a scheduler's job."""
         return self.hosts is not None or self.hostfile is not None
 
     def job(
@@ -143,10 +146,10 @@ class RunOptions:
 
 
 def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> LauncherInfo | None:
-    """The rank of this process if a launcher has started it as one of several, else ``None``.
+    """Return the rank of this process if a launcher has started it as one of several, else None.
 
-    Then there is nothing to start. A program that a rank has started is no rank itself. Raises
-    TopologyError: the options ask for other ranks.
+    `torchmn run` then starts no ranks, but runs the script as that rank. A program that a rank has
+    started is not a rank itself. Raises TopologyError: the options ask for other ranks.
 
     >>> options = RunOptions(argv=("torchmn", "run", "train.py"), script="train.py")
     >>> detect_existing_rank(options, {}) is None
@@ -170,7 +173,7 @@ def detect_existing_rank(options: RunOptions, env: Mapping[str, str]) -> Launche
 
 
 def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
-    """The job, and why its launcher and backend were chosen. Reads files, changes nothing.
+    """Return the job and the reasons for its launcher and backend. Reads files, changes nothing.
 
     Raises UsageError, UnknownNameError, UnsupportedError or TopologyError: the options contradict
     each other, or cannot work here.
@@ -209,7 +212,7 @@ def plan_job(options: RunOptions, env: Mapping[str, str]) -> tuple[Job, str]:
 
 
 def _warning(num_ranks: int, num_cores: int) -> str:
-    """What to say about more ranks than this host has cores for; empty if it has enough."""
+    """Return a warning if there are more ranks than cores on this host, else an empty string."""
     if num_ranks <= num_cores:
         return ""
     return (
@@ -219,7 +222,7 @@ def _warning(num_ranks: int, num_cores: int) -> str:
 
 
 def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJob, str]:
-    """As `plan_job`, for a job with ``--elastic``, which survives the loss of hosts.
+    """Plan a job with ``--elastic``, which survives the loss of hosts, as `plan_job` does.
 
     Raises UnsupportedError: MPI, or a launcher with a fixed set of hosts.
 
@@ -271,7 +274,10 @@ def plan_elastic(options: RunOptions, env: Mapping[str, str]) -> tuple[ElasticJo
 
 
 def assign_slots(options: RunOptions, given: Allocation | None) -> tuple[Host, ...]:
-    """The hosts, with the number of ranks on each. Without a list of hosts this host is used."""
+    """Return the hosts with the number of ranks on each; this host if none are given.
+
+    Raises UsageError: the options contradict each other, or the host file cannot be read.
+    """
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("--hosts and --hostfile are mutually exclusive: use one of them.")
     wanted = {
@@ -316,7 +322,7 @@ def _backend(
     *,
     is_remote: bool,
 ) -> tuple[Backend, str]:
-    """The backend by `choose_backend`, and the reasons for it and for the hosts.
+    """Return the backend that `choose_backend` selects, and the reasons for it and for the hosts.
 
     MPI is only chosen where its own mpirun starts the ranks. Under srun it must be requested:
     whether Slurm has a PMI that this MPI supports only shows there.
@@ -333,7 +339,7 @@ def _backend(
 
 
 def _launcher(wanted: str, backend: Backend, *, is_remote: bool) -> Launcher:
-    """mpirun for MPI, else ssh or, on one host, none."""
+    """Return the launcher: for ``auto``, mpirun with MPI, else ssh or, on one host, local."""
     if wanted != "auto":
         return wanted  # type: ignore[return-value]
     if backend == "mpi":

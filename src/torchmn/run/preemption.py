@@ -75,13 +75,14 @@ class Preemption:
         self._comm = comm
         self._save = save
         self._period_s = period_s
+        # One rank that knows the limit is enough: all save and exit when any of them must.
         known = end if end is not None else (job_end(os.environ) if comm.rank == 0 else None)
         self._leave_at = None if known is None else known - margin_s
         if known is not None and comm.rank == 0:
             _warn_if_short(known - time.time(), margin_s)
             record_progress(f"limit {known:.0f}")
         self.reason = ""
-        """Why this rank must exit; empty as long as it need not."""
+        """Reason why this rank must exit; empty as long as it need not."""
         self._num_steps = 0
         self._sync_at = 1
         self._synced_at_s = time.monotonic()
@@ -114,6 +115,7 @@ class Preemption:
         if not self.is_due():
             return
         self._save()
+        # A launcher may end the job when the first rank exits, while others still save.
         self._comm.barrier()
         if self.reason:
             say(f"saved and exited: {self.reason}.")
@@ -121,7 +123,7 @@ class Preemption:
         raise SystemExit(SAVED_STATUS)
 
     def __call__(self, trainer: object = None) -> None:
-        """As an extension of a trainer: `step_ended`."""
+        """Call `step_ended`, as an extension of a trainer."""
         self.step_ended()
 
     def close(self) -> None:
@@ -140,7 +142,7 @@ class Preemption:
 
 
 def _warn_if_short(left_s: float, margin_s: float) -> None:
-    """Such a job saves after its first step, and so does each one that continues it."""
+    """Warn if the job, and each job that continues it, would save after its first step."""
     if left_s <= margin_s:
         warnings.warn(
             f"The scheduler ends this job in {left_s:.0f} s, and margin_s={margin_s:g}: all ranks "

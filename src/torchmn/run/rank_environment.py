@@ -38,11 +38,12 @@ _KEPT_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": 
 
 
 def run_as_rank(argv: Sequence[str], env: Mapping[str, str], place: LauncherInfo) -> NoReturn:
-    """Replace this process, a rank of another launcher, by the script, bound to its cores.
+    """Replace this process, which another launcher started as a rank, by the script.
 
-    The launcher may have bound it already. The cores that MPI launchers and torchrun have
-    themselves are divided again, so that the binding is the same under all of them; Slurm's binding
-    is kept, since only Slurm knows which cores of the node belong to the job.
+    The script is bound to its share of the cores. MPI launchers and torchrun may have bound the
+    process already: the cores that the launcher itself may use are divided again, so that the
+    binding is the same under all of them. Slurm's binding is kept, since only Slurm knows which
+    cores of the node belong to the job.
 
     >>> import multiprocessing, os, sys
     >>> from torchmn.run.rank_environment import run_as_rank
@@ -89,12 +90,12 @@ def bind_cores(
 def script_environment(
     env: Mapping[str, str], share: CpuAssignment, ordered: Mapping[str, str], route: Route | None
 ) -> dict[str, str]:
-    """The script's environment, with one thread per core unless the user chose a number.
+    """Return the script's environment, with one thread per core unless the user chose a number.
 
-    ``ordered`` comes from the supervisor and applies where the launcher has set nothing; of the
-    rendezvous the supervisor's is used, unless torchrun serves one. gloo and NCCL use the network
-    interface of ``route``, which is known to reach the other hosts. Without a number of the user
-    all ranks hash strings as with PYTHONHASHSEED=0: sets have one order on all, in every run.
+    ``ordered`` comes from the supervisor and applies where the launcher has set nothing; only
+    MASTER_ADDR and MASTER_PORT are always the supervisor's, unless torchrun serves the rendezvous.
+    gloo and NCCL use the network interface of ``route``, which is known to reach the other hosts.
+    Unless PYTHONHASHSEED is a number it becomes 0, so that sets have the same order on all ranks.
     """
     threads = env.get("OMP_NUM_THREADS") or str(share.num_threads)
     interfaces = {} if route is None else dict.fromkeys(_INTERFACES, route.interface)
@@ -116,7 +117,7 @@ def script_environment(
 
 
 def _heap_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """`_KEPT_HEAP`, unless the user has chosen settings of malloc or another allocator."""
+    """Return `_KEPT_HEAP`, or nothing if the user has configured malloc or another allocator."""
     is_chosen = any(
         name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in env
     )
@@ -143,11 +144,11 @@ _OF_OUTER_JOB = frozenset(
 
 
 def worker_environment(job: Job, env: Mapping[str, str], *, supervisor: str = "") -> dict[str, str]:
-    """The environment of all agents of a job, whatever starts them.
+    """Return the environment of all agents of a job, whatever starts them.
 
-    ``env`` without what an outer launcher of a single rank left in it, and the job's secret,
-    transport and backend. ``supervisor`` is the address that agents connect to. Of the hosts two
-    names suffice for every agent to find the way to another one.
+    It is ``env`` without the variables that an outer launcher of a single rank left in it, with the
+    job's secret, transport and backend. ``supervisor`` is the address that agents connect to. The
+    names of two hosts suffice for every agent to find its route to another host.
     """
     dropped = _DROPPED_NAMES if claimed_by(env) is None else _DROPPED_NAMES | _OF_OUTER_JOB
     kept = {
@@ -166,17 +167,17 @@ def worker_environment(job: Job, env: Mapping[str, str], *, supervisor: str = ""
 
 
 def deciding_hosts(job: Job) -> list[str]:
-    """The hosts towards which the others choose their address and interface: the first two.
+    """Return the first two hosts; each host chooses its address and interface towards one of them.
 
-    Not the host of `torchmn run`, which may be a login node on a network of its own.
+    The host of `torchmn run` does not serve for this: it may be a login node on another network.
     """
     return [host.name for host in job.hosts[:2]]
 
 
 def rank_variables(slots: Sequence[int], inter_rank: int, intra_rank: int) -> dict[str, str]:
-    """The variables by which an agent knows its rank, named as torchrun names them.
+    """Return the variables by which an agent knows its rank, with the names of torchrun.
 
-    ``slots`` are the numbers of ranks on the hosts.
+    ``slots`` has the number of ranks on each host.
     """
     return {
         "RANK": str(sum(slots[:inter_rank]) + intra_rank),
@@ -189,9 +190,9 @@ def rank_variables(slots: Sequence[int], inter_rank: int, intra_rank: int) -> di
 
 
 def torchrun_variables(hosts: Sequence[str]) -> list[dict[str, str]]:
-    """What torchrun sets for each rank, from the names of the ranks' hosts, for any launcher.
+    """Return for each rank the variables that torchrun sets, from the host name of each rank.
 
-    Without GROUP_WORLD_SIZE, which marks a world of torchrun's own agents.
+    GROUP_WORLD_SIZE is left out: it marks a world of torchrun's own agents.
     """
     groups, sizes = list(dict.fromkeys(hosts)), Counter(hosts)
     started: Counter[str] = Counter()

@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def input_path() -> str:
-    """The path of this process's input, for the script of rank 0; empty if it is not passed on.
+    """Return the path of standard input for rank 0's script; empty if it cannot be passed on.
 
-    Only pipes and files are: a terminal belongs to the session of the shell, which ranks are not
-    in, and sockets have no path.
+    Only pipes and files can: a terminal belongs to the session of the shell, which ranks are not
+    in, and sockets cannot be opened by a path.
     """
     path = f"/proc/{os.getpid()}/fd/0"
     if sys.__stdin__ is None or not os.path.exists(path):
@@ -21,11 +21,11 @@ def input_path() -> str:
 
 
 def open_input(path: str) -> int:
-    """A descriptor of what `input_path` names, where that process has read up to now.
+    """Open the input that `input_path` names, at the position of the process that owns it.
 
-    By its path below ``/proc``, whatever is in between: an mpirun would read it even if the script
-    does not, and that of Open MPI 5.0.2 stops after some KiB.
-    `subprocess.DEVNULL` without a path, and where it cannot be opened.
+    Returns a descriptor, or `subprocess.DEVNULL` without a path or if it cannot be opened. The
+    input is opened below ``/proc`` rather than passed through the launcher: mpirun reads it even if
+    the script does not, and the mpirun of Open MPI 5.0.2 stops after some KiB.
     """
     if not path:
         return subprocess.DEVNULL

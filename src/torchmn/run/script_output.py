@@ -1,4 +1,4 @@
-"""The output of one script: to its log file at once, to the supervisor as fast as that shows it.
+"""Write a script's output to its log file at once, and send it as fast as it is shown.
 
 The supervisor acknowledges what it has shown. No more than `_MAX_UNSHOWN_BYTES` are sent before
 that: a connection whose reader does not read would look like one whose host is lost. The rest is
@@ -40,7 +40,7 @@ class _Pipe:
 
 @dataclass
 class _Part:
-    """Output that waits: ``data``, or if that is ``None`` a part of the log file."""
+    """Output that waits to be sent: ``data``, or if that is None a part of the log file."""
 
     stream: Stream
     num_bytes: int
@@ -76,7 +76,7 @@ class ScriptOutput:
             self.channel.post(LogWarning(text=f"cannot write {self.path}: {error}"))
 
     def follow(self, stream: Stream, pipe: IO[bytes]) -> None:
-        """Read this stream of the script."""
+        """Begin to read one of the script's streams from this pipe."""
         os.set_blocking(pipe.fileno(), False)
         self._pipes.append(_Pipe(stream, pipe))
         self._splitters[stream] = LineSplitter()
@@ -88,13 +88,13 @@ class ScriptOutput:
                 selector.register(pipe.file, selectors.EVENT_READ, self._reader(pipe))
 
     def on_shown(self, num_bytes: int) -> None:
-        """The supervisor has shown this much."""
+        """Note that the supervisor has shown this many bytes, and send more."""
         self._shown_at = time.monotonic()
         self._num_unshown = max(0, self._num_unshown - num_bytes)
         self.send()
 
     def send(self) -> None:
-        """Send what may be sent now."""
+        """Send waiting output up to the limit of bytes that are not shown yet."""
         while self._waiting and self._num_unshown < _MAX_UNSHOWN_BYTES and self.channel.is_open:
             part = self._waiting[0]
             chunk = self._take(part)
@@ -106,7 +106,8 @@ class ScriptOutput:
     def drain(self, wait: Callable[[], None], *, is_urgent: bool) -> None:
         """Read what is left in the streams and send everything; ``wait`` waits for messages.
 
-        What is urgent, the end of an interrupted job, does not wait for a reader that pauses.
+        With ``is_urgent``, at the end of an interrupted job, it stops waiting when the reader of
+        the job's output pauses.
         """
         for pipe in list(self._pipes):
             while pipe in self._pipes:
@@ -134,7 +135,7 @@ class ScriptOutput:
         return read
 
     def _on_chunk(self, pipe: _Pipe, chunk: bytes) -> None:
-        """Write a chunk to the log and have it wait to be sent; an empty one ends the stream."""
+        """Write a chunk to the log and queue it to be sent; an empty one ends the stream."""
         if not chunk:
             self._pipes.remove(pipe)
             pipe.file.close()
@@ -154,7 +155,10 @@ class ScriptOutput:
             self._waiting.append(_Part(pipe.stream, len(chunk), start))
 
     def _write_log(self, chunk: bytes) -> int | None:
-        """Where a chunk is in the log. On a full disk the log ends, the training continues."""
+        """Append a chunk to the log; return its position, or None if it cannot be written.
+
+        After the first error, such as a full disk, nothing more is written.
+        """
         if self._log is None or self._is_log_full:
             return None
         start, rest = self._log_bytes, memoryview(chunk)
@@ -170,7 +174,7 @@ class ScriptOutput:
         return start
 
     def _take(self, part: _Part) -> bytes:
-        """The next chunk of a part, which is shorter by it afterwards."""
+        """Remove the next chunk from a part and return it."""
         num_bytes = min(part.num_bytes, _CHUNK_BYTES)
         if part.data is None:
             chunk = self._read_log(part.start, num_bytes)
@@ -195,7 +199,7 @@ class ScriptOutput:
             self.channel.post(Output(stream=stream, lines=lines, num_bytes=num_bytes))
 
     def _refresh(self) -> None:
-        """Show the state of a progress bar, if nothing else is on its way."""
+        """Send the state of a progress bar, unless other output waits or is not shown yet."""
         if not self.wants_refreshes or self._waiting or self._num_unshown:
             return
         text = next((s.unfinished for s in self._splitters.values() if s.unfinished), "")
@@ -215,9 +219,9 @@ _MAX_HISTORY_BYTES = 1 << 12
 
 
 class LineSplitter:
-    """Turns chunks into whole lines.
+    """Splits chunks of output into lines.
 
-    A progress bar rewrites its line with carriage returns: of a finished line only the last state
+    A progress bar rewrites its line after carriage returns: only the last state of a finished line
     is kept, and `unfinished` is the state of the line that is being written.
     """
 
@@ -225,7 +229,7 @@ class LineSplitter:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> list[str]:
-        """The lines that this chunk completes, without their ends."""
+        """Add a chunk; return the lines that it completes, without line ends."""
         *whole, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) > _MAX_HISTORY_BYTES:
             last = self._rest.rstrip(b"\r").rfind(b"\r")
@@ -237,11 +241,11 @@ class LineSplitter:
 
     @property
     def unfinished(self) -> str:
-        """What the unfinished line shows now; empty if it is not a progress bar."""
+        """Current state of the unfinished line if it is a progress bar, else empty."""
         return _last_state(self._rest) if b"\r" in self._rest else ""
 
     def finish(self) -> list[str]:
-        """The unfinished line at the end of the stream."""
+        """Return the unfinished line, if any, at the end of the stream."""
         rest, self._rest = self._rest, b""
         return [_last_state(rest)] if rest else []
 

@@ -87,7 +87,7 @@ def run_job(job: Job, env: Mapping[str, str], *, why: str = "") -> int:
 
 
 def dry_run(job: Job, env: Mapping[str, str]) -> str:
-    """The commands that `run_job` would run, in shell syntax, without contacting any host.
+    """Return the commands of `run_job` in shell syntax, without contacting any host.
 
     >>> from torchmn.run.plan import RunOptions, plan_job
     >>> from torchmn.run.start import dry_run
@@ -100,7 +100,7 @@ def dry_run(job: Job, env: Mapping[str, str]) -> str:
 
 
 def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "") -> int:
-    """As `run_job`, for a job whose hosts may be lost and come back. Raises as it does.
+    """Run a job whose hosts may be lost and come back. Returns and raises as `run_job` does.
 
     >>> import os, sys, tempfile
     >>> from pathlib import Path
@@ -135,7 +135,7 @@ def run_elastic_job(elastic: ElasticJob, env: Mapping[str, str], *, why: str = "
 
 
 def _say_profile(job: Job, env: Mapping[str, str]) -> None:
-    """Put the profiles of the ranks together, as far as their files can be seen here."""
+    """Combine the profiles of the ranks, as far as this host sees their files."""
     if PROFILE_VARIABLE in env:
         try:
             made = finish_profile(Path(env.get(RECORD_VARIABLE) or job.log_dir))
@@ -146,7 +146,7 @@ def _say_profile(job: Job, env: Mapping[str, str]) -> None:
 
 
 def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
-    """The commands that `run_elastic_job` would run, without contacting any host.
+    """Return the commands of `run_elastic_job`, without contacting any host.
 
     >>> from torchmn.run.plan import RunOptions, plan_elastic
     >>> from torchmn.run.start import dry_run_elastic
@@ -162,7 +162,7 @@ def dry_run_elastic(elastic: ElasticJob, env: Mapping[str, str]) -> str:
 
 
 def _shown(job: Job, env: Mapping[str, str], commands: Sequence[Command]) -> str:
-    """The commands with what they read, and what every rank runs with the variables of ``-x``."""
+    """Format commands with their input, and the command of every rank with its variables."""
     shown = []
     for command in commands:
         new = {
@@ -181,14 +181,14 @@ def _shown(job: Job, env: Mapping[str, str], commands: Sequence[Command]) -> str
 
 
 def _address_for(job: Job) -> str:
-    """An address of this host that all hosts of the job can reach, as far as can be seen here."""
+    """Return an address of this host that, as far as it knows, all hosts of the job can reach."""
     routes = [route_to(host.name) for host in job.hosts]
     outward = [route.address for route in routes if route is not None and not route.is_loopback]
     return outward[0] if outward else "127.0.0.1"
 
 
 def route_between(job: Job) -> Route | None:
-    """How this host reaches the others; ``None`` if the job has no others. Raises LaunchError."""
+    """Return the route to the job's other hosts, None if there are none. Raises LaunchError."""
     if not job.has_other_hosts:
         return None
     routes = [(host.name, route_to(host.name)) for host in job.hosts]
@@ -208,9 +208,9 @@ def commands_of(
     route: Route | None,
     facts: Mapping[str, HostFacts] | None = None,
 ) -> list[Command]:
-    """The commands that start all ranks with the job's launcher. Raises LaunchError.
+    """Return the commands that start all ranks with the job's launcher. Raises LaunchError.
 
-    ``route`` is that of this host to the others, ``facts`` are those of the hosts by name.
+    ``route`` leads from this host to the others; ``facts`` has the facts of each host by name.
     """
     first = (facts or {}).get(job.hosts[0].name)
     path_of_input = "" if job.has_other_hosts else input_path()
@@ -248,7 +248,7 @@ def commands_of(
 
 
 def _check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
-    """Check whether the hosts can run the job; what they answer, by name. Raises LaunchError."""
+    """Check that the hosts can run the job; return their facts by name. Raises LaunchError."""
     if job.launcher == "srun":
         return {}  # agents are checked when they connect
     if job.has_other_hosts:
@@ -257,7 +257,7 @@ def _check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
 
 
 def _networks(route: Route, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
-    """The networks by which the hosts reach each other; unknown, that by which this host does."""
+    """Return the networks that connect the hosts; if unknown, the network of this host's route."""
     found = [each.network for each in facts.values() if each.network]
     return tuple(dict.fromkeys(found)) or (route.network,)
 
@@ -272,9 +272,10 @@ LATEST = "latest"
 
 
 def make_log_folder(job: Job) -> Job:
-    """The job with a folder of its own in ``job.log_dir``, in which ``job.json`` describes it.
+    """Create this run's folder in ``job.log_dir``; return the job with it as its ``log_dir``.
 
-    Nothing that is there is changed, except that a link ``latest`` leads to the new folder.
+    The file ``job.json`` in it describes the job. In ``job.log_dir`` only the link ``latest``
+    changes: it leads to the new folder.
     Raises UsageError: the folder cannot be made.
     """
     try:
@@ -293,9 +294,10 @@ def make_log_folder(job: Job) -> Job:
 
 
 def _new_folder(parent: Path) -> Path:
-    """Hosts that share ``parent`` may have the same process number in the same second."""
+    """Create and return a new folder in ``parent``."""
     folder = parent / run_name()
     while True:
+        # Two hosts that share ``parent`` may have the same process number in the same second.
         try:
             folder.mkdir(mode=0o700)
         except FileExistsError:
@@ -305,11 +307,12 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _link(folder: Path) -> None:
-    """Let ``latest`` lead to ``folder``, unless the user has something else by that name."""
+    """Let ``latest`` lead to ``folder``, unless the user has a file or folder of that name."""
     latest, new = folder.parent / LATEST, folder.parent / f".{LATEST}-{folder.name}"
     if latest.exists() and not latest.is_symlink():
         return
     try:
+        # Renaming replaces the old link at once: another run never finds it missing.
         new.symlink_to(folder.name)
         new.replace(latest)
     except OSError:  # a file system without links: the folder is in the first message

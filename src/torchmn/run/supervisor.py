@@ -28,7 +28,8 @@ _START_LIMIT_S = 60.0  # a rank whose agent does not connect within this time ha
 class Supervisor:
     """Starts commands whose agents connect to it, shows their output and ends them together.
 
-    The process belongs to its `ProcessOwner`: it should do nothing else.
+    Its `ProcessOwner` replaces signal handlers and reaps all children, so the process should do
+    nothing else.
     """
 
     def __init__(self, job: Job, output: RankOutput, listener: AuthenticatedListener) -> None:
@@ -46,7 +47,7 @@ class Supervisor:
 
     @property
     def launcher_log(self) -> Path:
-        """The file with the output of launchers and agents themselves."""
+        """File with the output of launchers and agents, as opposed to that of scripts."""
         return self._job.log_dir / "launcher.log"
 
     def run(self, commands: Sequence[Command]) -> int:
@@ -60,6 +61,7 @@ class Supervisor:
                 self._act()
         finally:
             self._owner.kill_all()
+            # Only now are the agents of this host dead, and the locks of their folders free.
             if self._job.backend == "mpi":
                 remove_abandoned()
             self._session.close()
@@ -101,7 +103,7 @@ class Supervisor:
         self._launcher_problem = f"{command.name} ended with {how} {when}"
 
     def _act(self) -> None:
-        """End the job if there is a reason, disconnect ended ranks, kill what exceeds its time."""
+        """End the job if it must end, disconnect ended ranks, and kill what exceeds its time."""
         session = self._session
         now = session.clock.tick()
         for signum in self._owner.take_signals_to_forward():
@@ -139,7 +141,7 @@ class Supervisor:
             self._owner.kill_all()
 
     def _check_launchers(self, now: float) -> None:
-        """Notice a launcher that is stopped, such as mpirun: it would hold up all ranks."""
+        """Record a problem if a launcher of several ranks, such as mpirun, stays stopped."""
         self._stopped.update((pid for pid in self._processes if is_stopped(pid)), now)
         for pid in self._stopped.for_longer_than(heartbeat_limit_s(), now):
             command = self._processes[pid]
@@ -152,7 +154,7 @@ class Supervisor:
     def _end_all(self) -> None:
         self._kill_within(self._job.grace_s)
         self._session.end(self._owner.end_signal)
-        if not self._session.connections:
+        if not self._session.connections:  # no agent is there to be told
             for pid in self._processes:
                 send_group(pid, signal.SIGTERM)
 

@@ -51,7 +51,7 @@ class Follower:
             raise
 
     def say(self, text: str) -> None:
-        """Print a message of our own."""
+        """Print a message of torchmn."""
         print(f"torchmn: {text}", file=self.err, flush=True)
 
     def _end_of(self, log: _Log) -> JobState:
@@ -81,10 +81,10 @@ class Follower:
         )
 
     def _exit_status(self, log: _Log, state: JobState) -> int:
-        """From the last line of the log, else from the scheduler; both may arrive late.
+        """Return the exit status in the last line of the log, else the scheduler's.
 
-        PBS reports 0 for a job of which a signal ended the login shell, and Slurm SIGTERM for one
-        that was cancelled, even if its ranks saved before they exited.
+        Both may arrive late. The log is preferred: PBS reports 0 for a job whose login shell was
+        ended by a signal, and Slurm reports SIGTERM for a cancelled job even if its ranks saved.
         """
         pauses = _pauses()
         for look in range(_NUM_QUERIES_AFTER_END):
@@ -105,7 +105,7 @@ class Follower:
 
 
 def _pauses() -> Iterator[float]:
-    """Short at first, for short jobs; then long, since a scheduler serves many users."""
+    """Yield pauses in seconds: short at first, then longer, to spare the scheduler."""
     pause = 0.2
     while True:
         yield pause
@@ -114,7 +114,7 @@ def _pauses() -> Iterator[float]:
 
 @dataclass
 class _Shown:
-    """How much of a file was shown; a character may continue in the next chunk."""
+    """How much of a file was shown, and a decoder, since a chunk may end inside a character."""
 
     num_bytes: int = 0
     decoder: codecs.IncrementalDecoder = field(
@@ -137,11 +137,11 @@ class _Log:
 
     @property
     def pattern(self) -> str:
-        """The files, for messages."""
+        """Pattern of the log files, for messages."""
         return str(self._folder / f"{self._stem}.*")
 
     def show(self) -> None:
-        """Show what is new in all files, and read the status lines of the job script."""
+        """Show new output in all files, and read the status lines of the job script."""
         for path in self._files():
             if path not in self._shown and re.search(r"\d-\d+\.(log|out)$", path.name):
                 self.exit_status = None  # that of an earlier run of the job
@@ -157,7 +157,7 @@ class _Log:
                 self._read(text)
 
     def _files(self) -> list[Path]:
-        """A job that was requeued has several: by their dates, the last one last."""
+        """Return the files in the order of their dates: a requeued job has one for each run."""
         stem = glob.escape(self._stem)
         own = self._follower.scheduler.own_output(self._follower.job, self.job_id)
         patterns = [f"{stem}.*.{ending}" for ending in ("log", "out", "err")]

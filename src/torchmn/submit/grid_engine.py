@@ -18,7 +18,7 @@ _RESCHEDULING = 25  # the failure of a run that is followed by another one (sge_
 
 
 class GridEngine(Scheduler):
-    """Sun, Son of, Univa, Altair and Open Cluster Grid Engine."""
+    """The schedulers Sun, Son of, Univa, Altair and Open Cluster Grid Engine."""
 
     name = "grid_engine"
     title = "Grid Engine"
@@ -31,7 +31,7 @@ class GridEngine(Scheduler):
     folder = "$SGE_O_WORKDIR"
 
     def directives(self, job: JobRequest) -> list[str]:
-        """The lines of the header. ``-S``: queues have a shell of their own, often csh.
+        """Return the header. It has ``-S`` since queues have their own shell, often csh.
 
         Raises UsageError: several slots without a parallel environment.
         """
@@ -53,10 +53,10 @@ class GridEngine(Scheduler):
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """The same job with the same number, unless the site has set FORBID_RESCHEDULE.
+        """Have the job run again with the same number, unless the site sets FORBID_RESCHEDULE.
 
-        Grid Engine decides when this script has ended, so no report of success is possible before:
-        a job that is being deleted stays so, and has the status of its ranks.
+        Grid Engine decides after the script has ended, so the script cannot report success: a job
+        that is being deleted is not run again, and has the exit status of its ranks.
         """
         return [
             f'echo "torchmn: exit with {_REQUEUE_STATUS}: Grid Engine runs job $JOB_ID again"',
@@ -64,7 +64,7 @@ class GridEngine(Scheduler):
         ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
-        """`qacct` needs a while to learn of an end: until then the exit status is ``None``."""
+        """Ask `qstat`, after the end `qacct`, whose exit status may be missing for a while."""
         answer = ask(["qstat", "-j", job_id])
         if answer.returncode == 0 and "do not exist" not in answer.text:
             trouble = re.search(r"^error reason\s+\d+:\s*(.*)", answer.out, re.MULTILINE)
@@ -85,7 +85,7 @@ class GridEngine(Scheduler):
 
 
 def _gpus(job: JobRequest) -> list[str]:
-    """Grid Engine has no GPUs of its own: a site counts them as a resource of each slot."""
+    """Return the option for GPUs, which a site counts as a resource of each slot."""
     num_gpus, resource = job.settings.gpus, job.settings.gpu_resource
     if num_gpus is None:
         return []
@@ -117,7 +117,7 @@ def _slots(job: JobRequest) -> list[str]:
 
 
 def _exit_status(text: str) -> int | None:
-    """From the last record of `qacct -j`: a requeued job has one for every run."""
+    """Return the exit status in `qacct -j`. A requeued job has a record for each run."""
     statuses = re.findall(r"^exit_status\s+(\d+)", text, re.MULTILINE)
     if not statuses:
         return None
@@ -127,6 +127,6 @@ def _exit_status(text: str) -> int | None:
 
 
 def _last_failure(text: str) -> int:
-    """That of the last run; 0 if it ended by itself."""
+    """Return the code by which the last run failed; 0 if it ended by itself."""
     failures = re.findall(r"^failed\s+(\d+)", text, re.MULTILINE)
     return int(failures[-1]) if failures else 0

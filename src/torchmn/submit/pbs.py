@@ -32,7 +32,7 @@ _GONE = re.compile(r"unknown job|has finished", re.IGNORECASE)
 
 
 class PBS(Scheduler):
-    """PBS Pro, OpenPBS."""
+    """PBS Pro and OpenPBS."""
 
     name = "pbs"
     title = "PBS"
@@ -49,7 +49,7 @@ class PBS(Scheduler):
     folder = "$PBS_O_WORKDIR"
 
     def directives(self, job: JobRequest) -> list[str]:
-        """The lines of the header. ``-S``: without it the login shell would read the script."""
+        """Return the header. It has ``-S``, or the login shell would read the script."""
         settings = job.settings
         chosen = settings.chunk or ""
         chunk = [
@@ -76,9 +76,9 @@ class PBS(Scheduler):
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """Submit the same file again; the log says so if a site forbids `qsub` on compute nodes.
+        """Submit the same file again. The log reports a site that forbids this on compute nodes.
 
-        SIGTERM before the time limit is that of `qdel`, or of a requeue by PBS itself.
+        SIGTERM before the time limit comes from `qdel`, or from a requeue by PBS itself.
         """
         file = shlex.quote(job.file)
         return [
@@ -94,7 +94,7 @@ class PBS(Scheduler):
         ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
-        """`qstat -f`; for a job that has left the queue the history, where the site keeps one."""
+        """Ask `qstat -f`, and the history, if the site keeps one, for a job not in the queue."""
         answer = ask(["qstat", "-f", job_id])
         if answer.returncode == 0:
             return _state_of(answer)
@@ -105,12 +105,12 @@ class PBS(Scheduler):
         return remembered or JobState(word="F", has_ended=True)
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
-        """Output of PBS and of the shell, before the script opens its log or when it is killed."""
+        """Return PBS's files: output before the script opens its log, or after it is killed."""
         return (f"{job_id}.OU", f"{job_id}.ER")
 
 
 def _state_of(answer: Answer) -> JobState | None:
-    """The state in the ``name = value`` lines of `qstat -f`."""
+    """Parse the state in the ``name = value`` lines of `qstat -f`."""
     word = re.search(r"^\s*job_state = (\w)", answer.out, re.MULTILINE)
     if word is None:
         return None
@@ -129,7 +129,7 @@ def _state_of(answer: Answer) -> JobState | None:
 
 
 def _shell_status(status: int) -> int:
-    """As a shell reports it: PBS adds 256 to a signal, and is negative if PBS itself failed."""
+    """Convert PBS's exit status to a shell's: it is 256 + signal, or negative for its failures."""
     if status < 0:
         return 1
     return status if status < 256 else 128 + (status - 256)

@@ -68,7 +68,7 @@ class JobRequest:
 
     @property
     def cores_per_node(self) -> int:
-        """One core for each thread of each rank."""
+        """Number of cores on each node: one for each thread of each rank."""
         return self.ranks_per_node * (self.settings.threads or 1)
 
     @property
@@ -83,7 +83,7 @@ class JobRequest:
 
 
 def default_name(script: str) -> str:
-    """A job name that every scheduler accepts, from the name of a script.
+    """Make a job name that every scheduler accepts from the name of a script.
 
     >>> default_name("jobs/3d train.py")
     'job_3d_train'
@@ -93,7 +93,7 @@ def default_name(script: str) -> str:
 
 
 def find_environment(text: str, folder: Path, *, is_here: bool = True) -> PythonEnvironment:
-    """The environment that ``--activate`` names, relative to ``folder``.
+    """Return the environment that ``--activate`` names, relative to ``folder``.
 
     A folder with ``bin/activate`` is a virtual environment, one with ``conda-meta`` a conda
     environment, and a name without a slash is the name of one. Raises UsageError, unless the script

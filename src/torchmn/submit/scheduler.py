@@ -24,10 +24,10 @@ Ask = Callable[[Sequence[str]], Answer]
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """The state of a job in the scheduler's word, and its exit status if the scheduler has it.
+    """State of a job in the scheduler's own word, and its exit status if the scheduler has it.
 
-    ``reason`` is why the scheduler itself ended the job, empty if the job ended by itself.
-    ``is_requeued``: it ended to run again, and the scheduler does not know it at the moment.
+    ``reason`` is why the scheduler ended the job, empty if it ended by itself. ``is_requeued``: it
+    has ended to run again, and the scheduler does not list it for the moment.
     """
 
     word: str
@@ -38,7 +38,7 @@ class JobState:
 
 
 class Scheduler(Protocol):
-    """One scheduler. A new one is a new file and an entry in `torchmn.submit.site`."""
+    """Interface of a scheduler. A new one is a new file and an entry in `torchmn.submit.site`."""
 
     name: str  # on the command line and in a site file
     title: str  # in messages
@@ -52,26 +52,26 @@ class Scheduler(Protocol):
     sends_warning: bool = False  # whether it can signal the script, and only that, before the limit
 
     def directives(self, job: JobRequest) -> list[str]:
-        """The header of the script. Raises UsageError: this scheduler cannot run such a job."""
+        """Return the header. Raises UsageError: this scheduler cannot run such a job."""
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """Shell lines that submit the job again; ``$status`` is 85."""
+        """Return shell lines that submit the job again; ``$status`` is 85 there."""
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
-        """The state of a job, ``None`` without an answer. Called every few seconds."""
+        """Ask for the state of a job; None without an answer. Called every few seconds."""
 
     def own_output(self, job: JobRequest, job_id: str) -> tuple[str, ...]:
-        """Patterns, below the log folder, of files that only the scheduler writes.
+        """Return patterns, below the log folder, of files that only the scheduler writes.
 
-        None by default: its files are named like the job's own, and so are found with them.
+        Empty by default: the scheduler's files have names like the job's own.
         """
         return ()
 
 
 def filled(name: str, /, **values: str | Sequence[str]) -> list[str]:
-    """The lines of a shell file of this folder, with a value for each ``@name@``.
+    """Return the lines of a shell file of this folder, with values in place of ``@name@``.
 
-    A line that has such a name only becomes the lines of its value.
+    A line that consists of a name is replaced by all lines of the value.
     """
     lines: list[str] = []
     for line in Path(__file__).with_name(name).read_text().splitlines():
@@ -89,12 +89,12 @@ _BY_HAND = "submit this job by hand to continue"
 
 
 def first_lines(job: JobRequest) -> list[str]:
-    """The lines before `torchmn run`."""
+    """Return the lines of the script before `torchmn run`."""
     return [f'export {PROGRESS_VARIABLE}="$(realpath "$log").progress"'] if job.max_requeues else []
 
 
 def last_lines(job: JobRequest, scheduler: Scheduler) -> list[str]:
-    """The lines after `torchmn run` that check ``$status``."""
+    """Return the lines after `torchmn run`, which resubmit the job depending on ``$status``."""
     if not job.max_requeues:
         return []
     return filled(
@@ -108,7 +108,7 @@ def last_lines(job: JobRequest, scheduler: Scheduler) -> list[str]:
 
 
 def before_the_limit() -> list[str]:
-    """Shell lines after which ``$early`` is yes before the time limit, or without one, else no."""
+    """Return shell lines that set ``$early`` to no after the time limit, else to yes."""
     return [
         "limit=$(sed -n 's/^limit //p' \"$log.progress\")",
         'early=no; [ "$(date +%s)" -ge "${limit:-9999999999}" ] || early=yes',
@@ -116,10 +116,10 @@ def before_the_limit() -> list[str]:
 
 
 def resubmitted(name: str) -> str:
-    """The shell command that reports the job in which training continues, a shell word."""
+    """Return the shell command that reports the job ``name`` in which training continues."""
     return f'echo "{RESUBMITTED} {name}"'
 
 
 def refused(command: str) -> str:
-    """The shell command that reports that the scheduler did not accept it."""
+    """Return the shell command that reports that the scheduler refused ``command``."""
     return f'echo "torchmn: {command} failed on $(hostname): {_BY_HAND}" >&2'

@@ -24,7 +24,7 @@ _MODULE_COMMANDS = frozenset(["load", "unload", "switch", "swap", "use", "unuse"
 
 
 def job_script(job: JobRequest, scheduler: Scheduler) -> str:
-    """The whole script. Pure. Raises UsageError: this scheduler cannot run such a job."""
+    """Return the text of the job script. Raises UsageError: the scheduler cannot run the job."""
     _raise_if_foreign(job, scheduler)
     settings = job.settings
     # appended, since a requeued job may run twice within a second
@@ -66,7 +66,7 @@ def _raise_if_foreign(job: JobRequest, scheduler: Scheduler) -> None:
 
 
 def _modules(modules: tuple[str, ...]) -> list[str]:
-    """``module load`` for each, or the given command of `module`.
+    """Return a ``module load`` line for each module, or the given command of `module`.
 
     A shell that is not a login shell may lack `module`: then its usual files are sourced.
     """
@@ -92,9 +92,9 @@ def _activation(environment: PythonEnvironment | None) -> list[str]:
 
 
 def _options(job: JobRequest) -> list[str]:
-    """Those of `torchmn run`, which reads the nodes from the scheduler.
+    """Return the options of `torchmn run`, which reads the nodes from the scheduler.
 
-    The number of all ranks, since it refuses to start where the scheduler gave fewer slots.
+    They have the number of all ranks, so that it fails if the scheduler gave fewer slots.
     """
     settings = job.settings
     threads = ["-x", f"OMP_NUM_THREADS={settings.threads}"] if settings.threads else []
@@ -104,7 +104,7 @@ def _options(job: JobRequest) -> list[str]:
 
 
 def _warning(job: JobRequest) -> list[str]:
-    """SIGUSR1 of the script itself before the time limit. Raises UsageError: there is no limit."""
+    """Return lines that send SIGUSR1 before the time limit. Raises UsageError: no limit."""
     signal, limit = job.settings.signal, job.settings.walltime
     if signal is None:
         return []
@@ -121,10 +121,10 @@ def raise_if_folder(path: Path) -> None:
 
 
 def write_script(text: str, path: Path, *, mode: int = 0o700) -> Path | None:
-    """Write the script, for this user only, since exported variables may be secrets.
+    """Write the script, readable by this user only, since exported variables may be secrets.
 
-    An existing file with other content is renamed to ``NAME~``: it may have been edited. Returns
-    the new path of the old file, if any. Raises UsageError.
+    An existing file with other content is renamed to ``NAME~``, since it may have been edited.
+    Returns the new path of the old file, or None. Raises UsageError.
     """
     raise_if_folder(path)
     kept, draft = path.with_name(f"{path.name}~"), path.with_name(f".{path.name}.new")

@@ -37,7 +37,7 @@ _PATH: Rule = (
 
 
 def _setting(rule: Rule | None, text: str = "", *flags: str, default: Any = None) -> Any:
-    """A field with its rule and, if it has an option, the help text and the option's names."""
+    """Declare a field with its rule and, if it has an option, help text and option names."""
     metavar = {"-x": "NAME[=VALUE]"}.get("".join(flags))
     metadata = {"rule": rule, "help": text, "flags": flags, "metavar": metavar}
     return field(default=default, metadata=metadata)
@@ -45,11 +45,11 @@ def _setting(rule: Rule | None, text: str = "", *flags: str, default: Any = None
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a job gets besides its size and its script; ``None`` or empty where not given.
+    """Settings of a job besides its size and its script; None or empty if not given.
 
-    ``chunk`` is what PBS adds to every node of its select, such as ``ncpus=36:ngpus=2``;
-    ``parallel_environment`` is what Grid Engine needs for more than one slot, and ``gpu_resource``
-    its resource that counts GPUs for each slot. Raises UsageError.
+    ``chunk`` is added to every node in the select of PBS, such as ``ncpus=36:ngpus=2``. Grid Engine
+    needs ``parallel_environment`` for more than one slot, and ``gpu_resource`` is its resource that
+    counts GPUs for each slot. Raises UsageError: a value is invalid.
     """
 
     queue: str | None = _setting(_WORD, "Queue, or Slurm's partition.")
@@ -85,10 +85,10 @@ class Settings:
             check_variable_name(name)
 
     def merged_over(self, defaults: Settings) -> Settings:
-        """These settings, and those of ``defaults`` where these are not given.
+        """Return these settings, with those of ``defaults`` in place of what is not given.
 
-        Modules and directives of both are written, these last; of two exports of one name
-        this one counts.
+        Modules and directives are joined, those of ``defaults`` first. If both export a variable,
+        this value counts.
         """
         own = {
             each.name: value
@@ -127,15 +127,15 @@ def _option_of(setting: Field[Any]) -> str:
 
 
 def settings_from_options(options: Mapping[str, Any]) -> Settings:
-    """The settings that options of the command line give. Raises UsageError, with the option."""
+    """Make settings from options of the command line. Raises UsageError with the option."""
     _check(options, are_options=True)
     return Settings(**options)
 
 
 def settings_from_table(table: Mapping[str, object], *, others: Sequence[str] = ()) -> Settings:
-    """The settings in a TOML table. Raises UsageError or UnknownNameError.
+    """Make settings from a TOML table. Raises UsageError or UnknownNameError.
 
-    ``others`` are further words that may stand in it, for the message.
+    ``others`` are further keys that the table may have, for the message.
     """
     known = {each.name: each for each in fields(Settings)}
     values = {}
@@ -147,7 +147,7 @@ def settings_from_table(table: Mapping[str, object], *, others: Sequence[str] = 
 
 
 def _value(setting: Field[Any], value: object) -> Any:
-    """A value of TOML as the field has it. Raises UsageError: it is of another type."""
+    """Convert a value of TOML to the field's type. Raises UsageError: it has another type."""
     if setting.name == "exports":
         # numbers too: ``NCCL_SHM_DISABLE = 1`` is what people write
         if isinstance(value, dict) and all(type(v) in (str, int, float) for v in value.values()):

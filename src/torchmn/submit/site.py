@@ -25,10 +25,10 @@ NAMES = tuple(SCHEDULERS)
 
 
 def installed_schedulers(path: str | None) -> tuple[str, ...]:
-    """The names of the schedulers whose submit command is on this PATH. Local.
+    """Return the names of the schedulers whose submit command is on this PATH. Local.
 
-    Two that share a command are distinguished by a command that only one of them has; where neither
-    has it, both are returned.
+    Two with the same command are distinguished by a command that only one of them has; if that is
+    missing, both are returned.
     """
 
     def is_here(command: str) -> bool:
@@ -48,9 +48,9 @@ def installed_schedulers(path: str | None) -> tuple[str, ...]:
 
 
 def raise_if_unknown(name: str, *others: str, where: str = "") -> None:
-    """Raise UsageError for Kubernetes, UnknownNameError for another name that is no scheduler's.
+    """Raise UsageError for Kubernetes, UnknownNameError for any other unknown scheduler.
 
-    ``others`` are further names that are accepted; ``where`` is the file that has the name.
+    ``others`` are further names to accept; ``where`` is the file that has the name.
     """
     if name == "kubernetes":
         raise UsageError(
@@ -62,7 +62,7 @@ def raise_if_unknown(name: str, *others: str, where: str = "") -> None:
 
 
 def choose_scheduler(wanted: str | None, installed: Sequence[str]) -> Scheduler:
-    """The scheduler that was requested, else the only one that is installed.
+    """Return the requested scheduler, or by default the only one that is installed.
 
     Raises UnknownNameError, UsageError: none is installed, or UnsupportedError: several are.
     """
@@ -102,7 +102,7 @@ USER_FILE = ".config/torchmn/site.toml"
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The content of a site file; ``path`` is ``None`` where there is none."""
+    """Content of a site file; ``path`` is None if there is no file."""
 
     path: Path | None = None
     scheduler: str | None = None
@@ -110,12 +110,12 @@ class Site:
     per_scheduler: Mapping[str, Settings] = field(default_factory=dict)
 
     def settings_for(self, scheduler: str) -> Settings:
-        """The settings of jobs of this scheduler."""
+        """Return the settings for jobs of this scheduler."""
         return self.per_scheduler.get(scheduler, Settings()).merged_over(self.defaults)
 
 
 def find_site(named: Path | None, *, folder: Path, home: Path) -> Path | None:
-    """The file that was named, else the one in ``folder`` or ``home``, else ``None``."""
+    """Return the named site file, else the one in ``folder`` or ``home``, else None."""
     if named is not None:
         return named
     candidates = (folder / PROJECT_FILE, home / USER_FILE)

@@ -22,7 +22,7 @@ _ENDED = frozenset(
 
 
 class Slurm(Scheduler):
-    """Slurm."""
+    """The scheduler Slurm."""
 
     name = "slurm"
     title = "Slurm"
@@ -36,7 +36,7 @@ class Slurm(Scheduler):
     sends_warning = True
 
     def directives(self, job: JobRequest) -> list[str]:
-        """The lines of the header. ``%x.%j`` is the job's name and number."""
+        """Return the header. In file names ``%x.%j`` stands for the job's name and number."""
         settings = job.settings
         own = f"{job.log_dir}/%x.%j.slurm"
         options = [
@@ -60,11 +60,11 @@ class Slurm(Scheduler):
         return [f"{self.prefix} {option}" for option in options]
 
     def resubmission(self, job: JobRequest) -> list[str]:
-        """The same job with the same number. Slurm ends this shell with a signal, see `script`.
+        """Requeue the job with the same number; Slurm then ends this shell, see `script`.
 
-        Slurm would requeue a job that its user is cancelling, too: it is completing while this
-        shell runs, and so is one that Slurm requeues itself. Before it preempts a job, Slurm leaves
-        the state as it is until the partition's ``GraceTime`` is over.
+        A job in state COMPLETING is not requeued: its user is cancelling it, which Slurm would not
+        respect, or Slurm requeues it already. The state of a job that is preempted does not change
+        until the partition's ``GraceTime`` is over.
         """
         return [
             *before_the_limit(),
@@ -79,7 +79,7 @@ class Slurm(Scheduler):
         ]
 
     def state(self, job_id: str, ask: Ask) -> JobState | None:
-        """`scontrol` forgets a job some minutes after its end; then only its log has the status."""
+        """Ask `scontrol`, which forgets a job minutes after its end: the log has the status."""
         answer = ask(["scontrol", "--oneliner", "show", "job", job_id])
         if answer.returncode == 0:
             return _state_of(answer)
@@ -89,7 +89,7 @@ class Slurm(Scheduler):
 
 
 def _state_of(answer: Answer) -> JobState | None:
-    """The state in the ``Name=value`` words of `scontrol show job`."""
+    """Parse the state in the ``Name=value`` words of `scontrol show job`."""
     state = re.search(r"\bJobState=(\w+)", answer.out)
     status = re.search(r"\bExitCode=(\d+):(\d+)", answer.out)
     if state is None:

@@ -1,1 +1,1 @@
-"""What a training would take elsewhere: the model of `torchmn.exchange.auto.predict`, applied."""
+"""Predict training on another cluster with the model of `torchmn.exchange.auto.predict`."""

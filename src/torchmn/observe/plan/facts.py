@@ -35,7 +35,7 @@ _NUM_GRADIENTS = 50
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A training and where it runs. Optional numbers that are None are unknown and count as free.
+    """Facts about a training and where it runs. A cost that is None is unknown and counts as 0.
 
     ``gradients`` and ``codecs`` come from recorded runs. Without gradients the parameters have
     equal sizes, and their gradients become ready evenly during backward. ``cores_per_rank`` below
@@ -75,12 +75,15 @@ class Training(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on all hosts."""
+        """Number of ranks on all hosts."""
         return self.hosts * self.ranks_per_host
 
 
 def predict(training: Training) -> PredictedStep:
-    """Predict the step of a training. Raises UsageError: a fact is missing, or has no model."""
+    """Predict the step of a training.
+
+    Raises UsageError: a fact is missing, or the model does not cover it.
+    """
     if training.parameters < 1 and not training.gradients:
         raise UsageError(
             "Its gradients are not known. Record 20 steps or more of a training with a multi-node "
@@ -109,7 +112,7 @@ def predict(training: Training) -> PredictedStep:
 
 @functools.cache
 def timed_codec(name: str) -> CodecFacts:
-    """A codec timed on one core of this machine.
+    """Time a codec on one core of this machine.
 
     Raises UnknownNameError, UsageError: there is no such codec, or it cannot be timed by itself.
     """
@@ -149,7 +152,7 @@ def _link_of(training: Training) -> LinkSpeed:
 
 
 def _step_of(training: Training) -> StepFacts:
-    """The step of a typical rank."""
+    """Return the step of a typical rank."""
     backward_s = training.compute_s * training.backward_share
     gradients = training.gradients
     if not gradients:

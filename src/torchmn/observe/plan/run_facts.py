@@ -1,4 +1,4 @@
-"""The facts about a training from its recorded run.
+"""Derive the facts about a training from its recorded run.
 
 The step without exchange is the recorded one without its waits for the exchange. What sending takes
 from the core that computes shows in no phase: it is chosen such that the model's step is the
@@ -33,7 +33,7 @@ _NUM_HALVINGS = 20
 
 
 def facts_of(path: Path) -> Training:
-    """The facts of the run in a folder. Raises DataError: it has too few steps."""
+    """Return the facts of the run in a folder. Raises DataError: it has too few steps."""
     ranks = read_run(path).ranks
     rows = [_usable(rank) for rank in ranks]
     if min(int(np.sum(mask)) for mask in rows) < _MIN_STEPS:
@@ -82,7 +82,7 @@ def facts_of(path: Path) -> Training:
 
 
 def _usable(rank: RankRecord) -> NDArray[np.bool_]:
-    """The steps without the first ones and without those that evaluate or save."""
+    """Select steps other than the first ones and those that evaluate or save."""
     steps = rank.steps
     quiet = steps.phases[:, _PAUSES].sum(axis=1) < 0.01 * np.maximum(steps.seconds, 1e-9)
     first = rank.first_step + min(_NUM_WARM_UP, len(steps) // 3)
@@ -90,7 +90,7 @@ def _usable(rank: RankRecord) -> NDArray[np.bool_]:
 
 
 def _gradients(ranks: Sequence[RankRecord]) -> tuple[ReadyGradient, ...]:
-    """The medians over the steps in which they were noted; nothing if they never were."""
+    """Return gradients with median times over the steps that recorded them; may be empty."""
     times = [each for rank in ranks for each in rank.gradient_times]
     if not times:
         return ()
@@ -102,7 +102,7 @@ def _gradients(ranks: Sequence[RankRecord]) -> tuple[ReadyGradient, ...]:
 
 
 def _rates(rank: RankRecord, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Bytes per second that a rank sent in each step while buckets were being exchanged."""
+    """Return the bytes per second that a rank sent in each step during exchanges."""
     buckets = rank.steps.buckets
     sent, busy_s = (
         np.bincount(buckets.row, weights=weights, minlength=len(mask))
@@ -115,7 +115,7 @@ def _rates(rank: RankRecord, mask: NDArray[np.bool_]) -> NDArray[np.float64]:
 def _with_link(
     facts: Training, ranks: Sequence[RankRecord], bandwidth: float, step_s: float
 ) -> Training:
-    """The facts with the link, the codec, and what sending costs, from what buckets have shown."""
+    """Add the link, the codec and the cost of sending, as measured from the buckets."""
     columns = ("started_s", "ended_s", "sent_nbytes", "nbytes", "encode_s", "decode_s")
     started_s, ended_s, sent, held, encode_s, decode_s = (
         np.concatenate([getattr(rank.steps.buckets, name) for rank in ranks]) for name in columns

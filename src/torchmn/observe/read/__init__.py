@@ -1,1 +1,1 @@
-"""Reading the records of a run."""
+"""Read the records of a run."""

@@ -1,4 +1,4 @@
-"""What a run has recorded, as arrays: the result of `torchmn.observe.read.run_reader`."""
+"""The record of a run as arrays: the result of `torchmn.observe.read.run_reader`."""
 
 import time
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MAX_DRIFT = 1e-3  # clocks that move apart faster have jumped: crystals differ b
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Exchanges of a rank, one a row, in order. Columns as in `records.Bucket`."""
+    """Exchanges of a rank, one per row, in order. Columns as in `records.Bucket`."""
 
     row: Integers  # of the step, in `Steps`
     number: Integers
@@ -33,7 +33,7 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Steps of a rank, one a row, in order. Columns as in `records.Step`, NaN for None."""
+    """Steps of a rank, one per row, in order. Columns as in `records.Step`, NaN for None."""
 
     step: Integers
     at_s: Floats
@@ -53,33 +53,33 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """How a rank's clock relates to that of rank 0, from `records.ClockOffset`."""
+    """Offsets of a rank's clock from that of rank 0, from `records.ClockOffset`."""
 
     at_s: Floats
     offset_s: Floats
     error_s: Floats
 
     def to_rank0(self, at_s: Floats) -> Floats:
-        """What rank 0's clock showed at times of this one. Local."""
+        """Convert times of this clock to times of rank 0's clock. Local."""
         if not len(self.at_s):
             return at_s
         return np.asarray(at_s + np.interp(at_s, self.at_s, self.offset_s), dtype=np.float64)
 
     @property
     def is_known(self) -> bool:
-        """Whether it was compared with that of rank 0."""
+        """Whether this clock was compared with rank 0's."""
         return len(self.at_s) > 0
 
     @property
     def jumps(self) -> Floats:
-        """When it, or that of rank 0, was set or stood still."""
+        """Times at which this clock or rank 0's jumped, as when it was set or stood still."""
         moved = np.abs(np.diff(self.offset_s)) - self.error_s[1:] - self.error_s[:-1]
         return self.at_s[1:][moved > MAX_DRIFT * np.diff(self.at_s)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankRecord:
-    """What one rank recorded, or a sample of it."""
+    """The record of one rank, or a sample of it."""
 
     start: RunStart
     settings: dict[str, str]  # the last ones
@@ -110,7 +110,7 @@ class Run:
 
     @property
     def size(self) -> int:
-        """The world size."""
+        """Number of ranks of the run."""
         return self.ranks[0].start.size
 
     @property
@@ -121,11 +121,11 @@ class Run:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether only some steps were read."""
+        """Whether only a sample of the steps was read."""
         return any(rank.is_sampled for rank in self.ranks)
 
     @property
     def is_running(self) -> bool:
-        """Whether it seems to continue: some rank has not ended and wrote a moment ago."""
+        """Whether the run seems to continue: a rank has not ended, and a file changed recently."""
         has_ended = all(rank.end is not None for rank in self.ranks)
         return not has_ended and time.time() - self.modified_s < RUNNING_S

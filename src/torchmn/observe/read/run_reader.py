@@ -1,4 +1,4 @@
-"""Reading what a run has recorded, while it continues or after it: arrays per rank.
+"""Read the record of a run into arrays, after its end or while it continues.
 
 A run of any length is read in bounded time and memory. Where its lines are more than
 `MAX_NBYTES`, windows of consecutive steps are read, the same steps on every rank, spread over the
@@ -59,9 +59,9 @@ _columns_of = attrgetter(*_BUCKET_COLUMNS)
 
 
 def find_records(path: Path) -> Path:
-    """The folder of records of a run: ``path`` itself, its ``steps``, or those of its latest run.
+    """Find the folder of a run's records: ``path``, its ``steps``, or those of its latest run.
 
-    Of an elastic run those of its last round. Raises DataError: there are none.
+    For an elastic run these are the records of the last round. Raises DataError: there are none.
     """
     latest = path / "latest"
     places = (path / FOLDER, path, *_rounds(path), latest / FOLDER, *_rounds(latest))
@@ -78,7 +78,7 @@ def find_records(path: Path) -> Path:
 
 
 def _rounds(path: Path) -> list[Path]:
-    """The records of the rounds of an elastic run, the last one first."""
+    """Return the folders of records of an elastic run's rounds, the last round first."""
     numbers = [
         int(match[1]) for each in path.glob("round*") if (match := _ROUND.fullmatch(each.name))
     ]
@@ -93,8 +93,8 @@ def read_run(path: Path, *, max_nbytes: int = MAX_NBYTES, last_steps: int | None
 
     Args:
         path: the log folder of the run, its folder of records, or a folder with a link ``latest``.
-        max_nbytes: of lines that are read.
-        last_steps: read the last steps only, this number of them.
+        max_nbytes: maximum size of the lines that are read, in bytes.
+        last_steps: read only this number of steps, at the end.
     """
     try:
         return _read_run(find_records(path), max_nbytes, last_steps)
@@ -131,7 +131,7 @@ def _read_run(folder: Path, max_nbytes: int, last_steps: int | None) -> Run:
 
 
 def _rank_files(folder: Path) -> dict[int, list[Path]]:
-    """The files of each rank, in order."""
+    """Return the files of each rank in the order of time."""
     found = grouped(
         (int(match[1]), (int(match[2] or 0), path))
         for path in folder.iterdir()
@@ -141,9 +141,9 @@ def _rank_files(folder: Path) -> dict[int, list[Path]]:
 
 
 def _windows(readers: Sequence[_RankReader], nbytes_per_rank: float) -> list[tuple[int, int]]:
-    """First step and end of each window that is read, the same for all ranks.
+    """Return first step and end of each window to read, the same for all ranks.
 
-    They are not at equal distances, which might be those of checkpoints, say.
+    Their distances differ, since equal ones might coincide with a period such as checkpoints'.
     """
     first = min(reader.first_step for reader in readers)
     last = max(reader.last_step for reader in readers)
@@ -161,7 +161,7 @@ def _windows(readers: Sequence[_RankReader], nbytes_per_rank: float) -> list[tup
 
 
 class _RankReader:
-    """The files of one rank. Raises DataError: the first line is no start of a record."""
+    """Reads the files of one rank. Raises DataError: the first line is not a `RunStart`."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         with paths[0].open("rb") as file:
@@ -180,7 +180,7 @@ class _RankReader:
         self.last_step = max((last for _, last in known), default=-1)
 
     def read(self, windows: Sequence[tuple[int, int]] | None) -> RankRecord:
-        """All lines, or those of the windows, those before the first step and the last ones."""
+        """Read all lines, or only those in windows, before the first step and at the end."""
         table = _Table(self._start)
         for index, path in enumerate(self._paths):
             with suppress(FileNotFoundError), path.open("rb") as file:
@@ -216,7 +216,7 @@ class _RankReader:
 
 
 class _Table:
-    """Lines of a rank, as lists of columns."""
+    """Collects the lines of a rank and makes columns of them."""
 
     def __init__(self, start: RunStart) -> None:
         self._start = start
@@ -313,7 +313,7 @@ class _Table:
 
 
 def _columns(rows: Sequence[tuple[float, ...]], names: Sequence[str]) -> dict[str, Any]:
-    """The columns by name; those that count are whole numbers."""
+    """Return arrays by column name; steps, rows and numbers as integers, others as floats."""
     columns = zip(names, _transposed(rows, len(names)), strict=True)
     return {n: c.astype(np.int64) if n in ("step", "row", "number") else c for n, c in columns}
 
@@ -327,7 +327,7 @@ def _number(value: float | None) -> float:
 
 
 def _decode(text: bytes) -> Line | None:
-    """The line, or None: it was cut, or is none of ours."""
+    """Decode a line; None if it is cut off or not a line of a record."""
     try:
         line: Line = _decoder.decode(text)
     except (msgspec.MsgspecError, UnicodeDecodeError):

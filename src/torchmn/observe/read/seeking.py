@@ -1,4 +1,4 @@
-"""Finding steps in a file of records without reading all of it: they are in order in a file."""
+"""Find steps in a file of records, where they are in order, without reading all of it."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ _BLOCK = 1 << 14
 
 
 def step_range(path: Path) -> tuple[int, int] | None:
-    """The first and last step of a file, or None: it has none."""
+    """Return the first and the last step of a file, None if it has no step."""
     with path.open("rb") as file:
         first = _next_step(file, 0)
         found = STEP.findall(b"\n" + tail(file))
@@ -19,7 +19,7 @@ def step_range(path: Path) -> tuple[int, int] | None:
 
 
 def tail(file: BinaryIO) -> bytes:
-    """The last whole lines of a file, at least one with a step if there is one."""
+    """Return the last whole lines of a file, enough to include a step if it has one."""
     size = file.seek(0, 2)
     length = _BLOCK
     while True:
@@ -33,7 +33,7 @@ def tail(file: BinaryIO) -> bytes:
 
 
 def _next_step(file: BinaryIO, offset: int) -> tuple[int, int] | None:
-    """Where the first whole line with a step after an offset begins, and its step."""
+    """Return offset and step of the first whole line with a step at or after ``offset``."""
     # A line that begins at the offset counts, so the byte before it is read too.
     file.seek(max(0, offset - 1))
     text = b"\n" if offset == 0 else b""
@@ -50,7 +50,10 @@ def _next_step(file: BinaryIO, offset: int) -> tuple[int, int] | None:
 
 
 def seek(file: BinaryIO, target: int, steps: tuple[int, int]) -> None:
-    """Go to a line of a step close before ``target``, or to its first line."""
+    """Seek to a line shortly before those of step ``target``, or to the beginning of the file.
+
+    ``steps`` are the first and last step of the file, between which it interpolates.
+    """
     low, high = 0, file.seek(0, 2)
     low_step, high_step = steps[0], steps[1] + 1
     for attempt in range(64):

@@ -1,4 +1,4 @@
-"""The charts of the page, as data for plotly.js, each with a table that shows the same."""
+"""Make the charts of the page, as data for plotly.js, each with a table of the same numbers."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ Trace = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A chart: what it shows, plotly's traces and layout, and the table beside it."""
+    """A chart: its text, plotly's traces and layout, and the table beside it."""
 
     title: str
     description: str
@@ -51,7 +51,7 @@ class Chart:
 
 
 def _lines(name: str, x: Any, y: Any, **style: Any) -> Trace:
-    """A line through points, or what else ``style`` makes of plotly's scatter chart."""
+    """Return plotly's trace of a line through points, to which ``style`` adds options."""
     points = {"x": _rounded(x), "y": _rounded(y)}
     return {"type": "scatter", "mode": "lines", "name": name, **points, **style}
 
@@ -61,7 +61,7 @@ def _axis(title: str = "", **style: Any) -> dict[str, Any]:
 
 
 def scaling_charts(scaling: Scaling) -> Iterator[Chart]:
-    """Throughput, speed-up and efficiency over the number of ranks."""
+    """Chart throughput, speed-up and efficiency over the number of ranks."""
     points = scaling.points
     sizes = [point.num_ranks for point in points]
     curve = np.linspace(sizes[0], sizes[-1], 60)
@@ -96,7 +96,7 @@ def scaling_charts(scaling: Scaling) -> Iterator[Chart]:
 
 
 def run_charts(summary: Summary) -> Iterator[Chart]:
-    """Where the time goes, who is late, links, values and memory."""
+    """Chart the phases of a run, the lateness of ranks, links, values and memory."""
     yield _phases_by_rank(summary)
     if len(summary.step) > 1:
         yield _phases_over_time(summary)
@@ -135,7 +135,7 @@ def _phases_by_rank(summary: Summary) -> Chart:
 
 
 def _phases_table(head: str, names: Sequence[str], seconds: Floats, shown: list[int]) -> Table:
-    """The step and its phases, a row for each name and row of ``seconds``."""
+    """Make a table of the step and its phases, with a row for each name and row of ``seconds``."""
     return Table(
         columns=(head, "step", *(PHASES[index] for index in shown)),
         rows=[
@@ -146,7 +146,7 @@ def _phases_table(head: str, names: Sequence[str], seconds: Floats, shown: list[
 
 
 def _bars(summary: Summary) -> tuple[list[str], Floats, str]:
-    """Names and phases of each bar: ranks, hosts, or the ranks that are late the most."""
+    """Return names and phases of the bars: ranks, hosts, or the ranks that are latest."""
     means = summary.mean_phases
     if len(summary.ranks) <= MAX_BARS:
         return [f"rank {rank.start.rank}" for rank in summary.ranks], means, "rank"
@@ -272,7 +272,7 @@ def _links(summary: Summary) -> Chart:
 
 
 def _values(summary: Summary) -> Iterator[Chart]:
-    """What the script reports, the mean over the ranks that report it."""
+    """Chart the values that the script reports, as the mean over the ranks that report them."""
     names = list(dict.fromkeys(name for rank in summary.ranks for name in rank.values))
     first = summary.ranks[0].steps
     samples = summary.column("samples").mean() * summary.run.size
@@ -349,6 +349,6 @@ def _bins(count: int, limit: int) -> list[Integers]:
 
 
 def _rounded(values: Any) -> list[Any]:
-    """To five digits, so that the page stays small; None in place of what is not finite."""
+    """Round to five digits, so that the page stays small; None for what is not finite."""
     numbers = np.asarray(values, dtype=np.float64).tolist()
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in numbers]

@@ -1,4 +1,4 @@
-"""One finding of a report, and the words for phases."""
+"""One finding of a report, and the texts that describe phases."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -49,7 +49,7 @@ CURES: dict[Phase, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that limits a run."""
+    """One cause that limits a run, with its evidence and cure."""
 
     kind: Kind
     share: float  # of the mean step, that would be saved
@@ -64,11 +64,11 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """All of it as running text."""
+        """The finding as running text."""
         return f"{self.what}: {self.evidence}. {self.cure}"
 
 
 def plural(words: str) -> str:
-    """What several ranks do."""
+    """Turn the text of a phase, as in "computes", into the plural."""
     verb, space, rest = words.partition(" ")
     return ("do" if verb == "does" else verb.removesuffix("s")) + space + rest

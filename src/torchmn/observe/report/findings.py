@@ -1,4 +1,4 @@
-"""What limits a run: at most five findings, the most expensive first, each with its evidence.
+"""Find what limits a run: at most five findings with evidence, the most expensive first.
 
 A finding's share is the part of the mean step that would be saved without its cause, computed from
 the recorded steps: a step lasts until the slowest rank is ready, so a rank that is late costs as
@@ -53,7 +53,7 @@ USUAL_SHARES: dict[Phase, float] = {
 
 
 def find(summary: Summary) -> list[Finding]:
-    """The findings of a run, the most expensive first."""
+    """Return the findings of a run, the most expensive first."""
     found = [
         finding
         for search in (late_ranks, _exchange, _slow_links, _phases, _slow_steps, _slowing_down)
@@ -98,7 +98,7 @@ def _exchange(summary: Summary) -> Iterator[Finding]:
 
 
 def _slow_links(summary: Summary) -> Iterator[Finding]:
-    """Links far below their nominal rate, and hosts that data reach later than the others."""
+    """Find links far below their nominal rate, and hosts that data reach late."""
     yield from _late_ends(summary)
     for link in summary.links:
         is_large = link.nbytes_per_step >= MIN_LINK_BYTES * summary.exchanges_per_step
@@ -144,7 +144,7 @@ def _late_ends(summary: Summary) -> Iterator[Finding]:
 
 
 def _phases(summary: Summary) -> Iterator[Finding]:
-    """Phases that take more than usual on all ranks."""
+    """Find phases that take longer than usual on all ranks."""
     by_rank = np.sort(summary.steady[~summary.is_slow].mean(0), axis=0)
     means = by_rank[(len(by_rank) - 1) // 2]  # of two ranks the one with less
     for phase, limit in USUAL_SHARES.items():
@@ -164,7 +164,7 @@ def _phases(summary: Summary) -> Iterator[Finding]:
 
 
 def _slow_steps(summary: Summary) -> Iterator[Finding]:
-    """Some steps that last far longer than the rest, without evaluations and checkpoints."""
+    """Find steps that last far longer than others, evaluations and checkpoints left out."""
     collective = summary.of("evaluation", "checkpoint")
     totals = (summary.steady.sum(2) - collective).max(1)
     usual = float(np.median(totals))
@@ -208,7 +208,7 @@ def _slow_steps(summary: Summary) -> Iterator[Finding]:
 
 
 def _slowing_down(summary: Summary) -> Iterator[Finding]:
-    """Steps that become longer in the course of the run, on some rank."""
+    """Find a rank whose steps become longer in the course of the run."""
     own = summary.own
     if len(own) < 40:
         return

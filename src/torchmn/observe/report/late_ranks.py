@@ -1,4 +1,4 @@
-"""Ranks and hosts that are late in most steps, and why: see `torchmn.observe.report.findings`."""
+"""Find ranks and hosts that are late in most steps: see `torchmn.observe.report.findings`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from torchmn.record.records import PHASES, Phase
 MIN_LATE_SHARE = 0.03  # by how much longer than the others a late rank computes, at least
 SIMILAR = 0.7  # ranks that are late by this part of the latest one's time are late together with it
 MIN_T = 4.0  # how many standard errors its mean lateness is above 0, at least
-# Into which steps are divided for standard errors: neighbouring steps resemble each other.
+# Steps are divided into blocks for standard errors, since neighbouring steps are correlated.
 MAX_BLOCKS = 20
 MIN_CHANGING_SHARE = 0.05
 
 
 def late_ranks(summary: Summary) -> Iterator[Finding]:
-    """Ranks and hosts that are late in most steps, and lateness that changes from rank to rank."""
+    """Find ranks and hosts that are late in most steps, and lateness that changes ranks."""
     num_ranks = len(summary.ranks)
     if num_ranks < 2 or len(summary.steady) < 4:
         return
@@ -57,7 +57,7 @@ def late_ranks(summary: Summary) -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Lateness:
-    """How late a group of ranks is, and what would be saved if it were as fast as the others."""
+    """Lateness of a group of ranks, and the time saved if it were as fast as the others."""
 
     group: tuple[int, ...]
     excess: Floats  # seconds of each step
@@ -86,7 +86,7 @@ class _Lateness:
 
 
 def _groups(summary: Summary, own: Floats) -> list[tuple[int, ...]]:
-    """The latest rank with those as late as it in the same phase, and each host, if several."""
+    """Return groups that may be late: ranks similar to the latest one, and each host's ranks."""
     excess = (own - np.median(own, axis=1, keepdims=True)).mean(0)
     latest = int(excess.argmax())
     phase = _late_phase(summary, (latest,))[0]
@@ -138,7 +138,7 @@ def _host_list(hosts: list[str]) -> str:
 
 
 def _late_phase(summary: Summary, group: tuple[int, ...]) -> tuple[Phase, float, float]:
-    """The phase in which a group is late the most: by how long, and how long others need."""
+    """Return the phase in which a group is latest, by how long, and the others' time."""
     group_s = summary.mean_phases[list(group)].min(0)
     others_s = np.median(np.delete(summary.mean_phases, group, axis=0), axis=0)
     excess = group_s - others_s
@@ -149,7 +149,7 @@ def _late_phase(summary: Summary, group: tuple[int, ...]) -> tuple[Phase, float,
 
 
 def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
-    """The evidence of the cause, and the cure."""
+    """Return the evidence of the cause, and the cure."""
     if phase in ("data", "copy"):
         share = summary.of(phase)[:, late.group].mean() / summary.own[:, late.group].mean()
         evidence = f"it is {share:.0%} of what the rank does by itself in a step"
@@ -193,13 +193,13 @@ def _why(summary: Summary, late: _Lateness, phase: Phase) -> tuple[str, str]:
 
 
 def _more_than_others(summary: Summary, column: str, group: tuple[int, ...]) -> float:
-    """By how many seconds a group has more in a column of the mean step than other ranks."""
+    """Return how many seconds more than others a group has in a column of the mean step."""
     means = summary.column(column)[~summary.is_slow].mean(0)
     return float(means[list(group)].min() - np.median(np.delete(means, group)))
 
 
 def _shares_cores(summary: Summary, group: tuple[int, ...]) -> str:
-    """Which ranks of its host are bound to the same cores, if these are fewer than ranks."""
+    """Describe ranks of the group's host that share too few cores; empty if none do."""
     own = summary.ranks[group[0]].start
     sharing = [
         rank.start.rank

@@ -1,4 +1,4 @@
-"""The state of a run as OpenMetrics text, which Prometheus' node exporter reads from a file."""
+"""Write the state of a run as OpenMetrics text, which Prometheus' node exporter reads."""
 
 import re
 from collections.abc import Iterable
@@ -18,8 +18,8 @@ Rows = Iterable[tuple[dict[str, str], float]]  # labels and value of each sample
 def write_metrics(path: Path, file: Path) -> None:
     """Write phases, step, lateness and memory of each rank over its last steps to a file.
 
-    At once and whole, so that a collector never reads half of it. Raises DataError; UsageError: it
-    cannot be written.
+    The file is replaced as a whole, so that a collector never reads half of it. Raises DataError:
+    the run cannot be read; UsageError: the file cannot be written.
     """
     if "/" not in str(file) and re.fullmatch(r"[+-]?\d+|.*:.*", str(file)):
         raise UsageError(

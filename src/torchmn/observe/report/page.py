@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs no network.
+"""Write the report as one HTML file that needs no network.
 
 Charts are drawn by plotly.js, which the package ``plotly`` brings and which is written into the
 page. It was chosen for one script without other packages, charts as vectors that print well, and
@@ -20,7 +20,7 @@ from torchmn.observe.report.tables import Scaling, Table, placement_table, slow_
 
 
 def plotly_script() -> str:
-    """The text of plotly.js. Raises UnsupportedError: the package is not installed."""
+    """Return the text of plotly.js. Raises UnsupportedError: the package is not installed."""
     offline = require("plotly.offline", "The page (not --text or --json)", "torchmn[report]")
     return str(offline.get_plotlyjs())
 
@@ -28,7 +28,7 @@ def plotly_script() -> str:
 def page(
     reports: Sequence[tuple[Summary, Sequence[Finding]]], scaling: Scaling | None, *, script: str
 ) -> str:
-    """The whole page. ``script`` is that of `plotly_script`."""
+    """Return the whole page. ``script`` is the text of `plotly_script`."""
     body = _Body()
     body.add("<header><h1>torchmn report</h1>")
     made = time.strftime("%Y-%m-%d %H:%M")
@@ -58,7 +58,7 @@ def page(
 
 
 def _beside(name: str) -> str:
-    """The text of a file beside this one."""
+    """Read a file in the folder of this module."""
     return Path(__file__).with_name(name).read_text()
 
 

@@ -1,4 +1,4 @@
-"""The steps of all ranks of a run side by side, and what follows from them by arithmetic."""
+"""Compare the steps of all ranks of a run, and compute rates and shares from them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +23,7 @@ MIN_SHARE_OF_STEPS = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What the ranks of one host sent to another, over the steps that were read."""
+    """Traffic from the ranks of one host to another host, over the steps that were read."""
 
     source: str
     target: str
@@ -33,7 +33,7 @@ class Link:
 
     @property
     def share(self) -> float | None:
-        """Measured over nominal rate."""
+        """Measured rate divided by the nominal one, None if that is unknown."""
         return self.nominal_bytes_per_s and self.bytes_per_s / self.nominal_bytes_per_s
 
 
@@ -50,7 +50,10 @@ class SlowStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Steps ``(steps, ranks)`` and phases ``(steps, ranks, phases)`` that all ranks have."""
+    """The steps that all ranks have recorded, with seconds ``phases`` (steps, ranks, phases).
+
+    ``step`` has their numbers, shape (steps,). Steady steps are those after the warm-up.
+    """
 
     run: Run
     ranks: tuple[RankRecord, ...]
@@ -61,7 +64,7 @@ class Summary:
 
     @property
     def num_warmup(self) -> int:
-        """Steps at the beginning that are left out of means."""
+        """Number of steps at the beginning that means leave out."""
         return min(MAX_WARMUP_STEPS, len(self.step) // 4) if self.step[0] <= 1 else 0
 
     @property
@@ -71,9 +74,9 @@ class Summary:
 
     @cached_property
     def is_slow(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Of each steady step, whether it took more than twice as long as the median.
+        """Whether each steady step took more than twice as long as the median.
 
-        Without evaluations and checkpoints. None is slow where such steps are the rule.
+        Evaluations and checkpoints do not count. All False if such steps are frequent.
         """
         totals = (self.steady.sum(2) - self.of("evaluation", "checkpoint")).max(1)
         slow = np.asarray(totals > SLOW_STEP * np.median(totals))
@@ -81,33 +84,33 @@ class Summary:
 
     @cached_property
     def own(self) -> Floats:
-        """Seconds of each steady step ``(steps, ranks)`` that are up to the rank itself."""
+        """Seconds of each steady step that a rank works by itself, shape ``(steps, ranks)``."""
         return np.asarray(self.steady.sum(2) - self.of(*COLLECTIVE_PHASES), dtype=np.float64)
 
     def of(self, *phases: Phase) -> Floats:
-        """Seconds ``(steps, ranks)`` of phases together."""
+        """Return the seconds of these phases together in steady steps, shape ``(steps, ranks)``."""
         indices = [PHASES.index(phase) for phase in phases]
         return np.asarray(self.steady[:, :, indices].sum(2), dtype=np.float64)
 
     @cached_property
     def step_s(self) -> float:
-        """The mean step."""
+        """Seconds of the mean steady step."""
         return float(self.steady.sum(2).mean())
 
     @cached_property
     def waited_s(self) -> Floats:
-        """What the rank that waits the least for the exchange of each step waits for it.
+        """Seconds in the phase ``exchange`` of each step on the rank that has the fewest.
 
-        The other ranks wait for that one, besides.
+        What other ranks have beyond that is waiting for late ranks.
         """
         return np.asarray(self.of("exchange").min(1), dtype=np.float64)
 
     @cached_property
     def taken_s(self) -> Floats:
-        """Seconds ``(steps, ranks)`` for which exchange threads took the core that computes.
+        """Seconds that exchange threads took from the training thread, shape ``(steps, ranks)``.
 
-        At most what those threads ran, and no longer than an exchange was under way while the
-        training thread did not wait for it. 0 where the system does not tell.
+        At most the time that those threads ran, and the time of exchanges for which the training
+        thread did not wait. 0 if the system has no counters.
         """
         taken = np.minimum(self.column("run_queue_s"), self.column("others_cpu_s"))
         beside = np.maximum(0.0, self._exchanging_s - self.of("exchange"))
@@ -115,30 +118,30 @@ class Summary:
 
     @cached_property
     def exposed_s(self) -> Floats:
-        """What the exchange adds to each step: waiting for it, and what it takes of the cores."""
+        """Seconds that the exchange adds to each step: waiting for it, and time on its cores."""
         return np.asarray(self.waited_s + self.taken_s.mean(1), dtype=np.float64)
 
     @property
     def share_of_exposed_exchange(self) -> float:
-        """Of the mean step, without waiting for late ranks."""
+        """Share of the mean step that the exchange adds, without waiting for late ranks."""
         return float(self.exposed_s.mean()) / self.step_s
 
     @property
     def share_of_waiting(self) -> float:
-        """Of the mean step: ranks wait in the exchange until the last one is ready."""
+        """Share of the mean step in which ranks wait for late ranks in the exchange."""
         return float(self.of("exchange").mean() - self.waited_s.mean()) / self.step_s
 
     @cached_property
     def mean_phases(self) -> Floats:
-        """Seconds ``(ranks, phases)`` of the mean step."""
+        """Seconds of each phase in the mean step, shape ``(ranks, phases)``."""
         return np.asarray(self.steady.mean(0), dtype=np.float64)
 
     @property
     def lateness_s(self) -> Floats:
-        """How much later than the median rank each was ready for the next exchange.
+        """Seconds by which each rank was ready for the exchange later than the median rank.
 
-        ``(steps, ranks)``, with the warm-up; in seconds since each rank began with the step, so
-        that neither waiting for others nor the ranks' clocks count.
+        Shape ``(steps, ranks)``, with the warm-up. It compares the time that each rank worked by
+        itself, so that neither waiting for others nor the clocks of ranks matter.
         """
         collective = [PHASES.index(phase) for phase in COLLECTIVE_PHASES]
         own = self.phases.sum(2) - self.phases[:, :, collective].sum(2)
@@ -146,7 +149,7 @@ class Summary:
         return np.asarray(own - np.sort(own, axis=1)[:, [middle]], dtype=np.float64)
 
     def column(self, name: str) -> Floats:
-        """A column of `Steps`, ``(steady steps, ranks)``."""
+        """Return a column of `Steps` for steady steps, shape ``(steps, ranks)``."""
         columns = [
             getattr(rank.steps, name)[rows[self.num_warmup :]]
             for rank, rows in zip(self.ranks, self.rows, strict=True)
@@ -155,7 +158,7 @@ class Summary:
 
     @cached_property
     def samples_per_s(self) -> float | None:
-        """Of all ranks together, over steady steps. None: the script did not tell."""
+        """Samples per second of all ranks together. None if the script reported no sample count."""
         samples = self.column("samples")
         if np.isnan(samples).any():
             return None
@@ -163,13 +166,13 @@ class Summary:
 
     @cached_property
     def noise_scale(self) -> float | None:
-        """The gradient noise scale at the end of the record, in samples. None: not measured."""
+        """Gradient noise scale at the end of the record, in samples; None if not measured."""
         found = [rank.values[NOISE_SCALE][1] for rank in self.ranks if NOISE_SCALE in rank.values]
         return float(found[0][-1]) if found else None
 
     @property
     def batch_advice(self) -> str | None:
-        """What the gradient noise scale says about the batch. None: it was not measured."""
+        """Advice about the batch from the gradient noise scale; None if not measured."""
         if self.noise_scale is None:
             return None
         batch = self.ranks[0].settings.get("global_batch")
@@ -183,11 +186,11 @@ class Summary:
 
     @property
     def steps_per_s(self) -> float:
-        """Steady steps."""
+        """Steady steps per second."""
         return 1 / self.step_s
 
     def host(self, index: int) -> str:
-        """The host of a rank, by its index in ``ranks``."""
+        """Return the host of the rank with this index in ``ranks``."""
         return self.ranks[index].start.host
 
     @cached_property
@@ -197,9 +200,9 @@ class Summary:
 
     @cached_property
     def exchange_busy_s(self) -> Floats:
-        """Seconds of each rank's mean step in which its engine moved data, waits left out.
+        """Seconds of each rank's mean step in which its engine moved data, without waiting.
 
-        Of each bucket, what the rank that began last needed.
+        For each bucket this is the time of the rank that began last, since the others waited.
         """
         columns = self._bucket_columns
         durations = [ended_s - started_s for started_s, ended_s, _ in columns]
@@ -209,7 +212,7 @@ class Summary:
 
     @cached_property
     def _exchanging_s(self) -> Floats:
-        """How long exchanges were under way in each steady step, ``(steps, ranks)``."""
+        """Seconds of exchanges in each steady step, shape ``(steps, ranks)``."""
         found = []
         for rank, rows in zip(self.ranks, self.rows, strict=True):
             buckets = rank.steps.buckets
@@ -220,7 +223,7 @@ class Summary:
 
     @cached_property
     def _bucket_columns(self) -> list[tuple[Floats, Floats, Floats]]:
-        """Of each rank, for the buckets of steady steps: began, ended, ended on rank 0's clock."""
+        """Begin, end, and end on rank 0's clock, of the buckets of steady steps, for each rank."""
         found = []
         for rank, rows in zip(self.ranks, self.rows, strict=True):
             buckets = rank.steps.buckets
@@ -232,21 +235,21 @@ class Summary:
 
     @property
     def _has_equal_buckets(self) -> bool:
-        """Whether all ranks exchanged the same buckets, and some."""
+        """Whether all ranks exchanged the same number of buckets, and more than 0."""
         lengths = {len(columns[0]) for columns in self._bucket_columns}
         return len(lengths) == 1 and 0 not in lengths
 
     @property
     def exchanges_per_step(self) -> float:
-        """How many buckets a rank exchanges, in the mean of its steps."""
+        """Mean number of buckets that the first rank exchanges in a step."""
         steps = self.ranks[0].steps
         return len(steps.buckets.row) / len(steps)
 
     @cached_property
     def late_ends(self) -> dict[str, float]:
-        """How many seconds after the first host the exchanges end on each, over a mean step.
+        """Seconds by which exchanges end on each host after the first host, per mean step.
 
-        Empty where that is not known: one host, or clocks that were not compared or that jumped.
+        Empty if unknown: one host, or clocks that were not compared or that jumped.
         """
         clocks = [rank.clock for rank in self.ranks]
         is_known = all(clock.is_known and not len(clock.jumps) for clock in clocks)
@@ -259,7 +262,7 @@ class Summary:
 
     @cached_property
     def links(self) -> list[Link]:
-        """Between hosts, in both directions, by host."""
+        """Links between hosts in both directions, sorted by the names of hosts."""
         sent: dict[tuple[str, str], float] = {}
         for rank in self.ranks:
             for host, nbytes in rank.sent.items():
@@ -281,11 +284,11 @@ class Summary:
 
     @property
     def busiest_links(self) -> list[Link]:
-        """Those that carry most first."""
+        """Links between hosts, those that carry most first."""
         return sorted(self.links, key=lambda link: -link.nbytes_per_step)
 
     def slowest_steps(self) -> list[SlowStep]:
-        """At most five that took half as long again as the median, the slowest first."""
+        """Return at most five steps that took over 1.5 times the median, the slowest first."""
         totals = self.phases.sum(2).max(1)
         usual = np.median(totals)
         order = np.argsort(totals)[::-1][:5]
@@ -310,7 +313,7 @@ class Summary:
 
 
 def _slower(one: float, other: float) -> float | None:
-    """The speed between two adapters, as far as they are known."""
+    """Return the lower of two adapters' speeds; 0 is unknown, and None if both are."""
     return min((each for each in (one, other) if each), default=None)
 
 
@@ -350,7 +353,7 @@ def summarize(run: Run) -> Summary:
 
 
 def _rows_of(steps: Integers, wanted: Integers) -> Integers:
-    """The last row of each step: a step that was repeated counts once."""
+    """Return the last row of each wanted step: a step that was repeated counts once."""
     order = np.argsort(steps, kind="stable")
     return np.asarray(order[np.searchsorted(steps[order], wanted, side="right") - 1])
 
@@ -394,25 +397,25 @@ def _notes(run: Run, kept: list[RankRecord]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Such as ``1.20 s``, ``3.4 ms`` and ``50 µs``."""
+    """Format seconds, as ``1.20 s``, ``3.4 ms`` or ``50 µs``."""
     if abs(seconds) >= 0.99995:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.1f} ms" if abs(seconds) >= 0.9995e-3 else f"{seconds * 1e6:.0f} µs"
 
 
 def megabytes(nbytes: float) -> str:
-    """Such as ``1,234.56 MB``."""
+    """Format bytes, as ``1,234.56 MB``."""
     return f"{nbytes / 1e6:,.2f} MB"
 
 
 def bits(bytes_per_s: float) -> str:
-    """Such as ``9.41 Gb/s``."""
+    """Format a rate in bits per second, as ``9.41 Gb/s``."""
     rate = 8 * bytes_per_s
     return f"{rate / 1e9:.2f} Gb/s" if rate >= 1e8 else f"{rate / 1e6:.2f} Mb/s"
 
 
 def rank_list(ranks: list[int], *, max_parts: int = 8) -> str:
-    """Such as ``Ranks 0-3 and 7``."""
+    """Format a list of ranks, as ``Ranks 0-3 and 7``."""
     words = spans(ranks)
     if len(words) > max_parts:
         words = [*words[:max_parts], f"others, {len(ranks)} in all"]
@@ -420,5 +423,5 @@ def rank_list(ranks: list[int], *, max_parts: int = 8) -> str:
 
 
 def listed(words: list[str]) -> str:
-    """Such as ``a, b and c``."""
+    """Join words, as ``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -14,7 +14,7 @@ from torchmn.observe.report.summary import Summary, bits, duration, megabytes, r
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One run."""
+    """One run of a scaling comparison."""
 
     folder: str
     num_ranks: int
@@ -33,14 +33,14 @@ class Scaling:
     serial_share: float | None  # of Amdahl's law; None for runs of one size
 
     def amdahl(self, num_ranks: float) -> float:
-        """The fitted speed-up."""
+        """Speed-up on a number of ranks, as fitted by Amdahl's law."""
         share = self.serial_share or 0.0
         base = self.points[0].num_ranks
         return base / (share + (1 - share) * base / num_ranks)
 
 
 def scaling_of(summaries: Sequence[Summary]) -> Scaling:
-    """Compare runs of one training on several numbers of ranks."""
+    """Compare runs of the same training on several numbers of ranks."""
     rates = [summary.samples_per_s for summary in summaries]
     if any(rate is None for rate in rates):
         rates = [summary.run.size * summary.steps_per_s for summary in summaries]
@@ -86,14 +86,14 @@ MAX_ROWS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The first column has the heads of rows."""
+    """A table of texts. The first column has the heads of rows."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
 
 def scaling_table(scaling: Scaling) -> Table:
-    """Runs on several numbers of ranks."""
+    """Make the table of runs on several numbers of ranks."""
     return Table(
         columns=("ranks", "hosts", scaling.unit, "speed-up", "Amdahl", "efficiency", "run"),
         rows=[
@@ -112,7 +112,7 @@ def scaling_table(scaling: Scaling) -> Table:
 
 
 def links_table(summary: Summary) -> Table:
-    """Links between hosts, those that carry most first."""
+    """Make the table of links between hosts, those that carry most first."""
     return Table(
         columns=("link", "per step", "rate while busy", "nominal"),
         rows=[
@@ -128,7 +128,7 @@ def links_table(summary: Summary) -> Table:
 
 
 def slow_steps_table(summary: Summary) -> Table:
-    """The slowest steps and their causes."""
+    """Make the table of the slowest steps and their causes."""
     return Table(
         columns=("slow step", "lasted", "because"),
         rows=[
@@ -144,7 +144,7 @@ def slow_steps_table(summary: Summary) -> Table:
 
 
 def placement_table(summary: Summary) -> Table:
-    """Which rank is where; ranks of one host with consecutive numbers in one row if many."""
+    """Make the table of ranks and hosts, with consecutive ranks of a host in one row if many."""
     starts = [rank.start for rank in summary.run.ranks]
     if len(starts) > MAX_ROWS:
         by_host = grouped((start.host, start.rank) for start in starts)

@@ -1,4 +1,4 @@
-"""The report on a terminal, and as one JSON object."""
+"""Print the report on a terminal, or return it as one JSON object."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -85,7 +85,7 @@ def _run(summary: Summary, findings: Sequence[Finding]) -> RenderableType:
 
 
 def _phases(summary: Summary) -> RenderableType:
-    """A line per phase: its share of the mean step, and the ranks with the shortest and longest."""
+    """Print per phase its share of the mean step and the ranks with least and most of it."""
     means = summary.mean_phases
     table = _table("phase", "mean", "share", "shortest on", "longest on", "")
     for index, phase in enumerate(PHASES):
@@ -134,7 +134,7 @@ FORMAT = 1
 def as_json(
     reports: Sequence[tuple[Summary, Sequence[Finding]]], scaling: Scaling | None
 ) -> dict[str, object]:
-    """What `docs/reference/report.md` describes. Numbers that are not finite are null."""
+    """Return the JSON object of `docs/reference/report.md`; null for numbers not finite."""
     runs = [_run_as_json(summary, findings) for summary, findings in reports]
     compared = None if scaling is None else asdict(scaling)
     return {"format": FORMAT, "runs": runs, "scaling": _finite(compared)}

@@ -51,7 +51,7 @@ _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class RunHost(Record, frozen=True, kw_only=True):
-    """To `torchmn.run.elastic.host_main`: take part in an elastic job as this host."""
+    """Order to `torchmn.run.elastic.host_main`: take part in an elastic job as this host."""
 
     host: str
     slots: int
@@ -64,7 +64,7 @@ class RunHost(Record, frozen=True, kw_only=True):
 
 
 def round_secret(secret: str, number: int) -> str:
-    """The secret of a round's ranks: those of an earlier round cannot authenticate to this one."""
+    """Return the secret of a round, with which ranks of earlier rounds cannot authenticate."""
     return hmac.new(secret.encode(), f"round {number}".encode(), hashlib.sha256).hexdigest()
 
 
@@ -82,10 +82,11 @@ class Host:
         self._leave: Shutdown | None = None
 
     def run(self) -> str:
-        """Serve to the end of the job; why it ended or continues without this host, if it does."""
+        """Take part until the end; return why the job failed or continues without this host."""
         while True:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
+                # Whatever they say, this host leaves; and at their end they would be ready always.
                 if self._leave is None:
                     selector.register(0, selectors.EVENT_READ, self._on_input)
                     selector.register(self._channel, selectors.EVENT_READ, self._on_messages)
@@ -151,7 +152,7 @@ class Host:
                 send(pid, signal.SIGKILL)
 
     def _round_ended(self) -> None:
-        """All agents have ended: by themselves and well, or so that another round can begin."""
+        """Report that all agents have ended: finished, or ready for another round."""
         if self._has_failed or self._kill_at < math.inf:
             self._wait_for_round()
         else:

@@ -1,4 +1,4 @@
-"""The processes of an elastic job's hosts, which are started again when they have ended."""
+"""The processes that run the hosts of an elastic job, restarted whenever they end."""
 
 import signal
 import subprocess
@@ -18,7 +18,7 @@ _FIRST_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 
 @dataclass
 class _HostProcess:
-    """One of them. ``pause_s`` is the time before the next attempt."""
+    """A host's process. ``pause_s`` is the pause before the next attempt to start it."""
 
     name: str
     log: Path
@@ -40,11 +40,14 @@ class HostProcesses:
 
     @property
     def are_gone(self) -> bool:
-        """Whether none of them runs."""
+        """Whether no process runs."""
         return not any(host.process for host in self._hosts.values())
 
     def start_due(self) -> list[tuple[str, str]]:
-        """Start what is due, and kill what had its time. Hosts that cannot be started, and why."""
+        """Start processes that are due, and kill those that have exceeded their time.
+
+        Returns (host, reason) for each host that could not be started.
+        """
         now, failed = time.monotonic(), []
         for host in self._hosts.values():
             if host.process is None and now >= host.start_at:
@@ -61,7 +64,10 @@ class HostProcesses:
         return failed
 
     def ended(self, pid: int, returncode: int) -> tuple[str, str] | None:
-        """A child has ended: which host that was, and how it went; it is started again later."""
+        """Note that a child has ended, and schedule a restart; return its host and how it ended.
+
+        Returns None for a process that is not a host's.
+        """
         for host in self._hosts.values():
             if host.process is not None and host.process.pid == pid:
                 _close(host.process)
@@ -73,11 +79,11 @@ class HostProcesses:
         return None
 
     def has_joined(self, name: str) -> None:
-        """A host takes part: if it is lost, it is retried soon."""
+        """Note that a host takes part: reset its pause, so that it is restarted soon if lost."""
         self._hosts[name].pause_s = _FIRST_PAUSE_S
 
     def give_up(self, name: str, kill_after_s: float) -> None:
-        """A host was lost: its process here must end before it is started again."""
+        """End the process of a lost host, by force after ``kill_after_s``, to restart it then."""
         host = self._hosts[name]
         if host.process is not None:
             _close(host.process)
@@ -90,13 +96,13 @@ def _start_later(host: _HostProcess) -> None:
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
-    """End its standard input, at which it leaves."""
+    """Close standard input of a process, at the end of which it exits."""
     if process.stdin is not None:
         process.stdin.close()
 
 
 def _last_line(path: Path) -> str:
-    """The last line of a log, for a message."""
+    """Return the last line of a log that is not blank, for a message."""
     with suppress(OSError):
         lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
         return lines[-1].removeprefix("torchmn: ").rstrip(".") if lines else ""

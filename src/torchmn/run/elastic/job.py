@@ -21,9 +21,9 @@ class ElasticJob:
 
 
 def parse_elastic(text: str) -> tuple[int, int, float]:
-    """MIN, MAX and the seconds to wait for MIN, of ``--elastic MIN:MAX[:SECONDS]``.
+    """Parse ``--elastic MIN:MAX[:SECONDS]``: hosts at least and at most, seconds to wait for MIN.
 
-    Raises UsageError: it is not that.
+    Raises UsageError: the text has another form.
 
     >>> parse_elastic("2:4")
     (2, 4, 120.0)
@@ -41,7 +41,7 @@ def parse_elastic(text: str) -> tuple[int, int, float]:
 def host_process(
     elastic: ElasticJob, env: Mapping[str, str], host: str, *, rendezvous: str, supervisor: str
 ) -> Command:
-    """One host's part of the job."""
+    """Return the command that runs one host's part of the job, with its order as input."""
     job = elastic.job
     order = RunHost(
         host=host,

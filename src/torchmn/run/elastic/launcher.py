@@ -39,9 +39,9 @@ _MARGIN_S = 10.0  # how much longer than the ranks' grace period the hosts have 
 
 
 class ElasticLauncher:
-    """Runs an elastic job to its end. It owns the process as the `Supervisor` does.
+    """Runs an elastic job to its end; like the `Supervisor`, it needs the process for itself.
 
-    ``address`` is one of this host that all hosts of the job can reach.
+    ``address`` is an address of this host that all hosts of the job can reach.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ElasticLauncher:
         )
 
     def _is_over(self) -> bool:
-        """Whether the job has ended and nothing of it runs any more, or had its time."""
+        """Whether the job has ended and no process is left, or the time to end is over."""
         has_ended = self._end is not None and self._hosts.are_gone
         return has_ended or time.monotonic() > self._kill_at
 
@@ -140,7 +140,7 @@ class ElasticLauncher:
             self._finish(decision.text)
 
     def _begin(self, found: Round) -> None:
-        """A round begins: its ranks will connect here, with a secret of their own."""
+        """Begin a round: listen for its ranks, which authenticate with the round's own secret."""
         if self._ranks is not None:
             self._output.say(self._describe_restart(self._ranks, found))
             self._ranks.close()
@@ -149,18 +149,21 @@ class ElasticLauncher:
         self._shown.clear()
         secret = round_secret(self._job.secret, found.number)
         listener = AuthenticatedListener(
-            self._listener.dup(), secret=secret, role=channels.SUPERVISOR
+            # A duplicate: closing one round's listener leaves the port open for the next round.
+            self._listener.dup(),
+            secret=secret,
+            role=channels.SUPERVISOR,
         )
         self._ranks = RoundSession(
             found, self._job, listener, self._output, on_checkpoint=self._on_checkpoint
         )
 
     def _on_checkpoint(self, saved: CheckpointSaved) -> None:
-        """Hosts that wait may join now."""
+        """Let waiting hosts join, since all continue from this checkpoint."""
         self._state.on_checkpoint_saved(saved.step, self._clock.now)
 
     def _describe_restart(self, before: RoundSession, found: Round) -> str:
-        """What ended the previous round, and with which hosts and checkpoint training continues."""
+        """Describe why the previous round ended and with which hosts training continues."""
         why = found.reason
         if found.num_restarts > before.round.num_restarts:
             why = before.result().summary.rstrip(".") or why
@@ -186,7 +189,7 @@ class ElasticLauncher:
             self._on_decision(decision)
 
     def _must_stop(self) -> bool:
-        """Whether the job ends before its training: ranks saved, or a signal asks for it.
+        """Whether the job must end before its training does: ranks saved, or a signal came.
 
         After SIGTERM the ranks of the round first have time to save.
         """
@@ -198,7 +201,7 @@ class ElasticLauncher:
         return ranks.have_all_ended or ranks.clock.now > ranks.leave_by
 
     def _finish(self, text: str) -> None:
-        """The job is over: hosts end by themselves, and are killed if they do not do so in time."""
+        """Note that the job is over. Hosts end by themselves, or are killed after a while."""
         self._end = text
         self._kill_at = time.monotonic() + self._job.grace_s + _MARGIN_S
         if self._ranks is not None:

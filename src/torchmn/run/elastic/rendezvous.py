@@ -23,7 +23,7 @@ ROLE = "rendezvous"  # the role of this listener, see `torchmn.control.authentic
 
 
 class Rendezvous:
-    """Passes messages of hosts to the `RendezvousState`, and its decisions to them."""
+    """Passes messages from hosts to the `RendezvousState`, and its messages to the hosts."""
 
     def __init__(self, listener: AuthenticatedListener, state: RendezvousState) -> None:
         self._listener = listener
@@ -34,14 +34,14 @@ class Rendezvous:
         self._selector.register(listener, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """For selectors: readable when `serve` has something to do."""
+        """Return a descriptor that is readable when `serve` has something to do."""
         number: int = self._selector.fileno()
         return number
 
     def serve(self, now: float) -> list[Decision]:
-        """Serve hosts and enforce limits; what the launcher is to do. Call it often.
+        """Serve hosts and enforce limits; return what the launcher must do. Call it often.
 
-        ``now`` is always of one `LoopClock`.
+        ``now`` is the time of the same `LoopClock` in all calls.
         """
         for key, _ in self._selector.select(0):
             if key.data is not None and key.data in self._channels:
@@ -65,7 +65,7 @@ class Rendezvous:
         self._listener.close()
 
     def _admit(self, channel: Channel, member: HostHello, now: float) -> None:
-        """A host that connects again has lost its previous connection."""
+        """Add a host's connection. One that connects again has lost its previous connection."""
         name = member.host
         if name in self._channels:
             self._lose(name, "it connected again", now)

@@ -61,12 +61,12 @@ class UserMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundEnding:
-    """The round ends, its ranks are terminated."""
+    """Decision that the round ends. Hosts are told to terminate its ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostLost:
-    """The connection to this host is lost."""
+    """Decision to give up a host whose connection is lost."""
 
     host: str
     text: str
@@ -74,7 +74,7 @@ class HostLost:
 
 @dataclass(frozen=True, kw_only=True)
 class JobEnded:
-    """The job is over; ``text`` is the reason if it failed."""
+    """Decision that the job is over; ``text`` is the reason if it failed, else empty."""
 
     text: str
 
@@ -91,7 +91,7 @@ class _Host:
 
 
 class RendezvousState:
-    """The rendezvous of the hosts with these names, whose order is that of their ranks."""
+    """Decides on the rounds of an elastic job. Ranks are numbered in the order of ``hosts``."""
 
     def __init__(self, hosts: Sequence[str], limits: Limits, *, now: float) -> None:
         self._hosts = list(hosts)
@@ -111,23 +111,23 @@ class RendezvousState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing will run any more."""
+        """Whether the job is over, so that no further round begins."""
         return self._phase == "over"
 
     def drain_messages(self) -> list[tuple[str, Message]]:
-        """The messages for hosts since the last call: (host, message)."""
+        """Return the (host, message) pairs to send since the last call."""
         messages, self._messages = self._messages, []
         return messages
 
     def drain_decisions(self) -> list[Decision]:
-        """What the launcher is to do or to show since the last call."""
+        """Return the decisions since the last call, which the launcher must carry out or show."""
         decisions, self._decisions = self._decisions, []
         return decisions
 
     # ---- events -------------------------------------------------------------------------------
 
     def on_host_joined(self, member: HostHello, now: float) -> bool:
-        """A host has connected, and is ready. Returns whether it may take part."""
+        """Handle that a host has connected and is ready. Returns whether it may take part."""
         problem = self._find_problem(member)
         if problem:
             self._post(member.host, Shutdown(signum=signal.SIGTERM, text=problem))
@@ -143,7 +143,7 @@ class RendezvousState:
         return True
 
     def on_host_ready(self, host: str, now: float) -> None:
-        """A host runs no ranks any more and waits: when requested, or after a failure."""
+        """Handle that a host runs no ranks and waits, as requested or after a failure."""
         host_state = self._connected[host]
         was_running = host_state.state == "running"
         host_state.state = "ready"
@@ -153,7 +153,7 @@ class RendezvousState:
         self._start_if_complete(now)
 
     def on_checkpoint_saved(self, step: int, now: float) -> None:
-        """A checkpoint is complete: hosts that wait may join, and all continue from it."""
+        """Handle a complete checkpoint: waiting hosts may join, and all continue from it."""
         if self._phase != "running":
             return
         room = self._limits.max_hosts - len(self._members)
@@ -163,7 +163,7 @@ class RendezvousState:
             self._start_if_complete(now)
 
     def on_host_finished(self, host: str) -> None:
-        """All ranks of a host have succeeded."""
+        """Handle that all ranks of a host have succeeded."""
         if self._connected[host].state != "running":  # it is to end them, and comes back
             return
         self._connected[host].state = "finished"
@@ -172,7 +172,7 @@ class RendezvousState:
             self._end("")
 
     def on_host_lost(self, host: str, why: str, now: float) -> None:
-        """A host is gone with its ranks."""
+        """Handle the loss of a host with its ranks."""
         host_state = self._connected.pop(host, None)
         if host_state is None or self._phase == "over":
             return
@@ -185,13 +185,13 @@ class RendezvousState:
         self._start_if_complete(now)
 
     def on_host_unreachable(self, host: str, now: float) -> None:
-        """A host could not be reached: the first round need not wait for it."""
+        """Handle a host that could not be reached: the first round need not wait for it."""
         if host not in self._connected:
             self._absent.add(host)
             self._start_if_complete(now)
 
     def stop(self, signum: int) -> None:
-        """The user, or the scheduler, ends the job."""
+        """End the job for the user or the scheduler."""
         self._end("", signum)
 
     def tick(self, now: float) -> list[str]:
@@ -217,7 +217,7 @@ class RendezvousState:
     # ---- decisions ----------------------------------------------------------------------------
 
     def _find_problem(self, member: HostHello) -> str:
-        """Why a host cannot take part; empty if it can."""
+        """Return the reason why a host cannot take part; empty if it can."""
         if self._phase == "over":
             return "the job is over"
         if member.host not in self._hosts:

@@ -13,10 +13,10 @@ from torchmn.run.monitor.rank_session import RankConnection
 
 
 class RoundSession(AgentSession):
-    """The agents of a round, which connect to the round's own ``listener``.
+    """Follows the agents of one round, which connect to the round's own ``listener``.
 
-    Their output is in a folder of the round below the job's log folder. ``on_checkpoint`` is called
-    when the ranks have finished a checkpoint.
+    Logs go to the folder ``round<number>`` in the job's log folder. ``on_checkpoint`` is called
+    when all ranks have finished a checkpoint.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class RoundSession(AgentSession):
 
     @property
     def have_all_ended(self) -> bool:
-        """Whether no rank of the round runs any more."""
+        """Whether all ranks of the round have ended."""
         return all(record.has_ended for record in self.records)
 
     def act(self) -> None:
         """Accept connections, disconnect ended ranks, and end all if one has failed or hangs.
 
-        While ranks leave by themselves none is disconnected, or torchrun's agent would start a
-        round.
+        While ranks save and exit none is disconnected before all have ended: the end of one agent
+        would make its host end the others and ask for a new round.
         """
         self.accept()
         is_leaving = self.leave_by is not None or any(map(_has_saved, self.records))
@@ -59,22 +59,22 @@ class RoundSession(AgentSession):
             self.end()
 
     def on_message(self, connection: RankConnection, message: Message) -> None:
-        """Pass finished checkpoints on; everything else as in `AgentSession`."""
+        """Pass finished checkpoints on, and other messages to `AgentSession`."""
         if isinstance(message, CheckpointSaved):
             self._on_checkpoint(message)
         else:
             super().on_message(connection, message)
 
     def on_launcher_stopped(self, text: str) -> None:
-        """The process of a host: the rendezvous notices that it does not answer."""
+        """Do nothing: it is the process of a host, whose silence the rendezvous notices."""
 
     def disconnect_pending(self) -> None:
-        """Disconnect agents that still wait for others, which will not connect."""
+        """Disconnect all agents if scripts have not started: missing agents will not come."""
         if not self.has_started:
             self.disconnect(self.connections.values())
 
     def drop_host(self, host: str) -> None:
-        """Disconnect the ranks of a host; agents that still run there end their scripts."""
+        """Disconnect the ranks of a lost host; agents that still run there end their scripts."""
         first = 0
         for member in self.round.members:
             ranks = range(first, first + member.slots)
@@ -88,5 +88,5 @@ def _has_saved(record: RankRecord) -> bool:
 
 
 def num_ranks_of(found: Round) -> int:
-    """The number of ranks of a round."""
+    """Return the number of ranks in a round."""
     return sum(member.slots for member in found.members)

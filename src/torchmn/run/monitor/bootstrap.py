@@ -1,4 +1,4 @@
-"""Starts the script of a rank with the script monitor installed. Run by the agent of the rank.
+"""Start the script of a rank with the script monitor installed. Run by the agent of the rank.
 
 ``python .../bootstrap.py SCRIPT [ARGS]`` and ``python .../bootstrap.py -m MODULE [ARGS]`` behave as
 ``python SCRIPT`` and ``python -m MODULE`` do. `sys.argv`, ``sys.path[0]`` and ``__main__`` are the
@@ -41,7 +41,7 @@ _FLAGS = re.compile("-[bBdEIOPqsSuvx]+")  # options of the interpreter that take
 
 
 def with_bootstrap(argv: Sequence[str]) -> list[str]:
-    """``argv`` with the bootstrap in it if it runs a Python script or module, else unchanged.
+    """Insert the bootstrap into a command that runs a Python script or module, else copy it.
 
     >>> with_bootstrap(["sh", "run.sh"])
     ['sh', 'run.sh']
@@ -104,9 +104,10 @@ def _end_record(status: int) -> None:
 
 
 def _end_child(status: int) -> NoReturn:
-    """End a process that the script has forked, as `multiprocessing` ends its own.
+    """End a process that the script has forked, without cleaning up, as `multiprocessing` does.
 
-    The threads of the parent's connections do not exist in it, and to close those would crash it.
+    The threads that serve the parent's connections do not exist in the child, and closing these
+    connections without them would crash it.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
@@ -143,7 +144,7 @@ def _run_module(name: str, *, folder: str, alter_argv: bool = True) -> None:
 
 
 def _is_path_safe() -> bool:
-    """Whether the interpreter adds no folder to `sys.path` (``-P``, Python 3.11 and later)."""
+    """Whether the interpreter runs with ``-P`` and adds no folder to `sys.path` (since 3.11)."""
     return bool(getattr(sys.flags, "safe_path", False))
 
 
@@ -155,7 +156,7 @@ def _new_main() -> types.ModuleType:
 
 
 def _leave_out_own_frames(error: BaseException) -> None:
-    """Make an uncaught exception what the interpreter would have, without frames of this module."""
+    """Remove this module's frames from an exception, and set `sys.last_value` and its peers."""
     trace: TracebackType | None = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals is globals():
         trace = trace.tb_next
@@ -178,7 +179,7 @@ _PERIOD_S = 0.001
 
 
 def wait_for_gloo_threads(limit_s: float = 5.0) -> None:
-    """Wait until all of them wait for work. Call it at exit, in the main thread. Linux only."""
+    """Wait until all threads of gloo are idle. Call it at exit, in the main thread. Linux only."""
     deadline = time.monotonic() + limit_s
     before, now = None, _look()
     while now and time.monotonic() < deadline:
@@ -191,7 +192,7 @@ def wait_for_gloo_threads(limit_s: float = 5.0) -> None:
 
 
 def _look() -> dict[str, tuple[str, str]]:
-    """The state of each thread and how often it has waited."""
+    """Return the state of each gloo thread and how often it has waited, by thread id."""
     found = {}
     for thread in _threads():
         try:

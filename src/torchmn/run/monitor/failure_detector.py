@@ -1,4 +1,4 @@
-"""Detects from the reports of all ranks whether a job has failed or hangs, and so must end.
+"""Detect from the reports of all ranks whether a job has failed or hangs, and so must end.
 
 Used by the process that is connected to all ranks: the supervisor of ``torchmn run``, or under
 another launcher the monitor server. It is given the time, and has no effects.
@@ -22,7 +22,10 @@ _AGENT_MARGIN_S, _MAX_REPLIES_S = 1.0, 4.5
 
 
 class FailureDetector:
-    """Follows the ranks of ``records``. ``now`` is always of one monotonic clock, in seconds."""
+    """Decides from ``records`` whether the job must end.
+
+    ``now`` is in seconds, of the same monotonic clock in all calls.
+    """
 
     def __init__(self, records: Sequence[RankRecord]) -> None:
         self._records = records
@@ -32,7 +35,7 @@ class FailureDetector:
         self.hang: HangReport | None = None
 
     def on_message(self, record: RankRecord, message: Message, now: float) -> None:
-        """Record what a rank, or its agent, reports."""
+        """Record a report of a rank, or of its agent in its place."""
         if isinstance(message, Failed):
             record.failed = record.failed or message
             if message.is_consequence:
@@ -55,7 +58,7 @@ class FailureDetector:
             record.status_reply = message
 
     def must_query(self, now: float) -> bool:
-        """Whether the status of all ranks is to be requested now. True once."""
+        """Whether to request the status of all ranks now. True only once."""
         if self._reporter is None:
             self._reporter = next((r for r in self._records if _is_late(r, now)), None)
         if self._reporter is None or self._queried_at is not None:
@@ -65,16 +68,17 @@ class FailureDetector:
 
     @property
     def reply_limit_s(self) -> float:
-        """How long a script may take to reply to a request for its status."""
+        """Seconds that a script may take to reply to a request for its status."""
         num_on_host = max(Counter(record.host for record in self._records).values(), default=0)
         return min(_REPLY_S + _REPLY_S_PER_RANK * num_on_host, _MAX_REPLY_S)
 
     def must_end(self, now: float) -> bool:
-        """Whether the job must end; not while replies about a hang are awaited."""
+        """Whether the job must end. False while replies about a hang are awaited."""
         if any(record.failed_at is not None for record in self._records):
             return True
         if self._queried_at is not None:
             return self._is_answered(now)
+        # A consequence or an exit status may be reported before the failure that explains it.
         since = self._suspicious_since
         return since is not None and now - since >= _CAUSE_S
 
@@ -109,7 +113,7 @@ def _is_late(record: RankRecord, now: float) -> bool:
 
 
 def _status(record: RankRecord) -> RankStatus | None:
-    """The newest that is known about a rank."""
+    """Return the latest status of a rank, None if nothing is known."""
     text = ""
     if record.exit is not None and not record.is_consequence:
         text = f"has ended with exit code {record.exit.returncode}"

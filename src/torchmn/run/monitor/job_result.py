@@ -27,13 +27,13 @@ _MAX_ERROR_CHARS = 600
 
 
 def run_name() -> str:
-    """``<date>-<time>-<process>``, the name of a run's log folder: they sort by time."""
+    """Return ``<date>-<time>-<process>``, the name of a run's log folder; names sort by time."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
 
 
 @dataclass
 class RankRecord:
-    """What is known about one rank. Times are seconds since the epoch."""
+    """What is known about one rank. Times are in seconds since the epoch unless noted."""
 
     rank: int
     host: str = ""
@@ -58,12 +58,12 @@ class RankRecord:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more can be received from it."""
+        """Whether the rank has exited or is lost, so that it sends nothing more."""
         return self.exit is not None or self.lost_at is not None
 
     @property
     def failed_at(self) -> float | None:
-        """When it failed by itself, or ``None``.
+        """Time at which the rank failed by itself, or None.
 
         A rank that was asked to end did not fail by itself, nor did one that saved and exited, or
         whose error only reports that another rank has ended.
@@ -79,17 +79,17 @@ class RankRecord:
 
     @property
     def has_left(self) -> bool:
-        """Whether its script has ended regularly: at its end, or to continue in another job."""
+        """Whether the script has exited with status 0, or saved to continue in another job."""
         return self.exit is not None and self.exit.returncode in (0, SAVED_STATUS)
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it failed only because of another rank."""
+        """Whether the rank failed only because another rank did."""
         return self.failed is not None and self.failed.is_consequence
 
     @property
     def status(self) -> int:
-        """Its own exit status; 0 if it has none."""
+        """The rank's own exit status; 0 if it has none."""
         if self.failed is not None:
             return self.failed.status
         if self.exit is not None and self.exit.ended_by != "supervisor":
@@ -100,12 +100,12 @@ class RankRecord:
 
     @property
     def was_terminated_externally(self) -> bool:
-        """Whether another program asked it to end, such as an mpirun that gave up."""
+        """Whether a program outside the job has ended the rank, such as mpirun."""
         return self.exit is not None and self.exit.ended_by == "outside"
 
     @property
     def error_lines(self) -> list[str]:
-        """The end of its standard error, from the last traceback on."""
+        """End of the rank's standard error, from the last traceback on."""
         if self.failed is not None:
             return self.failed.traceback.splitlines()
         lines = list(self.last_errors)
@@ -133,7 +133,7 @@ def summarize(
     hang: HangReport | None = None,
     keeps_output: bool = True,
 ) -> JobResult:
-    """The result of a job whose ranks have all ended or never started.
+    """Return the result of a job whose ranks have all ended or never started.
 
     The first failure is that of the first rank that failed by itself. A rank whose error only
     reports that a peer is lost, or that a launcher ended, is reported only if there is no other.
@@ -191,7 +191,7 @@ def _failure_of(first_failure: RankRecord, output_dir: Path | None) -> JobResult
 
 
 def _first_that_left(ranks: Sequence[RankRecord]) -> RankRecord | None:
-    """The rank that came to the end of its script first, if any did."""
+    """Return the rank that reached the end of its script first, None if no rank did."""
     left = [
         r
         for r in ranks
@@ -203,7 +203,7 @@ def _first_that_left(ranks: Sequence[RankRecord]) -> RankRecord | None:
 
 
 def _early_exit_of(early: RankRecord, reporter: RankRecord) -> JobResult:
-    """A rank left without an error, and others that still needed it failed."""
+    """Return the result of a job in which a rank left while other ranks still needed it."""
     error = brief(reporter.failed.error) if reporter.failed else ""
     return JobResult(
         exit_code=1,
@@ -220,7 +220,7 @@ def _how_it_left(record: RankRecord) -> str:
 
 
 def _with_early_exit(summary: str, ranks: Sequence[RankRecord]) -> str:
-    """The summary, and which rank had left while the others continued: that may be the cause."""
+    """Add to a summary which rank had left before the others: that may be the cause."""
     early = _first_that_left(ranks)
     if early is None:
         return summary
@@ -228,7 +228,7 @@ def _with_early_exit(summary: str, ranks: Sequence[RankRecord]) -> str:
 
 
 def _how_all_ended(ranks: Sequence[RankRecord]) -> str:
-    """What is worth knowing of ranks that a signal from outside has ended."""
+    """Describe how the ranks ended after a signal from outside the job."""
     failed = [r for r in ranks if r.failed is not None and not r.is_consequence]
     if failed:
         return _describe_exit(failed[0])
@@ -241,7 +241,7 @@ def _how_all_ended(ranks: Sequence[RankRecord]) -> str:
 
 
 def brief(text: str) -> str:
-    """A text of several lines within one, without its middle if it is long: the cure is last."""
+    """Join the lines of a text; shorten it in the middle, since the advice comes last."""
     words = " ".join(text.removeprefix("torchmn: ").split())
     if len(words) <= _MAX_ERROR_CHARS:
         return words

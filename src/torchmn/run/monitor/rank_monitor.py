@@ -72,7 +72,7 @@ class Order(Record, frozen=True, kw_only=True):
 
 
 class RankMonitor:
-    """Monitors one script. One thread."""
+    """Monitors one script and reports to the server, in a single thread."""
 
     def __init__(self, order: Order, connection: socket.socket, server: Channel) -> None:
         self._order = order
@@ -87,7 +87,7 @@ class RankMonitor:
         self._ended_by: EndedBy = "itself"
 
     def run(self) -> None:
-        """Serve until the script has exited and the server knows how."""
+        """Monitor the script until it has exited and the server knows how."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ)
             selector.register(self._link, selectors.EVENT_READ)
@@ -146,11 +146,11 @@ class RankMonitor:
         self._ended_by = "supervisor"
         grace_s = 0.0 if is_stopped(self._order.pid) else self._order.grace_s
         self._kill_at = time.monotonic() + grace_s
-        self._link.post(request)
+        self._link.post(request)  # to its monitor thread: the main thread may be blocked
         send(self._order.pid, request.signum)
 
     def _report_exit(self) -> None:
-        """Report how the script ended, and stay until the server has closed the connection."""
+        """Report how the script ended, and wait until the server closes the connection."""
         self._link.forward_messages()
         code, note = self._returncode()
         reaped_by = time.monotonic() + _REAPED_S
@@ -166,7 +166,8 @@ class RankMonitor:
             self._server.collect()
 
     def _returncode(self) -> tuple[int, str]:
-        """The script's return code, and how it ended if that is a guess."""
+        """Return the script's return code, and a description of its end if that is a guess."""
+        # Only the parent can reap the script; until it does, /proc tells the exit code.
         code = zombie_returncode(self._order.pid)
         if code is not None:
             return code, ""
@@ -178,7 +179,7 @@ class RankMonitor:
 
 
 def _register_exit(selector: selectors.BaseSelector, pid: int) -> int | None:
-    """Wake up when the process exits, where the system supports it; else the period is enough."""
+    """Wake the selector when the process exits, if the system can; return the descriptor."""
     if hasattr(os, "pidfd_open"):
         with suppress(OSError):
             descriptor = os.pidfd_open(pid)

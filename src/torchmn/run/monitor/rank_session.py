@@ -45,8 +45,8 @@ _BUSY_LIMITS = 4
 class RankConnection:
     """The control connection of one rank; ``script_pid`` is 0 until its script has started.
 
-    ``num_unshown_bytes`` is the size of its output that was not acknowledged yet, and ``stopped``
-    the processes that it reports as stopped.
+    ``num_unshown_bytes`` is the size of the output that was not acknowledged yet, and ``stopped``
+    has the processes that the agent reports as stopped.
     """
 
     channel: Channel
@@ -63,7 +63,7 @@ class RankConnection:
 
 
 class RankSession:
-    """Accepts the connections of ``num_ranks`` ranks and follows them to their end. One thread.
+    """Accepts the connections of all ranks and follows them to their end, in a single thread.
 
     A subclass handles further messages in `on_message`. Reports are written to ``log_dir``.
     """
@@ -102,7 +102,7 @@ class RankSession:
             key.data()
 
     def _close(self, channel: Channel) -> None:
-        """No longer watch a connection, before another one gets its descriptor, and close it."""
+        """Unregister a connection, before another one gets its descriptor, and close it."""
         with suppress(KeyError, ValueError):
             self._selector.unregister(channel)
         channel.close()
@@ -111,11 +111,15 @@ class RankSession:
         """Accept the clients that have authenticated, and send what is pending. Call it often."""
         for channel, identity in self._listener.admit():
             self.admit(channel, identity)
+        # Channels are registered for reading only, so writing is tried again in each turn.
         for connection in self.connections.values():
             connection.channel.flush()
 
     def admit(self, channel: Channel, identity: Message) -> bool:
-        """Add a rank's connection, or close it: unknown rank, or one that is connected already."""
+        """Add a rank's connection; close it if the rank is unknown or connected already.
+
+        Returns whether it was added.
+        """
         if (
             not isinstance(identity, AgentHello | MonitorHello)
             or identity.rank not in range(len(self.records))
@@ -127,12 +131,12 @@ class RankSession:
         record.host = identity.host
         connection = self.connections[identity.rank] = RankConnection(channel, record, identity)
         self._selector.register(channel, selectors.EVENT_READ, partial(self.receive, connection))
-        if self.is_ending:
+        if self.is_ending:  # it missed the message to all
             channel.post(Terminate(signum=signal.SIGTERM))
         return True
 
     def receive(self, connection: RankConnection) -> None:
-        """Process what a rank has sent, and record it if the connection is lost."""
+        """Process the messages of a rank, and record the loss of its connection."""
         channel, record = connection.channel, connection.record
         for message in channel.collect():
             self.on_message(connection, message)
@@ -143,7 +147,7 @@ class RankSession:
         if not record.has_ended:
             record.lost_at = time.time()
             record.is_silent = channel.is_silent
-            record.was_ending = self.is_ending
+            record.was_ending = self.is_ending  # then its end is not a failure
             self.on_lost(connection)
 
     def on_message(self, connection: RankConnection, message: Message) -> None:
@@ -180,13 +184,13 @@ class RankSession:
         return self.detector.must_end(now)
 
     def end(self, signum: int = signal.SIGTERM) -> HangReport | None:
-        """Have all scripts ended with this signal. Returns the hang report if there is one."""
+        """Tell all agents to end their scripts with a signal; return the hang report, if any."""
         self.is_ending = True
         self.post(Terminate(signum=signum))
         return self.detector.hang
 
     def disconnect(self, connections: Iterable[RankConnection]) -> None:
-        """Close these connections, at which ranks that still run end."""
+        """Close connections; agents whose scripts still run then end them."""
         for connection in connections:
             self._close(connection.channel)
             if not connection.record.has_ended:
@@ -215,7 +219,7 @@ class RankSession:
                 self._on_stopped(connection, process)
 
     def _describe_silence(self, connection: RankConnection, silent_s: float) -> str:
-        """Why the agent does not answer; empty if it may still do so: its host is busy."""
+        """Describe why the agent is silent; empty if its host may just be busy."""
         identity, host = connection.identity, connection.record.host
         if isinstance(identity, AgentHello):
             what, pid = "agent", identity.pid
@@ -232,7 +236,7 @@ class RankSession:
         return f"its {what} (process {pid}) {silence}"
 
     def _on_stopped(self, reporter: RankConnection, process: StoppedProcess) -> None:
-        """A process on the host of ``reporter`` has been stopped for too long."""
+        """Record that a process on the host of ``reporter`` was stopped for too long."""
         here = [c for c in self.connections.values() if c.record.host == reporter.record.host]
         for connection in here:
             if connection.script_pid == process.pid and connection.record.stopped_at is None:
@@ -252,26 +256,26 @@ class RankSession:
 
     @property
     def result(self) -> partial[JobResult]:
-        """How the job ended, when called with what else is known of it, as `summarize` is."""
+        """`summarize` for these ranks, to be called with its other arguments."""
         hang = self.detector.hang
         return partial(summarize, self.records, log_dir=self.log_dir, hang=hang)
 
 
 def write_hang_report(folder: Path, text: str) -> str:
-    """Write ``hang.txt``; returns why it could not be written, or an empty string."""
+    """Write ``hang.txt``; return the problem if it cannot be written, else an empty string."""
     return _write(folder / HANG_FILE, text)
 
 
 def write_failure_report(folder: Path, result: JobResult, summary: str) -> str:
     """Write ``failure.txt``: the end of the failed rank's stderr, then the summary.
 
-    Returns why it could not be written, or an empty string: a full disk costs the file only.
+    Returns the problem if it cannot be written, such as a full disk, else an empty string.
     """
     return _write(folder / FAILURE_FILE, "\n".join([*stderr_tail(result), summary]) + "\n")
 
 
 def stderr_tail(result: JobResult) -> list[str]:
-    """The end of the standard error of the rank that failed first, below a title; may be empty."""
+    """Return a title and the end of stderr of the rank that failed first; may be empty."""
     first = result.first_failure
     lines = first.error_lines if first is not None else []
     return [f"End of stderr of rank {first.rank}:", *lines] if first and lines else []

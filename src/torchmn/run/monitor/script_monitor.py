@@ -58,19 +58,21 @@ from torchmn.control.script import (
 _PERIOD_S = 0.2
 _STUCK_S = 0.5
 _TERMINATION_S = 10.0
-"""How long a rank that failed only because of other ranks waits for the agent to end it."""
+"""Seconds that a rank that failed only because of others waits for the agent to end it."""
 _MAX_CHARS = 16_000
 _BOOTSTRAP = str(Path(__file__).with_name("bootstrap.py"))
 
 
 class ScriptMonitor(Observer):
-    """This process's connection to its agent. One per process, made in the main thread."""
+    """The script's connection to its agent. One per process, created in the main thread."""
 
     ends_lost_ranks = True
 
     def __init__(self, connection: socket.socket) -> None:
         self._channel = Channel(connection)
+        # A channel is not thread-safe, and all threads of the script may report something.
         self._lock = threading.Lock()
+        # A forked child inherits this object and the socket, but must not report for the rank.
         self._pid = os.getpid()
         self._followed: list[weakref.ref[Collectives]] = []
         self._must_end = threading.Event()
@@ -81,7 +83,7 @@ class ScriptMonitor(Observer):
         threading.Thread(target=self._run, name="torchmn-monitor", daemon=True).start()
 
     def collectives(self, recorder: Collectives) -> None:
-        """See `Observer.collectives`: they are checked."""
+        """See `Observer.collectives`. Their time limits are checked from now on."""
         self._followed.append(weakref.ref(recorder))
 
     def collective(self, entry: object) -> None:
@@ -89,7 +91,7 @@ class ScriptMonitor(Observer):
         self.look_for_hang()
 
     def joining(self, limit_s: float, begins: bool) -> None:
-        """See `Observer.joining`. This process may hold the GIL until it has joined."""
+        """See `Observer.joining`. The launcher checks the limit: MPI joins with the GIL held."""
         if self._has_joined:
             return
         self._has_joined = not begins
@@ -100,7 +102,7 @@ class ScriptMonitor(Observer):
         self.report(error)
 
     def note_fatal(self, error: BaseException) -> None:
-        """Report this exception in place of the stack of what prints it, from now on. Local."""
+        """Report this exception, not the current stack, in status replies from now on. Local."""
         self._fatal = error
 
     def script_failed(
@@ -108,9 +110,9 @@ class ScriptMonitor(Observer):
     ) -> None:
         """Report an exception that ends this process, and ``show`` it.
 
-        ``text`` is what was shown if not its traceback. If it only follows from the failure of
-        another rank, wait for the agent to end this process, so that the cause is found first; then
-        the launcher shows the cause alone. Where MPI is in use the process ends here:
+        ``text`` is what was shown, by default its traceback. If the exception only follows from the
+        failure of another rank, it is not shown and this waits until the agent ends the process, so
+        that the launcher shows the cause alone. Where MPI is in use the process ends here:
         `MPI_Finalize` at exit would wait for the other ranks.
         """
         if os.getpid() != self._pid:
@@ -132,7 +134,7 @@ class ScriptMonitor(Observer):
             _end_now(1)
 
     def report(self, error: BaseException, text: str = "") -> None:
-        """Report an exception, after which the job cannot continue."""
+        """Report an exception after which the job cannot continue. From any thread."""
         if os.getpid() != self._pid:
             return
         self._post(
@@ -169,7 +171,7 @@ class ScriptMonitor(Observer):
                 return
 
     def num_collectives(self) -> int:
-        """How many collectives this process has started."""
+        """Return the number of collectives that this process has started."""
         return sum(each.number for each in self._collectives())
 
     def _run(self) -> None:
@@ -199,6 +201,8 @@ class ScriptMonitor(Observer):
                 elif isinstance(message, Terminate):
                     self._must_end.set()
             self.look_for_hang()
+            # The agent sends a signal too. If the script has a handler for it, that runs unless the
+            # main thread is blocked: only then does this thread end the process.
             if self._must_end.is_set():
                 if not self._is_stuck():
                     stuck_since = None
@@ -208,7 +212,7 @@ class ScriptMonitor(Observer):
                     _end_now(1)
 
     def _is_stuck(self) -> bool:
-        """Whether the main thread waits for ranks that will not arrive."""
+        """Whether this process waits for ranks that will not arrive."""
         return self._is_waiting or any(each.state == "running" for each in self._collectives())
 
     def _collectives(self) -> list[CollectiveStatus]:
@@ -229,7 +233,7 @@ class ScriptMonitor(Observer):
 
 
 def current() -> ScriptMonitor | None:
-    """The monitor of this process; ``None`` where none has been installed."""
+    """Return the monitor of this process, None if none has been installed."""
     return next((each for each in events.observers if isinstance(each, ScriptMonitor)), None)
 
 
@@ -238,6 +242,7 @@ def install(connection: socket.socket) -> ScriptMonitor:
 
     ``connection`` leads to the agent.
     """
+    # Programs that the script starts would keep the connection open after its end.
     connection.set_inheritable(False)
     if not faulthandler.is_enabled():
         faulthandler.enable()
@@ -288,6 +293,7 @@ def install_exit_hooks(monitor: ScriptMonitor) -> None:
 
     def exit_with_note(code: Any = None, /) -> NoReturn:
         nonlocal request
+        # In any other thread `sys.exit` ends that thread alone.
         if threading.current_thread() is threading.main_thread():
             request = status_of(code), monitor.num_collectives()
         plain_exit(code)
@@ -301,12 +307,12 @@ def install_exit_hooks(monitor: ScriptMonitor) -> None:
 
 
 def status_of(code: object) -> int:
-    """The exit status for the argument of `sys.exit`."""
+    """Return the exit status for an argument of `sys.exit`."""
     return code & 0xFF if isinstance(code, int) else int(code is not None)
 
 
 def _maker_of(connection: socket.socket) -> int:
-    """The process that made a pair of sockets."""
+    """Return the process id of the process that created a pair of sockets."""
     size = struct.calcsize("3i")
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", packed)[0])
@@ -333,7 +339,7 @@ def _end_now(status: int) -> NoReturn:
 
 
 def _stacks() -> str:
-    """The stacks of all threads but this one, the main thread's first."""
+    """Format the stacks of all threads but this one, beginning with the main thread."""
     own = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = sys._current_frames()

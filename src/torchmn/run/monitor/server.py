@@ -1,4 +1,4 @@
-"""``python -m torchmn.run.monitor.server``: monitors all ranks of a job that torchmn did not start.
+"""``python -m torchmn.run.monitor.server``: monitor all ranks of a job torchmn did not start.
 
 It does what the supervisor does under ``torchmn run``, without being the parent of any rank: it
 detects failures and hangs, reports them, and has all ranks ended. Rank 0's script starts it, on its
@@ -47,10 +47,10 @@ class Order(Record, frozen=True, kw_only=True):
 
 
 class _Session(RankSession):
-    """The monitors of all ranks."""
+    """The connections to the monitors of all ranks."""
 
     def on_lost(self, connection: RankConnection) -> None:
-        """A monitor on this host that was stopped would outlive the job, and its script as well."""
+        """Kill a stopped monitor on this host, and end its script: they would outlive the job."""
         identity = connection.identity
         is_here = connection.record.host == socket.gethostname()
         if is_here and isinstance(identity, MonitorHello) and is_stopped(identity.monitor_pid):
@@ -59,7 +59,7 @@ class _Session(RankSession):
 
 
 class MonitorServer:
-    """Monitors ``num_ranks`` ranks until all have ended. One thread."""
+    """Monitors ``num_ranks`` ranks until all have ended, in a single thread."""
 
     def __init__(self, listener: AuthenticatedListener, num_ranks: int, log_dir: Path) -> None:
         self._session = _Session(listener, num_ranks, log_dir)
@@ -114,7 +114,7 @@ class MonitorServer:
             session.disconnect(connected)
 
     def _report(self) -> None:
-        """Print and write what is known, and have all ranks ended."""
+        """Print and write the reports about the failure or the hang."""
         hang = self._session.detector.hang
         result = self._session.result(keeps_output=False)
         problems = []

@@ -9,7 +9,10 @@ from torchmn.run.rank_environment import rank_variables
 def commands(
     job: Job, env: Mapping[str, str], inter_rank: int = 0, *, input_path: str = ""
 ) -> list[Command]:
-    """One agent for each rank of a host. The supervisor sends them the address of rank 0."""
+    """Return one agent's command per rank of a host, by default the first host.
+
+    The variables lack the address of rank 0: the supervisor sends it with the script's command.
+    """
     slots = [host.slots for host in job.hosts]
     return [
         Command(

@@ -1,4 +1,4 @@
-"""Start the agents through mpirun, so that an MPI program finds its world."""
+"""Start the agents through mpirun, so that ``MPI_COMM_WORLD`` contains all ranks."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ Flavour = Literal["Open MPI", "Hydra"]
 
 
 def flavour_of(mpirun: str) -> tuple[Flavour, int]:
-    """The implementation of this mpirun and its major version, from ``--version``.
+    """Return the implementation of this mpirun and its major version, from ``--version``.
 
     Raises LaunchError: it is unknown, or does not run.
     """
@@ -53,10 +53,10 @@ def command(
     networks: tuple[str, ...] = (),
     input_path: str = "",
 ) -> Command:
-    """One mpirun for all ranks. The agents bind themselves to their cores.
+    """Return the command of one mpirun for all ranks. The agents bind themselves to cores.
 
-    ``route`` leads from this host to the others, if there are others; ``networks``, such as
-    ``10.0.0.0/24``, connect the hosts with each other, and need not have this host. Raises
+    ``route`` leads from this host to the others, if there are others. ``networks``, such as
+    ``10.0.0.0/24``, connect the hosts with each other; this host need not be part of them. Raises
     UnsupportedError: the MPI cannot use the remote shell, or cannot be started by it.
     """
     carried = [name for name in env if is_carried(job, name)]
@@ -90,7 +90,7 @@ def _open_mpi(job: Job) -> list[str]:
 def _hydra(
     job: Job, env: Mapping[str, str], carried: Sequence[str], route: Route | None
 ) -> tuple[list[str], dict[str, str]]:
-    """MPICH and MVAPICH: the options, and variables for what has none."""
+    """Return options of MPICH's and MVAPICH's mpirun, and variables where no option exists."""
     options, variables = ["-rmk", "user", "-bind-to", "none", "-n", str(job.num_ranks)], {}
     if route is None:
         options += ["-launcher", "fork"]
@@ -105,7 +105,7 @@ def _hydra(
 
 
 def _hydras_remote_shell(env: Mapping[str, str]) -> tuple[str, str]:
-    """The remote shell's path, and its arguments, which Hydra splits at blanks.
+    """Return the remote shell's path and its arguments as text, which Hydra splits at blanks.
 
     Raises UnsupportedError: an argument has a blank in it, or it does not start a shell.
     """
@@ -130,7 +130,7 @@ def _hydras_remote_shell(env: Mapping[str, str]) -> tuple[str, str]:
 def _between_hosts(
     mpirun: str, env: Mapping[str, str], route: Route, networks: tuple[str, ...], major: int
 ) -> list[str]:
-    """Options by which Open MPI starts its daemons on other hosts and uses the right networks."""
+    """Return Open MPI's options for starting daemons on other hosts and choosing networks."""
     if problem := _unquoted(mpirun, env):
         raise UnsupportedError(f"--launcher mpirun: {problem}. Use another launcher.")
     shell = remote_shell(env)
@@ -150,7 +150,7 @@ def _between_hosts(
 
 
 def _prefix(mpirun: str) -> str:
-    """The folder of an Open MPI; empty where a remote shell finds it by itself."""
+    """Return the folder of an Open MPI; empty if a remote shell finds it without help."""
     prefix = Path(mpirun).resolve().parent.parent
     if Path(mpirun).parent == Path(sys.executable).parent:
         prefix = Path(mpirun).parent.parent  # the environment, not what its links lead to
@@ -158,13 +158,14 @@ def _prefix(mpirun: str) -> str:
 
 
 def problem_between_hosts(mpirun: str, env: Mapping[str, str]) -> str:
-    """Why this mpirun cannot start ranks on other hosts; empty if it can, as far as is known."""
+    """Return a known reason why this mpirun cannot start ranks on other hosts, else empty."""
     problem = _unquoted(mpirun, env)
     return problem if problem and flavour_of(mpirun)[0] == "Open MPI" else ""
 
 
 def _unquoted(mpirun: str, env: Mapping[str, str]) -> str:
-    """Open MPI quotes neither its folder on the other hosts nor the words of the remote shell."""
+    """Return the problem if a path has a blank that Open MPI would not quote, else empty."""
+    # It quotes neither its folder on the other hosts nor the words of the remote shell.
     words = [word for word in (_prefix(mpirun), *remote_shell(env)) if " " in word]
     if not words:
         return ""

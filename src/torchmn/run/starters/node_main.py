@@ -22,20 +22,20 @@ _STOPPED_LIMITS = 2
 
 
 class ProcessOrder(Record, frozen=True, kw_only=True):
-    """A command, and the variables that are added to the environment there."""
+    """A command, and the variables to add to the environment on the host."""
 
     argv: list[str]
     env: dict[str, str]
 
 
 class StartProcesses(Record, frozen=True, kw_only=True):
-    """To `torchmn.run.starters.node_main`: start these commands."""
+    """Order to `torchmn.run.starters.node_main`: start these commands."""
 
     commands: list[ProcessOrder]
 
 
 def main() -> int:
-    """Start, wait, and return the first exit code that is not 0."""
+    """Start the commands, wait for all, and return the first exit code that is not 0."""
     adopt_orphans()
     order = decode(sys.stdin.readline(), StartProcesses)
     processes = [
@@ -58,7 +58,10 @@ def main() -> int:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> list[int]:
-    """Wait for all. One that stays stopped long after its supervisor has noticed is killed."""
+    """Wait for all processes and return their return codes.
+
+    Kills a process that stays stopped twice as long as its supervisor needs to notice it.
+    """
     clock, limit_s = LoopClock(), _STOPPED_LIMITS * heartbeat_limit_s()
     stopped = StoppedProcesses[subprocess.Popen[bytes]]()
     while running := [process for process in processes if process.poll() is None]:

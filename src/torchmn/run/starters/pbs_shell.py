@@ -1,4 +1,4 @@
-"""``python -m torchmn.run.starters.pbs_shell HOST COMMAND...``: ssh's place inside a job of PBS.
+"""``python -m torchmn.run.starters.pbs_shell HOST COMMAND...``: a remote shell for PBS jobs.
 
 `pbs_tmrsh` starts a task that PBS counts and ends, but is no remote shell: it runs a program, not a
 line for a shell; the task's standard input is /dev/null and its output goes to the job's own files;
@@ -41,7 +41,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 class RunForShell(Record, frozen=True, kw_only=True):
-    """To `torchmn.run.starters.pbs_shell`: run this line of a shell for who listens there."""
+    """Order to the half on the other host: run this shell line for the listener at ``address``."""
 
     command: str
     address: str
@@ -49,10 +49,8 @@ class RunForShell(Record, frozen=True, kw_only=True):
 
 
 def main(args: list[str]) -> int:
-    """Run one half: ``--serve FILE`` on the other host, else the one that is called.
-
-    `qsig` signals every process of a job; their launcher informs the ranks.
-    """
+    """Run one half: with ``--serve FILE`` that on the other host, else the calling one."""
+    # `qsig` signals every process of a job, but it is the launcher that informs the ranks.
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, lambda *_: None)  # not SIG_IGN, which `pbs_tmrsh` would inherit
     try:
@@ -102,7 +100,7 @@ def _start(host: str, file: Path) -> subprocess.Popen[bytes]:
 
 
 def _write_order(order: RunForShell) -> Path:
-    """In the current folder, which all hosts of a job share, for this user only."""
+    """Write the order to a private file in the current folder, which all hosts share."""
     file = Path.cwd() / f".torchmn-order-{secrets.token_hex(8)}"
     try:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -119,11 +117,12 @@ def _write_order(order: RunForShell) -> Path:
 def _accept_streams(
     accepting: AuthenticatedListener, starter: subprocess.Popen[bytes], host: str, address: str
 ) -> dict[str, socket.socket]:
-    """The connections of the other half. Raises LaunchError: it ended before it connected."""
+    """Return the other half's connections by name. Raises LaunchError: it ended before."""
     found: dict[str, socket.socket] = {}
     with selectors.DefaultSelector() as selector:
         selector.register(accepting, selectors.EVENT_READ)
         while len(found) < len(_STREAMS):
+            # Asked first: connections that were made before its end are still accepted below.
             has_ended = starter.poll() is not None
             selector.select(0.2)
             for connection, identity in accepting.accept():
@@ -142,11 +141,15 @@ def _accept_streams(
 
 
 def _relay(found: dict[str, socket.socket], host: str) -> int:
-    """Copy between our standard streams and the connections until the command has ended."""
+    """Copy between standard streams and connections; return the command's exit status.
+
+    Raises LaunchError: the connection was lost before the status came.
+    """
     copies = [
         threading.Thread(target=_copy, args=(found[name].fileno(), to), daemon=True)
         for name, to in (("stdio", 1), ("stderr", 2))
     ]
+    # A daemon, since it may block on standard input after the command has ended.
     sender = threading.Thread(target=_send_input, args=(found["stdio"],), daemon=True)
     for thread in (*copies, sender):
         thread.start()
@@ -212,6 +215,7 @@ def _serve(file: Path) -> int:
         start_new_session=True,
         preexec_fn=kill_on_parent_death(),
     )
+    # Only the command holds these now, so that the calling half sees the end of its output.
     streams.pop("stdio").close()
     streams.pop("stderr").close()
     status = streams["status"]

@@ -1,4 +1,4 @@
-"""``python -m torchmn.run.starters.qrsh_shell HOST COMMAND...``: ssh's place in Grid Engine.
+"""``python -m torchmn.run.starters.qrsh_shell HOST COMMAND...``: a remote shell for Grid Engine.
 
 Before it suspends or ends a job that was submitted with ``-notify``, Grid Engine sends SIGUSR1 or
 SIGUSR2 to all that `qrsh -inherit` has started on other hosts, as well as to the job script. They
@@ -14,7 +14,7 @@ from torchmn.run.starters.remote import QRSH_COMMAND
 
 
 def main(args: list[str]) -> None:
-    """Become `qrsh`."""
+    """Replace this process by `qrsh`, with SIGUSR1 and SIGUSR2 ignored on the host."""
     host, *command = args
     line = shlex.join(["/bin/sh", "-c", f"trap '' USR1 USR2; {' '.join(command)}"])
     words = [*QRSH_COMMAND, host, line]

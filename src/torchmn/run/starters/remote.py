@@ -44,19 +44,19 @@ _CARRIED_NAMES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG"
 
 
 def remote_shell(env: Mapping[str, str]) -> tuple[str, ...]:
-    """The command that runs another one on a host of this job.
+    """Return the command that runs another command on a host of this job.
 
-    ``TORCHMN_RSH``, else the scheduler's own (inside a job of PBS, Slurm or Grid Engine: it counts
-    and ends what it starts, and many sites allow no other), else ssh without questions.
-    `pbs_tmrsh` is no remote shell, and what `qrsh` starts gets signals that would end it: modules
-    of ours make remote shells of them. Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
+    This is ``TORCHMN_RSH`` if set; inside a job of PBS, Slurm or Grid Engine the scheduler's own
+    command, which accounts for and ends what it starts, and which many sites require; else ssh in
+    batch mode. `pbs_tmrsh` is not a shell, and processes below `qrsh` get signals that would end
+    them: modules of torchmn wrap both. Raises UsageError: ``TORCHMN_RSH`` has unbalanced quotes.
     """
     shell = _chosen_shell(env)
     return python_module(_WRAPPERS[shell]) if shell in _WRAPPERS else shell
 
 
 def remote_shell_name(env: Mapping[str, str]) -> str:
-    """The program that `remote_shell` uses, for messages."""
+    """Return the name of the program that `remote_shell` uses, for messages."""
     return _chosen_shell(env)[0]
 
 
@@ -72,7 +72,7 @@ def _chosen_shell(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def to_host(env: Mapping[str, str], host: str, module: str) -> tuple[str, ...]:
-    """The command that runs one of our modules on a host; without a remote shell on this one."""
+    """Return the command that runs a module of torchmn on a host, here without remote shell."""
     if is_this_host(host):
         return python_module(module)
     path = env.get("PYTHONPATH")  # where torchmn may be found here
@@ -83,16 +83,17 @@ def to_host(env: Mapping[str, str], host: str, module: str) -> tuple[str, ...]:
 
 
 def is_carried(job: Job, name: str) -> bool:
-    """Whether a variable is copied to the other hosts: one named with ``-x``, or a common one."""
+    """Whether a variable is copied to other hosts: those of ``-x`` and well-known ones."""
     return name in job.exported or name in _CARRIED_NAMES or name.startswith(_CARRIED)
 
 
 def node_command(
     job: Job, inter_rank: int, env: Mapping[str, str], commands: Sequence[Command]
 ) -> Command:
-    """One process that starts these commands on a host of the job.
+    """Return the command of one process that starts these commands on a host of the job.
 
-    Their environment there is the part that `is_carried`, and what differs from ``env``.
+    Their environment there gets the variables that are carried (`is_carried`) or differ from
+    ``env``.
     """
     host = job.hosts[inter_rank]
     order = StartProcesses(
@@ -118,7 +119,7 @@ def node_command(
 
 
 def commands(job: Job, env: Mapping[str, str]) -> list[Command]:
-    """One remote shell per host, which starts the agents of its ranks."""
+    """Return a remote shell's command for each host, which starts the agents of its ranks."""
     return [
         node_command(job, inter_rank, env, local.commands(job, env, inter_rank))
         for inter_rank in range(len(job.hosts))
@@ -155,7 +156,7 @@ def check_hosts(job: Job, env: Mapping[str, str]) -> dict[str, HostFacts]:
 
 
 def _check_host(job: Job, host: str, env: Mapping[str, str]) -> HostFacts | str:
-    """The facts of one host, or why they are unknown."""
+    """Return the facts of one host, or as text the reason why it did not answer."""
     is_task = _chosen_shell(env) in [command for _, command in _OF_SCHEDULERS]
     limit_s = _SCHEDULER_ANSWER_S if is_task else _ANSWER_S
     order = ProbeHost(cwd=str(job.cwd), script=job.script, hosts=deciding_hosts(job))

@@ -11,7 +11,7 @@ PMIX = "pmix"
 
 
 def command(job: Job, env: Mapping[str, str]) -> Command:
-    """One srun for all ranks. The agents bind themselves to their cores.
+    """Return the command of one srun for all ranks. The agents bind themselves to cores.
 
     Hosts with unequal numbers of ranks are named one by one (``--distribution=arbitrary``).
     Raises LaunchError: there is no srun.

@@ -10,7 +10,7 @@ from torchmn.run.starters.remote import node_command
 def commands(
     job: Job, env: Mapping[str, str], *, master_addr: str, master_port: int
 ) -> list[Command]:
-    """One torchrun per host, with a rendezvous at a port of the first host."""
+    """Return the command of one torchrun per host, with a rendezvous on the first host."""
     return [
         _on_host(job, env, inter_rank, master_addr, master_port)
         for inter_rank in range(len(job.hosts))
