@@ -196,7 +196,7 @@ def clock_findings(offsets: Mapping[str, tuple[float, float]]) -> Iterator[Findi
     usual = statistics.median(found for found, _ in offsets.values()) if len(offsets) > 2 else 0.0
     for host, (offset_s, error_s) in offsets.items():
         off_s = offset_s - usual
-        way = "ahead of" if off_s > 0 else "slower than"
+        way = "ahead of" if off_s > 0 else "behind"
         if abs(off_s) > _MAX_OFFSET_S + error_s:
             yield Finding(
                 severity="warning",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torchmn.base.errors import SAVED_STATUS
 from torchmn.control.hang_report import EARLY_END, HangReport, RankStatus, report, report_of_joining
 from torchmn.control.messages import Failed, Joined, Joining, Leaving, Message, Overdue, StatusReply
+from torchmn.control.processes import signal_name
 from torchmn.run.monitor.job_result import RankRecord
 
 _CAUSE_S = 1.0  # how much later a cause may be reported than its consequences
@@ -116,7 +117,8 @@ def _status(record: RankRecord) -> RankStatus | None:
     """Return the latest status of a rank, None if nothing is known."""
     text = ""
     if record.exit is not None and not record.is_consequence:
-        text = f"has ended with exit code {record.exit.returncode}"
+        code = record.exit.returncode
+        text = f"has ended with {signal_name(code) or f'exit code {code}'}"
         text += f" ({EARLY_END})" * record.has_left
     elif record.lost_at is not None:
         text = "is lost with its agent"

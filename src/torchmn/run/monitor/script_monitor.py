@@ -119,8 +119,9 @@ class ScriptMonitor(Observer):
             show()
             return
         self._fatal = error
+        follows = is_consequence(error)
         try:
-            if not (follows := is_consequence(error)):
+            if not follows:
                 show()
         finally:  # whatever a hook of the script does
             if follows:

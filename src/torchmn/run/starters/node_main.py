@@ -38,12 +38,11 @@ def main() -> int:
     """Start the commands, wait for all, and return the first exit code that is not 0."""
     adopt_orphans()
     order = decode(sys.stdin.readline(), StartProcesses)
-    processes = [
-        subprocess.Popen(command.argv, env={**os.environ, **command.env}, stdin=subprocess.DEVNULL)
-        for command in order.commands
-    ]
+    processes: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []  # signals, of which processes that start later know nothing
 
     def pass_on(signum: int, _: object) -> None:
+        received.append(signum)
         for process in processes:
             process.send_signal(signum)
 
@@ -51,6 +50,11 @@ def main() -> int:
         signum = signal.Signals[name]
         signal.signal(signum, pass_on)
     try:
+        for command in order.commands:
+            env = {**os.environ, **command.env}
+            processes.append(subprocess.Popen(command.argv, env=env, stdin=subprocess.DEVNULL))
+            for signum in received:
+                processes[-1].send_signal(signum)
         codes = _wait(processes)
     finally:
         kill_descendants(os.getpid())
