@@ -117,7 +117,7 @@ class Passes:
         return self.current
 
     def end(self) -> BackwardPass | None:
-        """The pass has ended: its exchange comes."""
+        """Note that the pass has ended and is about to be exchanged; returns it."""
         ended, self.current = self.current, None
         self.is_joint = ended is not None and ended.is_joint
         self.are_compared = ended is not None and ended.packs_early
@@ -130,7 +130,7 @@ class Passes:
             ended.failure = error
 
     def clear(self) -> None:
-        """Gradients were cleared."""
+        """Note that gradients were cleared."""
         if self.current is not None:
             self.current.is_cleared = True
 

@@ -48,7 +48,10 @@ class EarlyPacking:
             self._refuse_repeated(bucket)
 
     def arrived(self, slot: Slot) -> None:
-        """A gradient was accumulated: pack what is final, which sends full buckets in order."""
+        """Pack the gradients that are final, now that the one of ``slot`` was accumulated.
+
+        Buckets that are full are sent, in order.
+        """
         bucket = slot.bucket
         if slot.is_small:
             bucket.arrivals.note(slot.parameter)
@@ -100,8 +103,8 @@ class EarlyPacking:
     def _pack(self, bucket: Bucket, slots: Sequence[Slot]) -> Collection[Slot]:
         """Write gradients into their bucket.
 
-        Returns the slots whose gradient is an earlier mean, or was added to one, outside of its
-        slot.
+        Returns the slots whose gradient was added to an earlier mean; none where such a mean can
+        only be in its slot.
         """
         exchange, packing = self._exchange, self._exchange.filled
         means = () if exchange.is_plain else exchange.note_own(slots)

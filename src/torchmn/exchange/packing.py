@@ -21,7 +21,7 @@ from torchmn.exchange.sums import Sums
 
 
 class Packing:
-    """The first half of an exchange: filling its buckets. *Collective*; the constructor never waits.
+    """The first half of an exchange: filling its buckets. *Collective*; creating it never waits.
 
     Gradients are multiplied by ``weight / (size * scale)`` when they are packed, and the footer
     holds the weight itself: with weights w_i the mean is the sum times

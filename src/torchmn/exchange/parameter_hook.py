@@ -132,14 +132,16 @@ class GradientHooks:
             self._entries.append((hooks, handle.id, hooks[handle.id]))
 
     def note_in(self, arrivals: Arrivals) -> None:
-        """Note parameters there, but for the one that came last before: that one calls still.
+        """Let hooks only append their parameter to ``arrivals``, instead of calling the method.
 
-        All must be as they were before another pass begins, whose first gradient has to call:
-        `call_again`.
+        The parameter that arrived last in the previous pass still calls it, when the others are
+        expected to be there. `call_again` must undo this before another pass begins, whose first
+        gradient has to call the method.
         """
         last = arrivals.last
         if last is None:
             return
+        # Replaced in torch's own dict, the hook keeps its place among the script's hooks.
         note = arrivals.append if arrivals.current_stream is None else arrivals.note
         for number in arrivals.numbers.values():
             if number != last:
@@ -167,7 +169,7 @@ class GradientHooks:
         return False
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all hooks."""
         for hooks, key, _ in self._entries:
             hooks.pop(key, None)
         self._entries = []

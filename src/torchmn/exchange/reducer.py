@@ -136,7 +136,7 @@ class GradientReducer:
     def progress(self) -> dict[str, Any]:
         """State that is the same on all ranks: number of steps, weight scale, problems found.
 
-        Local, but *collective* on a GPU if the last exchange was not settled yet, see `settle`.
+        Local, but for the last exchange of a GPU, see `settle`.
         """
         self.settle()
         exchange = self.exchange
@@ -311,7 +311,7 @@ class GradientReducer:
         callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
         begun = passes.begin(callback, self._hooks.call_again, packs_early=packs_early)
         self._begin_exchange()
-        # Hooks in C note the object that autograd passes, the DTensor; slots know its LocalShard.
+        # Hooks in C note the object that torch passes, the DTensor; slots have its LocalShard.
         if packs_early and not parameters.are_sharded:
             self._early.begin()
         return begun
