@@ -83,18 +83,18 @@ class DoubleBuffering(Schedule):
         self.delay_compensation = delay_compensation
         self._pending: Sums | None = None
         self._has_mean = False
-        """Whether the exchange of this step has left a mean in ``p.grad``."""
+        """Whether ``p.grad`` holds a mean that the next step applies."""
         self._late: LateMeans
         self._own: dict[Tensor, Tensor] = {}
-        """This rank's gradients of the last backward pass, if eager."""
+        """This rank's own gradients of the last backward pass, if eager."""
         self._assigned: list[GradientState] = []
-        """The means as `backward` has left them; empty if none was made in this step."""
+        """The state of the gradients when `backward` returned; empty if it assigned no means."""
         self._was_changed = False
-        """Whether the script has changed them before the last step."""
+        """Whether the script changed those gradients before the last step."""
 
     @classmethod
     def recommended(cls) -> DoubleBuffering:
-        """The settings that were measured to cost the least accuracy: ``eager``."""
+        """The settings with the least measured loss of accuracy: ``eager=True``."""
         return cls(eager=True)
 
     def attach(
@@ -102,8 +102,8 @@ class DoubleBuffering(Schedule):
     ) -> None:
         """See `Schedule.attach`.
 
-        Raises UnsupportedError: eager, and ranks hold parts; delay compensation of sparse
-        gradients; LBFGS.
+        Raises UnsupportedError: ``eager`` with a model of which ranks hold parts, delay
+        compensation with sparse gradients, or LBFGS.
         """
         if isinstance(inner, LBFGS):
             raise UnsupportedError(
@@ -115,7 +115,7 @@ class DoubleBuffering(Schedule):
         exchange, parameters = self._exchange, reducer.parameters
         rank_label = self._comm.rank_label
         self._late = LateMeans(inner)
-        # How many gradients a result adds up.
+        # The number of ranks whose gradients are added without being divided.
         self._num_added = reducer.comm.size if exchange.reduction == "sum" else 1
         if self.delay_compensation:
             if parameters.sparse:
@@ -186,7 +186,7 @@ class DoubleBuffering(Schedule):
         return loss
 
     def _step_without_data(self) -> None:
-        """Take part in a step of the others. *Collective.*"""
+        """Take part in a step of the other ranks. *Collective.*"""
         self._late.forget()
         if self._pending is not None:
             self._pending.wait()
@@ -195,7 +195,9 @@ class DoubleBuffering(Schedule):
         if self._pending is not None:
             self._exchange.discard(self._pending)
         sums.wait()
-        if sums.num_active:  # in the same turns as the others: their buckets belong together
+        # Bucket sets alternate, and all ranks must use the same one in an exchange. An exchange in
+        # which no rank had data does not count: its set is filled again.
+        if sums.num_active:
             self._pending = sums
         else:
             self._exchange.take_back(sums)
@@ -215,10 +217,10 @@ class DoubleBuffering(Schedule):
         self._inner.step()
 
     def _assign(self, means: Sums) -> None:
-        """Make every ``p.grad`` its late mean, corrected if asked for.
+        """Set every ``p.grad`` to its late mean, with the correction that was asked for.
 
-        Raises RankMismatchError: in the step in which these means were started, the script has
-        changed the gradients of this rank, and some rank had none then.
+        Raises RankMismatchError: in the step in which the exchange of these means began, the script
+        changed this rank's gradients, and some other rank had none to change.
         """
         self._exchange.assign(means)
         if means.footer.get(LateRanks).are_some_late and self._was_changed:
@@ -230,10 +232,10 @@ class DoubleBuffering(Schedule):
         self._late.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Schedule.state_dict`: the mean that the next step will apply, by name.
+        """See `Schedule.state_dict`: the means that the next step will apply, by name.
 
-        If eager, also what a step with this rank's own gradient changes; with delay compensation,
-        the parameters for which the mean was computed.
+        With ``eager`` also the change of a step with this rank's own gradient; with delay
+        compensation the parameters at which the means were computed.
         """
         if self._pending is None:
             return {}
@@ -247,7 +249,7 @@ class DoubleBuffering(Schedule):
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
-        """See `Resharding`: an own gradient of fewer or more samples is left out."""
+        """See `Resharding`: the eager step is left out, as a rank's part of a batch has changed."""
         return {key: value for key, value in states[0].items() if key != "ahead"}
 
     def resume_warnings(self) -> list[str]:
