@@ -95,7 +95,7 @@ class Phases(Schedule):
 
     @property
     def traits(self) -> Traits:
-        """See `Schedule.traits`: replica consistency and staleness are those of the current phase."""
+        """See `Schedule.traits`: what they say about parameters applies to the current phase."""
         return replace(
             self.current.traits,
             name=self._name,

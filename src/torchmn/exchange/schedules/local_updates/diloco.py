@@ -28,7 +28,7 @@ from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState
 from torchmn.exchange.schedules.trial_step import trial_step
 
 RECOMMENDED_OVERLAP = 6
-"""Steps, of the 16 of a block."""
+"""Number of steps of overlap that is recommended for blocks of 16 steps."""
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
@@ -46,9 +46,10 @@ class DiLoCo(LocalUpdateSchedule):
     """Blocks of ``block_size`` samples, each ended by a step of an outer optimizer.
 
     Args:
-        block_size: see `LocalUpdateSchedule`, as for the last four.
-        outer: makes the outer optimizer for a list of tensors, the anchors. The same on all ranks.
-            It is then available as ``outer``, for instance for a learning rate scheduler.
+        block_size: see `LocalUpdateSchedule`, also for the last four arguments.
+        outer: creates the outer optimizer for a list of tensors, the anchors, and must do the same
+            on all ranks. The attribute ``outer`` then holds the optimizer, for instance for a
+            learning rate scheduler.
 
     Raises UsageError: an argument is out of range.
 
