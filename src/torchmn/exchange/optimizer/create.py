@@ -45,7 +45,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "diloco": DiLoCo,
     "parameter_server": ParameterServer,
 }
-"""Those by name have their defaults: blocks of 512 samples per rank, without overlap."""
+"""The schedules by name, with their defaults: blocks of 512 samples per rank, no overlap."""
 
 
 def create_multi_node_optimizer(
@@ -66,8 +66,8 @@ def create_multi_node_optimizer(
 ) -> MultiNodeOptimizer:
     """Wrap an optimizer so that gradients are means over all ranks. *Collective.*
 
-    Parameters and buffers of rank 0 are given to all ranks, and a checksum proves it. No step is
-    lost, unlike in ChainerMN. The learning rate is left alone.
+    Parameters and buffers of rank 0 are copied to all ranks, which a checksum verifies. No step is
+    lost, unlike in ChainerMN. The learning rate is not changed.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
@@ -110,8 +110,8 @@ def create_multi_node_optimizer(
 
     Raises:
         UnknownNameError, UsageError: a name or a parameter is not known.
-        RankMismatchError: the ranks' models differ.
-        UnsupportedError: a combination that makes no sense.
+        RankMismatchError: the ranks' models or optimizers differ.
+        UnsupportedError: valid arguments are in an unsupported combination.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -182,7 +182,7 @@ def create_multi_node_optimizer(
 
 
 def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> None:
-    """Raise UnsupportedError: one of these needs parameters that are whole on every rank."""
+    """Raise UnsupportedError if a schedule needs parameters that are whole on every rank."""
     for schedule in schedules:
         if not schedule.traits.takes_shards:
             raise UnsupportedError(
@@ -193,17 +193,17 @@ def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> N
 
 
 def _or_auto(value: Any) -> Any:
-    """The value, or what ``auto`` means by itself."""
+    """Return ``Auto()`` for the name ``auto``; any other value as it is."""
     return Auto() if isinstance(value, str) and value == AUTO else value
 
 
 def _search_space(
     schedule: str | Schedule | Auto, codec: str | Codec | Auto | None, comm: Communicator
 ) -> SearchSpace:
-    """What ``auto`` may choose.
+    """The schedules and codecs among which ``auto`` may choose.
 
     Raises UnsupportedError: an object is given, or a schedule without comparable steps; UsageError:
-    something is allowed that is not chosen.
+    `Auto` has an option about an argument that is not chosen by it.
     """
     if not isinstance(schedule, (str, Auto)) or not isinstance(codec, (str, Auto, type(None))):
         raise UnsupportedError(

@@ -50,7 +50,7 @@ class GroupParameters:
         return {parameter for _, parameter in self._found}
 
     def named(self) -> list[NamedParameter]:
-        """The parameters in the groups with names, even if they left the model since `find`. Local."""
+        """The parameters in the groups with names, also those that left the model since `find`."""
         return named_parameters(self._inner, self._models, self._found)
 
     def unify(self) -> None:

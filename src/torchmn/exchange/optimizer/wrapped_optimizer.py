@@ -79,9 +79,10 @@ def raise_if_it_has_no_hooks(optimizer: Optimizer) -> None:
 
 
 def before_step(optimizer: Optimizer, function: Callable[..., None]) -> Callable[[], None]:
-    """Call ``function`` before each step of ``optimizer``; returns a function that ends this. Local.
+    """Call ``function`` before each step of ``optimizer``. Local.
 
-    Its arguments, if any, are those of a step hook of `torch.optim.Optimizer`.
+    Its arguments, if any, are those of a step hook of `torch.optim.Optimizer`. Returns a function
+    that ends this.
     """
     if getattr(type(optimizer).step, "hooked", False):  # torch's mark of a step that calls hooks
         return optimizer.register_step_pre_hook(function).remove
