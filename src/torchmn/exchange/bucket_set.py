@@ -64,7 +64,7 @@ class BucketSet:
         self.footer = footer or Footer(comm)
         """The agreements of the ranks, summed with the last bucket."""
         self.footer.streams = self.streams
-        if buckets:
+        if buckets:  # the elements that no codec encodes
             self.footer.values = buckets[-1].exact
         finite = self.footer.finite
         self.finiteness = finite.finiteness
@@ -105,6 +105,8 @@ class BucketSet:
         """Give buckets new memory where the script still uses the old one. Local."""
         used = in_use(self.slots)
         for slot in self.move_to_new_memory(used) if used else ():
+            # These only share a bucket with a slot in use: their p.grad, to which the next pass
+            # may add, moves with it.
             grad = slot.parameter.grad
             if grad is not None:
                 slot.tensor.copy_(grad)

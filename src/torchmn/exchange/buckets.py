@@ -188,7 +188,7 @@ def plan_buckets(
     if groups:
         last = groups[-1][0][1]
         footer_device = last.device
-        if last.dtype in _NARROW:
+        if last.dtype in _NARROW:  # these count exactly only up to 2048, or 256 in bfloat16
             has_own_footer = True
         else:
             footer_dtype = last.dtype.to_real() if last.dtype.is_complex else last.dtype
@@ -241,6 +241,7 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
         starts.append(end)
         end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
     buffer = allocate(end + num_footer, dtype, first.device)
+    # Memory that ranks share is wrapped by torch.frombuffer, whose storage cannot be resized.
     is_ordinary = buffer.untyped_storage().resizable()
     small_nbytes = _SMALL_NBYTES if buffer.device.type == "cpu" else _SMALL_NBYTES_ON_GPU
     slots = []

@@ -44,6 +44,7 @@ class EarlyPacking:
         """
         self._hooks.call_again()
         exchange = self._exchange
+        # A hook in C only appends: that a gradient came twice may be noticed no earlier than here.
         for bucket in exchange.filling.buckets:
             self._refuse_repeated(bucket)
 

@@ -51,6 +51,8 @@ class Finiteness:
         if bucket.buffer.device.type != "cpu":
             slots = [slot for slot in bucket.slots if slot.end > slot.start]
             if slots:
+                # One call for many slots. The host reads these norms only if the sum of all ranks'
+                # counts shows that something is not finite.
                 norms = torch._foreach_norm([slot.tensor for slot in slots], float("inf"))
                 self.on_device += zip(slots, norms, strict=True)
         elif totals:

@@ -329,6 +329,7 @@ class GradientExchange:
                 if parameter not in earlier.slot_of:
                     parameter.grad = None
         means.assign_sparse()
+        # On a GPU: the checks of `discard` need the footer on the host, and are left to `settle`.
         if defers:
             self.unsettled, self.was_applied = sums, False
             self._assigned = self.gradient_states()

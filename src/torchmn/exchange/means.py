@@ -48,7 +48,7 @@ class Means:
                     sums.await_bucket(bucket)
                     _copy(copied[num_copied:], memory)
             was_scaled = sums.scale_on_device() if is_on_device else sums.wait()
-        except BaseException:
+        except BaseException:  # also of Ctrl-C, after which some gradients would be sums
             for slot in self._buckets.slots:
                 slot.parameter.grad = None
             raise
@@ -62,6 +62,7 @@ class Means:
                 parameter.grad = slot.tensor
             else:
                 slot.lend()
+        # The copies above were made of sums: the factor was not known before the last bucket.
         if was_scaled and copied:
             _copy(copied, memory)
 

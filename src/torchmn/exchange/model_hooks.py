@@ -101,7 +101,7 @@ class _Hidden:
     """The hooks of one module that its copies leave out; a call returns the module's state."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        self._module = weakref.ref(module)  # weak, as the module refers to this object
         self.ids: set[int] = set()
         self.listeners: list[Callable[[], None]] = []
         self.num_shown = 0
@@ -137,6 +137,8 @@ class _Hidden:
         if isinstance(forward, FunctionType):
             self._forward = MethodType(forward, module)
             module.__dict__[_FORWARD] = self._forward
+            # DataParallel copies attributes into its replicas, which would run this module's
+            # forward.
             module.__dict__[REPLICA] = self.replica
 
     def hide_from_compiler(self) -> None:

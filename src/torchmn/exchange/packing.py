@@ -100,7 +100,7 @@ class Packing:
                 if grad.requires_grad or grad.layout is not torch.strided:
                     self._refuse(slot.name, grad)
                 slot.has_gradient = True
-                if grad is tensor:
+                if grad is tensor:  # an earlier mean in its slot, to which autograd has added
                     self.is_accumulating = True
             if grad is None or factor == 0.0:  # even NaN, times the weight 0, is nothing
                 tensor.zero_()
@@ -109,6 +109,7 @@ class Packing:
             elif grad is not tensor:
                 small.append(tensor)
                 grads.append(grad)
+        # Autograd runs a layer's backward on the stream of its forward: a bucket may have several.
         if self._is_on_device:
             streams = bucket.arrivals.streams
             streams.add(self._streams.current())
@@ -133,6 +134,7 @@ class Packing:
         """Scale and check a bucket whose gradients are all written, and start full buckets."""
         if len(bucket.arrivals.streams) > 1:
             self._join_streams(bucket)
+        # Small gradients were copied without the factor: neighbours are scaled as one tensor.
         if self._own_factor not in (0.0, 1.0) and bucket.runs:
             torch._foreach_mul_(bucket.runs, self._own_factor)
         if not self._is_on_gpu:
@@ -215,6 +217,7 @@ class Packing:
     def give_up(self) -> Sums:
         """Perform the remaining sums with zeros; an agreement in the footer says why."""
         buckets = self.buckets
+        # Gradients that lie in their slots keep their values, while zeros are summed there.
         held = [slot for slot in buckets.slots if slot.parameter.grad is slot.tensor]
         buckets.move_to_new_memory([slot for slot in held if slot.may_lend])
         for slot in held:

@@ -210,7 +210,7 @@ def load_inner_state(inner: Optimizer, state: Mapping[str, Any]) -> None:
     The state may hold DTensors, the parts of a rank at the same place of the mesh (`with_parts`),
     or whole tensors. Raises UnsupportedError: a part has another shape than that of its parameter.
     """
-    if "state" not in state:  # of a wrapper of an optimizer, which nests that optimizer's
+    if "state" not in state:  # a wrapper nests the state of its optimizer
         inner.load_state_dict(dict(state))
         return
     parameters = parameters_of(inner)

@@ -135,6 +135,7 @@ class Sums:
             codec.finish(is_valid=is_valid & footer.is_used())
             known = is_valid if isinstance(is_valid, bool) else engine.fetch(is_valid)
             self.finiteness.exchanged(found, known)
+        # Queued on the engine's stream behind the last sum; the host waits for it only on demand.
         if buckets.is_deferred:
             self._arriving = engine.fetch(footer.values)
 
@@ -205,7 +206,7 @@ class Sums:
         self._check()
 
     def _scale_by(self, factor: Tensor | float) -> None:
-        for bucket in self.buckets.buckets:
+        for bucket in self.buckets.buckets:  # without the footer, whose sums are read as they are
             bucket.buffer[: bucket.buffer.numel() - bucket.num_exact].mul_(factor)
 
     def _check(self) -> float:

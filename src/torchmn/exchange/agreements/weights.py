@@ -110,6 +110,7 @@ class WeightAgreement:
         return self._scale
 
     def _sum(self) -> None:
+        # This is a job of the engine: a collective of the communicator would wait for it forever.
         if self._comm.size > 1:
             self._comm.world.all_reduce_(self._row)
         total, num_active = self._row.tolist()

@@ -170,6 +170,7 @@ def create_multi_node_optimizer(
     is_counted = weight is None
     may_differ = is_counted and reduction == "mean" and chosen.traits.averages_gradients
     made = _kind(optimizer, comm, models, chosen, form, options)
+    # A chain makes a backward pass for each micro-batch, of which only the last may be exchanged.
     for chain in chains:
         chain.register_no_sync(made.no_sync)
     if may_differ or (is_counted and chosen.traits.counts_samples):

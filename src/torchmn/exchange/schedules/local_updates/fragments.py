@@ -173,6 +173,7 @@ class Fragment:
         if starts is None:
             self.reset_to_anchors()
             return
+        # anchor + (parameter - start), computed in the memory of start.
         for anchor, parameter, start in zip(self.anchors, self.parameters, starts, strict=True):
             parameter.sub_(start.sub_(anchor))
 
