@@ -46,16 +46,16 @@ class DoubleBuffering(Schedule):
     """Gradients are applied one step late, and their exchange overlaps with a whole step.
 
     Args:
-        eager: compute each gradient after a step with the rank's own gradient of the step before.
-            A short training run is then 0.6 points of accuracy below `EveryStep` with
-            ``codec="int8"``, in place of 2.2 (``docs/explain/recipes.md``). It costs a second step
-            of the optimizer and copies of gradients, parameters and the optimizer's state.
-            Parameters are those after that step from a call of the model, with gradients enabled,
-            to the end of `backward`; at any other time all ranks hold the same. Call the model that
-            `create_multi_node_optimizer` was given, not parts of it. Hooks of the optimizer see
-            steps with means only. Not for parameters of which ranks hold parts.
+        eager: compute each gradient after a trial step with the rank's own previous gradient. With
+            ``codec="int8"`` a short training run then ends 0.6 points of accuracy below
+            `EveryStep`, instead of 2.2 (``docs/explain/recipes.md``). It costs a second step of the
+            optimizer and copies of gradients, parameters and the optimizer's state. The trial step
+            is in the parameters from a call of the model, with gradients enabled, to the end of
+            `backward`; at any other time all ranks hold the same parameters. Call the model that
+            was passed to `create_multi_node_optimizer`, not parts of it. Hooks of the optimizer see
+            steps with means only. Not supported if ranks hold parts of parameters.
         delay_compensation: lambda of the term lambda * g * g * (w - w_then) that is added to a
-            late mean g, where w_then are the parameters for which it was computed; 0 adds none.
+            late mean g, where w_then are the parameters at which it was computed; 0 adds none.
             It costs a copy of the parameters, and cannot be combined with ``eager``, which
             `recommended` uses (``docs/explain/recipes.md``).
 

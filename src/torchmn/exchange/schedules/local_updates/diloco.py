@@ -91,14 +91,14 @@ class DiLoCo(LocalUpdateSchedule):
         num_fragments: int = 1,
         intra_node: IntraNode | None = None,
     ) -> DiLoCo:
-        """Overlapped blocks that cost less accuracy than the settings of the paper, but some.
+        """Settings for overlapped blocks that lose less accuracy than those of the paper.
 
         With ``codec="int8"`` a short training run loses 0.6 points (0.0 to 1.2) of test accuracy
-        against `EveryStep`, in place of 2.7. Use `EveryStep` where none may be lost.
+        compared with `EveryStep`, instead of 2.7. Use `EveryStep` if none may be lost.
 
-        The outer momentum is 0.7 in place of the paper's 0.9, and eager. Give fewer steps of
-        overlap where the link needs fewer: about the time of an exchange over that of a step.
-        How it was chosen and measured: ``docs/explain/recipes.md``.
+        The outer momentum is 0.7 instead of the paper's 0.9, and is applied eagerly. Use fewer
+        steps of overlap if the link allows it: about the time of an exchange divided by that of a
+        step. ``docs/explain/recipes.md`` tells how these settings were chosen and measured.
         """
         return cls(
             block_size,

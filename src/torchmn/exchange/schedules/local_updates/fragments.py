@@ -41,7 +41,7 @@ class PseudoGradient:
 
     name: str
     anchor: Tensor
-    """Where the block began. The outer step moves it, in place, to where the next one begins."""
+    """The value at which the block began; the outer step moves it in place to that of the next."""
     mean: Tensor
     """The mean of ``anchor - w_i`` over ranks, weighted by samples; the shape of the anchor."""
 
