@@ -57,6 +57,7 @@ class BucketSet:
         )
         """Whether values beyond float16's range would be lost in transfer."""
         engine = comm.engine
+        # The last bucket holds the footer: its device decides whether the host would have to wait.
         is_on_device = any(b.buffer.device.type == engine.device.type for b in buckets[-1:])
         self.streams = engine.streams if is_on_device else HostStreams()
         self.is_deferred = not self.streams.is_host

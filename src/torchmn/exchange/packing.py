@@ -127,7 +127,7 @@ class Packing:
             torch.mul(grad, factor, out=tensor)
         elif factor != 1.0:
             tensor.mul_(factor)
-        if not self._is_on_gpu:
+        if not self._is_on_gpu:  # at once, while the values are in the cache
             bucket.totals.append(sum_of(tensor))
 
     def _complete(self, bucket: Bucket) -> None:

@@ -153,9 +153,9 @@ class LocalShard(HooksOfWhole):
     def grad(self) -> Tensor | None:
         """This rank's part of the parameter's gradient.
 
-        *Collective* over the mesh if the gradient is placed differently from the parameter, such as
-        that of a replicated parameter whose layer saw a part of the sequence: it is redistributed,
-        that is summed, first.
+        *Collective* over the mesh if the gradient is placed differently from the parameter: it is
+        first redistributed. That of a replicated parameter whose layer saw a part of the sequence,
+        for instance, is summed.
         """
         grad = self.whole.grad
         if grad is None or grad.requires_grad or not is_distributed(grad):

@@ -51,6 +51,8 @@ def mean_sparse_gradients(
     sparse in more than its first dim.
     """
     own = [_rows_of(parameter, weight) for parameter in parameters]
+    # All ranks get the same facts, and so all choose the same way for each parameter: to gather
+    # rows or to sum.
     facts = torch.tensor([[weight, *map(_num_rows, own)]], dtype=torch.float64, device="cpu")
     gathered = torch.cat(list(comm.allgather(facts)))
     _raise_if_refused(comm, parameters, gathered[:, 1:])

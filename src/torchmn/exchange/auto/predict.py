@@ -248,7 +248,7 @@ class _Exchange:
         ]
 
     def _transfer(self, bucket: _Bucket) -> Part:
-        """One of the two equal rounds in which the bytes cross the adapter."""
+        """Half of the transfer over the adapter; both halves take equally long."""
         cluster, across, link = self._cluster, self._crossing, self._cluster.link
         sent = across.share * (bucket.small_nbytes + (bucket.nbytes - bucket.small_nbytes) * (
             self._codec.bits / 32
@@ -302,7 +302,7 @@ def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, num_cores: float
 
 
 def _buckets(gradients: Sequence[ReadyGradient], bucket_bytes: int) -> Iterator[_Bucket]:
-    """Consecutive gradients of at least ``bucket_bytes``, but for the last; see `plan_buckets`."""
+    """Buckets of at least ``bucket_bytes``, except the last one; see `plan_buckets`."""
     members: list[ReadyGradient] = []
     for gradient in gradients:
         members.append(gradient)

@@ -144,8 +144,9 @@ class WorkerThread(threading.Thread):
         self._messages.send(_RESPONSE, {self._worker: (kind, content, buffers)})
 
     def _receive(self) -> tuple[str, Any]:
+        # Practically no limit: a worker may compute for long between two requests.
         self._limit = BackoffTimeLimit(_YEAR_S, self._pause_s)
-        if self._is_ended:
+        if self._is_ended:  # `end` may have been called before this limit was set
             self._limit.end()
         received = self._messages.receive(
             _REQUEST,
@@ -208,6 +209,7 @@ class ServerClient:
         try:
             return self._request(kind, fields)
         except CommunicationError as error:
+            # Responses to this request may still arrive: the next one would take them for its own.
             self._broken = type(error)(f"{self._rank_label}: {error}")
             raise self._broken from error
 

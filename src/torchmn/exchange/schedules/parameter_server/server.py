@@ -256,6 +256,7 @@ class ShardServer:
         self._progress_s = time.monotonic()
         self._changed.notify_all()
 
+    # Any thread that finds all workers arrived begins the episode, with the lock that it holds.
     def _has_begun(self, episode: int) -> bool:
         if self._episode < episode <= self._opened and all(
             self._arrived[worker] >= episode for worker in self._alive
@@ -317,6 +318,7 @@ class ShardServer:
         sign_s = time.monotonic() + limit_s / _SIGNS_PER_LIMIT
         while not is_ready():
             self._raise_if_closed()
+            # Progress of any worker extends the limit: it tells that the job still runs.
             now, end_s = time.monotonic(), self._progress_s + limit_s
             if now >= end_s:
                 self._time_limit_error = TimeLimitError(self._describe_wait(episode))
