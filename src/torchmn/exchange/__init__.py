@@ -1,1 +1,1 @@
-"""From autograd's hooks to means in ``p.grad``: buckets, the optimizer, schedules, their choice."""
+"""The exchange of gradients, from autograd's hooks to means in ``p.grad``."""

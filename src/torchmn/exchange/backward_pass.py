@@ -1,7 +1,7 @@
-"""A backward pass: when it ends, whether it still runs, and what runs inside of it.
+"""The state of a backward pass: when it ends, whether it still runs, which passes run inside it.
 
-Autograd calls back at the end of a pass that completes. After one that raised, out of memory or by
-Ctrl-C, it does not; but then it releases the callback, which can be seen.
+Autograd calls a callback at the end of a pass that completes. If the pass raised (out of memory,
+Ctrl-C), autograd drops the callback without calling it; a weak reference tells.
 """
 
 from __future__ import annotations
@@ -16,47 +16,49 @@ from torchmn.base.torch_private import at_end_of_backward, current_graph_task_id
 
 
 class _Members:
-    """The exchanges that one backward pass of autograd makes."""
+    """Counts the multi-node optimizers that exchange gradients in one backward pass."""
 
     num = 0
 
 
 _MEMBERS: weakref.WeakValueDictionary[int, _Members] = weakref.WeakValueDictionary()
-"""By autograd's number of the pass."""
+"""The counts of the passes that run, by autograd's number of the pass."""
 
 
 class BackwardPass:
-    """A backward pass that has begun."""
+    """A backward pass that has begun, from its first gradient on."""
 
     def __init__(
         self, callback: AtEnd, on_release: Callable[[], None], *, packs_early: bool
     ) -> None:
         backward_id = current_graph_task_id()
         self.ids = {backward_id}
-        """Of the pass, and of those that run inside of it."""
+        """Autograd's numbers of this pass and of the passes that run inside it."""
         self.packs_early = packs_early
         """Whether gradients can be packed before the pass ends."""
         self.is_cleared = False
-        """Whether the gradients were cleared since it raised."""
+        """Whether the gradients were cleared since the pass raised."""
         self.failure: BaseException | None = None
-        """Why its exchange failed, after which the ranks no longer agree."""
+        """The error of its exchange, after which the ranks no longer agree; None if there is
+        none."""
+        # Weak: only autograd may keep the callback alive, so that its release can be noticed.
         self._callback = weakref.ref(callback, lambda _: on_release())
         self._members = _MEMBERS.setdefault(backward_id, _Members())
         self._members.num += 1
 
     @property
     def is_joint(self) -> bool:
-        """Whether other optimizers exchange in it too, known at its end."""
+        """Whether other optimizers exchange gradients in this pass too; known at its end."""
         return self._members.num > 1
 
     @property
     def is_running(self) -> bool:
-        """Whether autograd will still call back: it lets go of the callback of one that raised."""
+        """Whether autograd will still call the callback: it drops that of a pass that raised."""
         return self._callback() is not None
 
 
 class PassState(Enum):
-    """What the backward passes of one reducer are doing.
+    """The state of the backward passes of one reducer.
 
     =======  ============================  =====================================================
     state    means                         what changes it
@@ -84,15 +86,15 @@ class Passes:
     def __init__(self, rank_label: str) -> None:
         self._rank_label = rank_label
         self.current: BackwardPass | None = None
-        """The one that has begun and not ended."""
+        """The pass that has begun and not ended."""
         self.is_joint = False
-        """Whether other optimizers exchange in the pass that ends."""
+        """Whether other optimizers exchange gradients in the pass that is ending."""
         self.are_compared = False
-        """Whether that pass has found the parameters as they were laid out."""
+        """Whether that pass found the parameters unchanged since they were laid out."""
 
     @property
     def state(self) -> PassState:
-        """Where they are."""
+        """The current state, see `PassState`."""
         current = self.current
         if current is None:
             return PassState.IDLE
@@ -105,42 +107,43 @@ class Passes:
     def begin(
         self, callback: AtEnd, on_release: Callable[[], None], *, packs_early: bool
     ) -> BackwardPass:
-        """A pass has computed its first gradient; ``callback`` is called when it ends.
+        """Register a pass that has computed its first gradient.
 
-        ``on_release`` is called when it raises, before another one can begin.
+        Autograd calls ``callback`` when the pass ends. ``on_release`` is called if it raises,
+        before another pass can begin.
         """
         self.current = BackwardPass(callback, on_release, packs_early=packs_early)
         at_end_of_backward(callback)
         return self.current
 
     def end(self) -> BackwardPass | None:
-        """The pass has ended: its exchange comes."""
+        """Note that the pass has ended and is about to be exchanged; returns it."""
         ended, self.current = self.current, None
         self.is_joint = ended is not None and ended.is_joint
         self.are_compared = ended is not None and ended.packs_early
         return ended
 
     def fail(self, ended: BackwardPass | None, error: BaseException) -> None:
-        """The exchange of a pass failed, after which the ranks no longer agree."""
+        """Note that the exchange of a pass failed, after which the ranks no longer agree."""
         self.current = ended
         if ended is not None:
             ended.failure = error
 
     def clear(self) -> None:
-        """Gradients were cleared."""
+        """Note that gradients were cleared."""
         if self.current is not None:
             self.current.is_cleared = True
 
     @property
     def are_inside(self) -> bool:
-        """Whether this is called while a pass computes gradients."""
+        """Whether the caller runs inside a backward pass, as a hook of autograd does."""
         return self.current is not None and current_graph_task_id() != -1
 
     def raise_if_unfinished(self) -> None:
-        """Raise if a pass began that did not end, and was not cleared.
+        """Raise if a pass has begun but not ended, and its gradients were not cleared.
 
-        UsageError: it raised, and the gradients were not cleared since, or this is called inside of
-        a pass; CommunicationError: an exchange failed.
+        Raises UsageError: the pass raised, or this is called inside a pass; CommunicationError: the
+        exchange of a pass failed.
         """
         if self.current is None:
             return
@@ -166,10 +169,10 @@ class Passes:
 
 
 class AtEnd:
-    """What autograd calls at the end of a backward pass, and holds only until then.
+    """The callback at the end of a backward pass, which autograd holds only until then.
 
-    ``is_last``: after what others have asked it to call, as `fully_shard` does to reduce what is
-    left.
+    ``is_last``: whether it runs after the callbacks of others, such as the one in which
+    `fully_shard` reduces its last gradients.
     """
 
     def __init__(self, method: Callable[[], None], *, is_last: bool = False) -> None:
@@ -178,8 +181,9 @@ class AtEnd:
 
     @not_compiled
     def __call__(self) -> None:
-        """The pass has reached its end."""
+        """Called by autograd: the pass has reached its end."""
         if self._is_last:
+            # Autograd also calls callbacks that are queued now, after all that were queued before.
             self._is_last = False
             at_end_of_backward(self)
             return

@@ -1,4 +1,4 @@
-"""The memory of an exchange: a set of buckets, which exchanges use one after another."""
+"""The memory of exchanges: a set of buckets, used by one exchange after another."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Reduction = Literal["mean", "sum"]
 
 
 class BucketSet:
-    """Buckets, the slots in them, and what ranks must have in common where they are summed.
+    """Buckets, their slots, and the footer that is summed with them.
 
-    A `Packing` fills them, its `Sums` are made in them, and `Means` read them. One exchange ends
-    before the next one begins in the same set.
+    A `Packing` fills the buckets, its `Sums` are computed in place, and `Means` read the results.
+    One exchange ends before the next one begins in the same set.
     """
 
     def __init__(
@@ -45,26 +45,27 @@ class BucketSet:
         self.slot_of: dict[nn.Parameter, Slot] = {
             slot.parameter: slot for bucket in buckets for slot in bucket.slots
         }
-        """In the order of the memory."""
+        """The slots by parameter, in the order of the memory."""
         self.slots = list(self.slot_of.values())
         self.slot_at: list[Slot | None] = []
-        """By the numbers of the parameters, see `number`."""
+        """The slots by the numbers of their parameters, see `number`; None if it has no slot."""
         self.what = what
         self.reduction: Reduction = reduction
         self.is_on_gpu = any(bucket.buffer.device.type != "cpu" for bucket in buckets)
         self.is_narrow = self.codec is not None or any(
             bucket.buffer.dtype == torch.float16 for bucket in buckets
         )
-        """Whether values beyond float16's range would be lost on the way."""
+        """Whether values beyond float16's range would be lost in transfer."""
         engine = comm.engine
+        # The last bucket holds the footer: its device decides whether the host would have to wait.
         is_on_device = any(b.buffer.device.type == engine.device.type for b in buckets[-1:])
         self.streams = engine.streams if is_on_device else HostStreams()
         self.is_deferred = not self.streams.is_host
-        """Whether the host learns later what sums say about the ranks: it waits for no device."""
+        """Whether the host reads the footer later, so as not to wait for the device."""
         self.footer = footer or Footer(comm)
-        """What ranks must have in common."""
+        """The agreements of the ranks, summed with the last bucket."""
         self.footer.streams = self.streams
-        if buckets:
+        if buckets:  # the elements that no codec encodes
             self.footer.values = buckets[-1].exact
         finite = self.footer.finite
         self.finiteness = finite.finiteness
@@ -73,7 +74,7 @@ class BucketSet:
             presence.slots = self.slots
 
     def number(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Fill `slot_at`: by the position of a parameter among these. Local."""
+        """Number the slots by the position of their parameter in ``parameters``. Local."""
         self.slot_at = [self.slot_of.get(parameter) for parameter in parameters]
         for number, slot in enumerate(self.slot_at):
             if slot is not None:
@@ -91,7 +92,7 @@ class BucketSet:
                 self.codec.warm_up(layout, self.buckets[0].buffer.device)
 
     def restart(self) -> None:
-        """Forget what was packed. Local."""
+        """Prepare all slots and buckets for the next exchange. Local."""
         for slot in self.slots:
             slot.is_packed = slot.has_gradient = False
         current_stream = self.streams.current if self.is_deferred else None
@@ -102,18 +103,20 @@ class BucketSet:
         self.leave_lent()
 
     def leave_lent(self) -> None:
-        """Leave memory that a script still uses to it and continue in new memory. Local."""
+        """Give buckets new memory where the script still uses the old one. Local."""
         used = in_use(self.slots)
         for slot in self.move_to_new_memory(used) if used else ():
+            # These only share a bucket with a slot in use: their p.grad, to which the next pass
+            # may add, moves with it.
             grad = slot.parameter.grad
             if grad is not None:
                 slot.tensor.copy_(grad)
                 slot.lend()
 
     def move_to_new_memory(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Move the buckets of these slots, and so all slots in them; every ``p.grad`` stays.
+        """Give the buckets of these slots new memory; every ``p.grad`` stays in the old one. Local.
 
-        Returns the moved slots whose tensor was ``p.grad``.
+        All slots of such a bucket move. Returns those whose tensor was ``p.grad``.
         """
         lent = []
         for bucket in dict.fromkeys(slot.bucket for slot in slots):

@@ -1,9 +1,9 @@
 """Gradients laid out in flat buffers, the buckets, which are sent one by one.
 
-A buffer holds parameters of one dtype and device, in one fixed order on all ranks. Every parameter
-has a `Slot`, a tensor of its own shape and strides in the buffer's memory. A `Bucket` is what is
-sent at once: a whole buffer. The last bucket ends with the footer (see `torchmn.exchange.footer`),
-which no codec encodes.
+A bucket holds gradients of one dtype and device, in one order that is the same on all ranks, and is
+sent as a whole. Every parameter has a `Slot`, a tensor of its own shape and strides in the bucket's
+memory. The last bucket ends with the footer (see `torchmn.exchange.agreements.footer`), which no
+codec encodes.
 """
 
 from __future__ import annotations
@@ -33,60 +33,64 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 _NARROW = (torch.float16, torch.bfloat16)
 _ALIGNMENT = 16  # elements; slots start at a multiple of a vector's width
 _SMALL_NBYTES = 16 << 10
-"""Larger gradients are written at once, while they are in the cache, and their memory is used again
-by the next layer's: all of them together would cost 10,000 page faults a step for 60 MB."""
+"""Gradients up to this size are written together. A larger one is written at once, while it is in
+the cache, so that the next layer's gradient can use its memory again: to keep all of them until
+they are written together would cost 10,000 page faults per step for 60 MB."""
 _SMALL_NBYTES_ON_GPU = 16 << 20
-"""There a kernel is launched for each larger one."""
+"""The same limit on a GPU, where each larger gradient takes a kernel launch of its own."""
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """The memory of one parameter's gradient in a buffer."""
+    """The memory of one parameter's gradient in a bucket."""
 
     name: str
     parameter: nn.Parameter
     tensor: Tensor
-    """Of the parameter's shape and, if that is dense, its strides."""
+    """A tensor in the bucket's memory, with the parameter's shape and, if it is dense, strides."""
     start: int
-    """The first element in the bucket, and one past the last."""
+    """Index of the first element in the bucket."""
     end: int
+    """Index one past the last element."""
     address: int = 0
+    """The address of `tensor`, by which a script that gave it other memory is noticed."""
     may_lend: bool = False
-    """Whether the memory can be given up to a script: not if ranks share it."""
+    """Whether the memory may become ``p.grad`` and stay with the script: not if ranks share it."""
     is_small: bool = False
-    """Whether its gradient is written together with others, when all of them are final."""
+    """Whether its gradient is written together with others, once all of them are final."""
     number: int = -1
-    """Its position among the parameters that are watched, see `BucketSet.number`."""
+    """The position of its parameter among those that are watched, see `BucketSet.number`."""
     weak_bucket: weakref.ref[Bucket] = field(init=False)
-    """Weak, for the bucket has its slots: both are freed without the garbage collector."""
+    """A weak reference, as the bucket refers to its slots: without a cycle both are freed at
+    once."""
     is_packed: bool = False
-    """Whether this rank's part of the exchange being filled has been written."""
+    """Whether the slot has been written in the exchange that is being filled."""
     has_gradient: bool = False
     """Whether there was a gradient to write."""
     unused: tuple[int, int, int] | None = None
-    """`num_references` before ``p.grad`` was first `tensor`; None if it never was."""
+    """The `num_references` before `tensor` first became ``p.grad``; None if it never did."""
 
     @property
     def bucket(self) -> Bucket:
-        """The bucket that this is a part of, and that something else keeps."""
+        """The bucket to which the slot belongs; the bucket set keeps it alive."""
         bucket = self.weak_bucket()
         assert bucket is not None  # noqa: S101 - its set keeps it
         return bucket
 
     def current_tensor(self) -> Tensor:
-        """`tensor`, made again if it was given other memory, as ``p.grad.data = ...`` does."""
+        """Return `tensor`, created anew if a script moved it by ``p.grad.data = ...``."""
         if self.tensor.data_ptr() != self.address:
             self.tensor = _alias(self.bucket.buffer, self.start, self.parameter)
         return self.tensor
 
     @property
     def suits_parameter(self) -> bool:
-        """Whether the tensor can be ``p.grad``: not if the parameter was converted meanwhile."""
+        """Whether `tensor` can be ``p.grad``: not if the parameter was converted meanwhile."""
         tensor, parameter = self.tensor, self.parameter
         return tensor.dtype == parameter.dtype and tensor.device == parameter.device
 
     def lend(self) -> None:
-        """Make ``p.grad`` the tensor, until the script has let go of it."""
+        """Set ``p.grad`` to `tensor`; its memory is not written again while a script uses it."""
         if self.parameter.grad is not self.tensor:
             if self.unused is None:
                 self.unused = num_references(self)
@@ -98,33 +102,35 @@ class Slot:
         return self.bucket.buffer[self.start : self.end]
 
     def follow(self) -> None:
-        """Continue in the memory that the bucket has now; ``p.grad`` stays where it is."""
+        """Move to the memory that the bucket has now; ``p.grad`` stays in the old memory."""
         self.tensor = _alias(self.bucket.buffer, self.start, self.parameter)
         self.address, self.unused = self.tensor.data_ptr(), None
 
 
 @dataclass(eq=False)
 class Bucket(ReduceBlock):
-    """A flat buffer, which is sent at once."""
+    """A flat buffer that is sent as a whole."""
 
     index: int = 0
     slots: list[Slot] = field(default_factory=list)
     runs: list[Tensor] = field(default_factory=list)
-    """The memory of its small slots; neighbours are one tensor."""
+    """The memory of the small slots; neighbouring slots are one tensor."""
     small: list[Slot] = field(default_factory=list)
-    """Slots that are written together."""
+    """The slots whose gradients are written together."""
     arrivals: Arrivals = field(default_factory=Arrivals)
-    """Which of these are final in the pass that runs, and the streams of all slots."""
+    """The parameters of small slots whose gradients are final in this pass, and the streams on
+    which gradients of all slots were computed."""
     num_packed: int = 0
+    """Number of slots that have been written."""
     written: Event | None = None
-    """Behind what has written all of them."""
+    """An event after the kernels that wrote the slots; None on a CPU."""
     totals: list[Tensor] = field(default_factory=list)
-    """Sums of what was written, which are finite if all of it is."""
+    """Sums of the values that were written; a sum that is finite shows that the values are."""
     work: Work[None] | None = None
-    """Its sum under way."""
+    """The sum over ranks that is under way."""
 
     def find_runs(self) -> None:
-        """Find `runs` in the memory that the buffer has now."""
+        """Set `runs` to views of the buffer's current memory."""
         self.runs = []
         for is_small, group in groupby(self.slots, attrgetter("is_small")):
             slots = list(group)
@@ -133,14 +139,14 @@ class Bucket(ReduceBlock):
                 self.runs.append(self.buffer[start:end])
 
     def follow(self) -> None:
-        """Continue in the memory that the buffer has now; every ``p.grad`` stays where it is."""
+        """Move all slots to the buffer's current memory; every ``p.grad`` stays in the old one."""
         for slot in self.slots:
             slot.follow()
         self.find_runs()
 
 
 def new_zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in ordinary memory."""
+    """Return zeros, (numel,), in ordinary memory. Local."""
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
@@ -155,12 +161,18 @@ def plan_buckets(
 ) -> list[Bucket]:
     """Lay out parameters in the order in which their gradients are expected.
 
-    ``parameters`` come in the order of registration: backward meets them about in reverse.
-    ``naive`` has one bucket per parameter sorted by name, ``flat`` one per dtype and device. A pure
-    function of facts that are the same on all ranks, but for ``allocate``, which may be collective.
+    A pure function of facts that are the same on all ranks, except for ``allocate``, which may be
+    *collective*.
 
-    The footer ends the last bucket. It has a bucket of its own beside 16 bits, in which it would
-    miscount, and on ``footer_device`` where there are no parameters.
+    Args:
+        parameters: in the order of registration; backward computes gradients roughly in reverse.
+        granularity: ``parameter``: one bucket each, sorted by name; ``everything``: one for each
+            dtype and device; otherwise by ``bucket_bytes``.
+        bucket_bytes: the least size of a bucket, except the last one of a dtype and device.
+        num_footer: number of elements of the footer, which ends the last bucket. It has a bucket of
+            its own if that bucket is in 16 bits, which cannot count far enough.
+        footer_device: the device of the footer if there are no parameters; None: no buckets then.
+        allocate: returns zeros of a size, dtype and device.
     """
     if granularity == "parameter":
         groups = [[item] for item in sorted(parameters, key=lambda item: item[0])]
@@ -176,7 +188,7 @@ def plan_buckets(
     if groups:
         last = groups[-1][0][1]
         footer_device = last.device
-        if last.dtype in _NARROW:
+        if last.dtype in _NARROW:  # these count exactly only up to 2048, or 256 in bfloat16
             has_own_footer = True
         else:
             footer_dtype = last.dtype.to_real() if last.dtype.is_complex else last.dtype
@@ -204,7 +216,7 @@ def _by_kind(parameters: Sequence[NamedParameter]) -> list[list[NamedParameter]]
 def _in_parts(
     parameters: Sequence[NamedParameter], bucket_bytes: int
 ) -> list[list[NamedParameter]]:
-    """Consecutive parts of at least ``bucket_bytes``, but for the last."""
+    """Split into consecutive parts of at least ``bucket_bytes``, except the last one."""
     parts: list[list[NamedParameter]] = []
     part: list[NamedParameter] = []
     nbytes = 0
@@ -229,6 +241,7 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
         starts.append(end)
         end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
     buffer = allocate(end + num_footer, dtype, first.device)
+    # Memory that ranks share is wrapped by torch.frombuffer, whose storage cannot be resized.
     is_ordinary = buffer.untyped_storage().resizable()
     small_nbytes = _SMALL_NBYTES if buffer.device.type == "cpu" else _SMALL_NBYTES_ON_GPU
     slots = []
@@ -247,10 +260,11 @@ def _lay_out(group: Sequence[NamedParameter], num_footer: int, allocate: Allocat
 
 
 def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
-    """A tensor in the buffer's memory with the parameter's shape and, if dense, its strides.
+    """Return a tensor in the buffer's memory with the parameter's shape and, if dense, its strides.
 
-    Not a view: `detach_` and `zero_grad` treat it as any gradient. It has a storage of its own,
-    which begins and ends with it, so that a script that keeps it can be noticed and saves only it.
+    It is not a view, so that `detach_` and `zero_grad` treat it like any gradient. Its storage
+    covers this tensor alone: the use count of the storage tells whether a script keeps the tensor,
+    and a script that saves it saves nothing else.
     """
     shape = parameter.shape
     strides = (
@@ -263,18 +277,19 @@ def _alias(buffer: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
         values = torch.view_as_complex(buffer[start:end].view(-1, 2))
     else:
         values = buffer[start : start + parameter.numel()]
+    # DLPack wraps the memory in a storage of its own; a view would share the buffer's.
     alias = from_dlpack(values)
     return alias.set_(alias.untyped_storage(), 0, shape, strides)
 
 
 def shape_in_memory(slot: Tensor) -> tuple[int, ...]:
-    """The slot's dims in the order of its memory; of complex numbers with the two real parts."""
+    """The slot's sizes in the order of its memory; complex numbers have a last dim of size 2."""
     dims = sorted(zip(slot.stride(), slot.shape, strict=True), key=lambda dim: -dim[0])
     return (*(size for _, size in dims), *((2,) if slot.is_complex() else ()))
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without gaps or overlap, in any order of dims."""
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dims."""
     dims = sorted(
         (stride, size)
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -289,7 +304,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def elements_of(parameter: Tensor) -> Tensor:
-    """The elements, (numel,), in the order of the memory; a view of it if that is dense. Local."""
+    """The elements, (numel,), in the order of the memory; a view if the tensor is dense. Local."""
     values = parameter.detach()
     if not is_dense(values):
         values = values.contiguous()

@@ -1,4 +1,4 @@
-"""The codec of one reducer: chosen once, with a state of its own on each rank."""
+"""The codec of one reducer: how it is chosen, and its state on each rank."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torchmn.comm.codecs import Codec, create_codec
 
 
 def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
-    """The codec of one reducer over ``comm``, with a state of its own. Local.
+    """Return the codec of one reducer over ``comm``, a new instance with a state of its own. Local.
 
-    Raises UnsupportedError: the communicator has another one, or its route cannot carry it.
+    ``codec`` None takes that of the communicator. Raises UnsupportedError: the communicator has a
+    codec as well, or its route cannot carry this one.
     """
     if codec is None:
         chosen = comm.codec
@@ -35,7 +36,7 @@ def own_codec(codec: str | Codec | None, comm: Communicator) -> Codec | None:
 
 
 def warn_if_it_encodes_nothing(codec: Codec | None, comm: Communicator) -> None:
-    """Warn on rank 0 of a requested codec that the route does not use. Local."""
+    """Warn on rank 0 if the route does not use the requested codec. Local."""
     if codec is None or comm.size == 1 or comm.rank != 0 or comm.route.codec_scope:
         return
     warnings.warn(
@@ -48,14 +49,14 @@ def warn_if_it_encodes_nothing(codec: Codec | None, comm: Communicator) -> None:
 
 
 def codec_state(codec: Codec | None, comm: Communicator) -> dict[str, Any]:
-    """The codec's state on this rank, with the rank that it belongs to. Local."""
+    """The codec's state on this rank, with the rank and the number of ranks. Local."""
     if codec is None:
         return {}
     return {"rank": comm.rank, "size": comm.size, "state": codec.state_dict()}
 
 
 def load_codec_state(codec: Codec | None, comm: Communicator, state: dict[str, Any]) -> None:
-    """Continue from `codec_state`. The residuals of another rank are left out. Local."""
+    """Continue from a `codec_state`; warns of residuals that must be dropped. Local."""
     if codec is None:
         if state.get("state", {}).get("residuals"):
             warnings.warn(

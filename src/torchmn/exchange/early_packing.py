@@ -1,8 +1,9 @@
-"""Gradients that are packed while backward still runs, as soon as they are final.
+"""Packing gradients into buckets while backward still runs, as soon as they are final.
 
-A gradient is final when autograd has called a hook after it was accumulated, and no later hook of
-the script can change it. Small ones are packed together, when all of their bucket are: a bucket
-whose gradients come in the order of the pass before costs one call of Python.
+A gradient is final when autograd has called our hook after accumulating it and no hook of the
+script that runs later can change it. The small gradients of a bucket are packed together once all
+of them are final: a bucket whose gradients arrive in the order of the previous pass costs one call
+of Python.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class EarlyPacking:
     """Fills the buckets of one exchange after another. Every method is local.
 
     Args:
-        exchange: that which is filled.
-        hooks: those of its parameters.
+        exchange: the exchanges whose buckets are filled.
+        hooks: the hooks on its parameters.
     """
 
     def __init__(self, exchange: GradientExchange, hooks: GradientHooks) -> None:
@@ -31,20 +32,27 @@ class EarlyPacking:
         self._rank_label = exchange.comm.rank_label
 
     def begin(self) -> None:
-        """A pass has begun whose gradients can be packed early."""
+        """Prepare the hooks, as a pass has begun whose gradients can be packed early."""
         exchange = self._exchange
         for bucket in exchange.filling.buckets:
             self._hooks.note_in(bucket.arrivals)
 
     def end(self) -> None:
-        """The pass has ended. Raises UnsupportedError: a gradient has changed since its packing."""
+        """Restore the hooks at the end of a pass.
+
+        Raises UnsupportedError: a gradient was accumulated again after it was packed.
+        """
         self._hooks.call_again()
         exchange = self._exchange
+        # A hook in C only appends: that a gradient came twice may be noticed no earlier than here.
         for bucket in exchange.filling.buckets:
             self._refuse_repeated(bucket)
 
     def arrived(self, slot: Slot) -> None:
-        """A gradient was accumulated: pack what is final, which sends full buckets in order."""
+        """Pack the gradients that are final, now that the one of ``slot`` was accumulated.
+
+        Buckets that are full are sent, in order.
+        """
         bucket = slot.bucket
         if slot.is_small:
             bucket.arrivals.note(slot.parameter)
@@ -55,14 +63,14 @@ class EarlyPacking:
             self._pack_early(bucket, [slot])
 
     def pack_rest(self) -> None:
-        """Pack what is not packed yet, whatever it is: the pass has ended."""
+        """Pack all remaining slots at the end of a pass, also those without a gradient."""
         exchange = self._exchange
         for bucket in exchange.filling.buckets:
             if bucket.num_packed < len(bucket.slots):
                 self._pack(bucket, [slot for slot in bucket.slots if not slot.is_packed])
 
     def _pack_small(self, bucket: Bucket) -> None:
-        """Pack the small gradients of a bucket if it is known that all are final."""
+        """Pack the small gradients of a bucket if all of them are known to be final."""
         arrivals = bucket.arrivals
         if len(arrivals) < len(bucket.small) or not arrivals:
             return
@@ -96,7 +104,8 @@ class EarlyPacking:
     def _pack(self, bucket: Bucket, slots: Sequence[Slot]) -> Collection[Slot]:
         """Write gradients into their bucket.
 
-        Returns those that were added to earlier means, beside those that are in their slots.
+        Returns the slots whose gradient was added to an earlier mean; none where such a mean can
+        only be in its slot.
         """
         exchange, packing = self._exchange, self._exchange.filled
         means = () if exchange.is_plain else exchange.note_own(slots)

@@ -1,4 +1,4 @@
-"""The parameters whose gradients are exchanged, and whether they have changed since."""
+"""The parameters whose gradients are exchanged, and how changes of them are noticed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ class ExchangedParameters:
     """The parameters of one reducer.
 
     Args:
-        trained: called for those of the optimizer by name, in the order of registration.
-        in_groups: called for the same ones as the optimizer's groups have them, at each pass.
-        find_sparse: called for those whose gradients are sparse.
-        find_untrained: called once, at the first exchange, for parameters of the model that no
-            optimizer trains; until then another optimizer may be made for them.
+        trained: returns the optimizer's parameters with their names, in the order of registration.
+        in_groups: returns the parameters as the optimizer's groups hold them now; called at each
+            pass.
+        find_sparse: returns the parameters whose gradients are sparse.
+        find_untrained: returns the model's parameters that no optimizer trains. Called once, at the
+            first exchange; until then another optimizer may be created for them.
     """
 
     def __init__(
@@ -38,34 +39,34 @@ class ExchangedParameters:
         self.untrained: Sequence[NamedParameter] = ()
         """Parameters of the model that no optimizer trains, since the first exchange."""
         self.sparse: list[NamedParameter] = []
-        """Of those laid out, the ones that are in no bucket."""
+        """Parameters with sparse gradients, which are exchanged but are in no bucket."""
         self._find_sparse = find_sparse
         self._find_untrained: Callable[[], Sequence[NamedParameter]] | None = find_untrained
         self.are_sharded = False
         """Whether some are DTensors, of which each rank holds a part."""
         self.mesh = ModelMesh([])
-        """The ranks that hold the model among them: this one, unless parameters are sharded."""
+        """The ranks that together hold the model; this rank alone unless it is sharded."""
         self._known: list[nn.Parameter] = []
         self._facts: list[tuple[object, ...]] = []
         self._addresses: list[tuple[bool, int]] = []
 
     def trained(self) -> list[NamedParameter]:
-        """Those of the optimizer by name, in order; see `LocalShard` for those that are sharded."""
+        """The optimizer's parameters with names, in order; a `LocalShard` for each DTensor."""
         return self._shards.named(self._trained())
 
     def of(self, parameter: Tensor) -> Tensor:
-        """What stands for a parameter of the model here."""
+        """The `LocalShard` of a parameter that is a DTensor; others as they are."""
         return self._shards.of(parameter)
 
     @property
     def differentiable(self) -> list[nn.Parameter]:
-        """All that can have a gradient, frozen ones too."""
+        """All parameters that can have a gradient, including frozen ones."""
         return [p for p in self._known if p.is_floating_point() or p.is_complex()]
 
     def lay_out(self, with_gradients: Collection[Tensor]) -> list[NamedParameter]:
-        """Take note of how the parameters are now, and return those that buckets must hold.
+        """Note the current state of the parameters, and return those that belong into buckets.
 
-        ``with_gradients`` are exchanged even if they are frozen.
+        Parameters in ``with_gradients`` are exchanged even if they are frozen now.
         """
         self._shards.follow()
         self._laid_out = self._in_groups()
@@ -84,23 +85,24 @@ class ExchangedParameters:
 
     @property
     def has_parallel_layers(self) -> bool:
-        """Whether some are plain tensors of which other ranks hold other parts."""
+        """Whether some are parts of parallel layers: plain tensors, not DTensors."""
         return self.mesh.has_parallel_layers
 
     @property
     def can_be_compared_in_backward(self) -> bool:
-        """Whether `have_changed` may be called inside of a backward pass.
+        """Whether `have_changed` may be called inside a backward pass.
 
-        `fully_shard` has other parameters in the model's place there, so none is looked for.
+        `fully_shard` puts other parameters into the modules there, so `have_changed` must not
+        search the model for untrained ones, as its first call does.
         """
         return self._find_untrained is None or not self.are_sharded
 
     def have_changed(self) -> bool:
-        """Whether parameters are not as they were when they were laid out.
+        """Whether parameters differ from those that were laid out.
 
         `nn.Module.to`, `half`, `requires_grad_` and an assignment to ``.data`` change parameters in
-        place, at any time, and a script may put others into the optimizer's groups. What has the
-        same address as before is not looked at again.
+        place at any time, and a script may put others into the optimizer's groups. Dtype, device
+        and shape are compared only if an address or ``requires_grad`` has changed.
         """
         if self._find_untrained is not None:
             self.untrained = self._shards.named(self._find_untrained())
@@ -122,16 +124,16 @@ class ExchangedParameters:
         return False
 
     def release(self, parameters: Collection[nn.Parameter]) -> bool:
-        """Forget untrained parameters that another optimizer trains; whether there were any."""
+        """Forget untrained parameters that another optimizer trains; returns whether any were."""
         kept = [(n, p) for n, p in self.untrained if whole_of(p) not in parameters]
         is_changed, self.untrained = len(kept) < len(self.untrained), kept
         return is_changed
 
 
 def raise_if_on_another_gpu(named: Iterable[NamedParameter], comm: Communicator) -> None:
-    """Raise UnsupportedError if one is on a GPU that is not that of the communicator. Local.
+    """Raise UnsupportedError if a parameter is on a GPU other than the communicator's. Local.
 
-    The engine orders its stream with those of one GPU, and NCCL has one for each rank.
+    The engine orders its stream with those of one GPU only, and NCCL uses one GPU per rank.
     """
     for name, parameter in named:
         if parameter.is_cuda and parameter.device != comm.device:
@@ -143,5 +145,5 @@ def raise_if_on_another_gpu(named: Iterable[NamedParameter], comm: Communicator)
 
 
 def _layout_facts(parameter: nn.Parameter) -> tuple[bool, torch.dtype, torch.device, torch.Size]:
-    """What the place of a parameter in a bucket depends on."""
+    """The properties on which a parameter's place in the buckets depends."""
     return parameter.requires_grad, parameter.dtype, parameter.device, parameter.shape

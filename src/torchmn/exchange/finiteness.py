@@ -1,4 +1,4 @@
-"""Gradients that are not finite: found while they are packed and exchanged, and acted on."""
+"""Gradients that are not finite: how they are found during an exchange, and what is done then."""
 
 from __future__ import annotations
 
@@ -25,48 +25,51 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def sum_of(written: Tensor) -> Tensor:
-    """A sum that is finite only if all elements are, of what is on a CPU. Local.
+    """The sum of a CPU tensor, which is finite only if all elements are. Local.
 
-    Best computed straight after they were written: while they are in the cache it costs a fifth of
-    the writing.
+    Compute it straight after the elements were written: while they are in the cache it costs a
+    fifth of the writing.
     """
     return written.sum(dtype=torch.float32) if written.dtype in _NARROW else written.sum()
 
 
 class Finiteness:
-    """What this rank knows of one exchange. Every method is local."""
+    """What this rank knows about nonfinite values in one exchange. Every method is local."""
 
     def __init__(self) -> None:
         self._is_valid: bool | Deferred = True
         self._names: dict[When, list[str]] = {}
         self._found: FoundNonfinite | None = None
         self.found_here: list[str] = []
-        """The names of gradients that a CPU has seen not to be finite."""
+        """Names of gradients on a CPU that are not finite."""
         self.on_device: list[tuple[Slot, Tensor]] = []
-        """The largest magnitude in each slot, where a GPU would have to be waited for."""
+        """Slots on a GPU with their largest magnitude, which the host has not read."""
 
     def check(self, bucket: Bucket) -> None:
-        """Take note of what was written into a bucket, all of it; before it is sent."""
+        """Check the values of a bucket that is completely written, before it is sent."""
         totals = bucket.totals
         if bucket.buffer.device.type != "cpu":
             slots = [slot for slot in bucket.slots if slot.end > slot.start]
             if slots:
+                # One call for many slots. The host reads these norms only if the sum of all ranks'
+                # counts shows that something is not finite.
                 norms = torch._foreach_norm([slot.tensor for slot in slots], float("inf"))
                 self.on_device += zip(slots, norms, strict=True)
         elif totals:
             total = 0.0
             for each in totals:
                 total += each.item()
-            if not math.isfinite(abs(total)):  # or large values that overflow in their sum
+            # Only now look at each element: finite values too can overflow in their sum.
+            if not math.isfinite(abs(total)):
                 self.found_here += [
                     slot.name for slot in bucket.slots if not torch.isfinite(slot.tensor).all()
                 ]
         totals.clear()
 
     def count(self, device: torch.device) -> Tensor | float:
-        """How many gradients of this rank are not finite; a GPU is not waited for.
+        """Number of gradients of this rank that are not finite, without waiting for a GPU.
 
-        ``device`` is that of the count.
+        If any are on a GPU the result is a tensor, (), on ``device``.
         """
         count: Tensor | float = float(len(self.found_here))
         for norms in self._norms():
@@ -74,41 +77,44 @@ class Finiteness:
         return count
 
     def _norms(self) -> list[Tensor]:
-        """The magnitudes of each dtype and device: a finite float64 may be infinite in float32."""
+        """The magnitudes, one tensor for each dtype and device.
+
+        They are not converted to one dtype: a finite float64 may be infinite in float32.
+        """
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for _, norm in self.on_device:
             kinds.setdefault((norm.dtype, norm.device), []).append(norm)
         return [torch.stack(norms) for norms in kinds.values()]
 
     def exchanged(self, found: FoundNonfinite, is_valid: bool | Deferred) -> None:
-        """Take note of what a codec has found on the way. Called by the engine."""
+        """Note the nonfinite values that a codec found in the exchange. Called by the engine."""
         self._found, self._is_valid = found, is_valid
 
     @property
     def is_valid(self) -> bool:
-        """Whether what a codec has exchanged was finite on all ranks."""
+        """Whether all values that a codec exchanged were finite on all ranks."""
         if isinstance(self._is_valid, Deferred):
             self._is_valid = bool(self._is_valid.get())
         return self._is_valid
 
     def names(self, when: When) -> list[str]:
-        """Parameters of which a codec encoded or decoded what is not finite."""
+        """Names of parameters of which a codec encoded or decoded nonfinite values."""
         return self._names.get(when, []) if self._found is None else self._found.names(when)
 
     def clear(self) -> None:
-        """Forget all of it."""
+        """Forget everything that was found."""
         self._is_valid, self._found, self._names = True, None, {}
         self.found_here, self.on_device = [], []
 
     @property
     def here(self) -> list[str]:
-        """The names of this rank's gradients that are not finite; waits for a GPU."""
+        """Names of this rank's gradients that are not finite; waits for a GPU."""
         names = list(self.found_here)
         names += [slot.name for slot, norm in self.on_device if not torch.isfinite(norm)]
         return list(dict.fromkeys(names))
 
     def record(self) -> dict[str, list[str]]:
-        """What is known, to be saved."""
+        """The names found so far, to be saved."""
         return {
             "here": self.here,
             "encoded": self.names("encoding"),
@@ -116,7 +122,7 @@ class Finiteness:
         }
 
     def load(self, record: Mapping[str, Any]) -> None:
-        """Continue from a `record`, with ``is_finite`` beside it."""
+        """Continue from a `record`, which may also hold ``is_finite``."""
         self.clear()
         self._is_valid = record.get("is_finite", True)
         self.found_here = list(record.get("here", ()))
@@ -128,12 +134,17 @@ class Finiteness:
 
 @dataclass(frozen=True)
 class NonfiniteGradients:
-    """Gradients of one step, or movements of one block, that were not finite. Same on all ranks."""
+    """Gradients of a step, or pseudo-gradients of a block, that were not finite.
+
+    The same on all ranks that hold the same part of the model.
+    """
 
     step: int
     by_rank: dict[int, list[str]] = field(default_factory=dict)
-    """The parameters by the rank whose gradient it was; empty if only the sum overflowed."""
+    """Names of parameters, by the rank whose gradient was not finite; empty if only the sum
+    overflowed."""
     in_sum: list[str] = field(default_factory=list)
+    """Names of parameters whose sum was not finite when it was decoded."""
     what: str = "gradients"
     is_elsewhere: bool = False
     """Whether all of them belong to parts of the model that other ranks hold."""
@@ -159,18 +170,19 @@ def gather_nonfinite(
     *,
     what: str = "gradients",
 ) -> NonfiniteGradients:
-    """Put together what the ranks have found in one step. *Collective.*
+    """Combine the nonfinite gradients that the ranks found in one step. *Collective.*
 
     Args:
         comm: the ranks.
         step: the number of the step.
-        here: the names of what was not finite on this rank; ``encoded``, ``decoded``: what a codec
-            has met on the way.
-        what: what was exchanged.
+        here: names of this rank's gradients that were not finite.
+        encoded: names of parameters of which this rank's codec encoded nonfinite values.
+        decoded: names of parameters of which it decoded nonfinite values.
+        what: the kind of values that were exchanged, for messages.
     """
     gathered = comm.allgather_obj((here, encoded, decoded))
-    # A rank that encodes for a node meets what is not finite in others' gradients too, so its
-    # report counts only if all gradients were finite: then narrowing them was too much.
+    # A rank that encodes for its node also meets nonfinite values of other ranks' gradients. So its
+    # report counts only if all gradients were finite: then encoding has overflowed.
     by_rank = {rank: own for rank, (own, _, _) in enumerate(gathered) if own}
     if not by_rank:
         by_rank = {rank: names for rank, (_, names, _) in enumerate(gathered) if names}
@@ -179,15 +191,15 @@ def gather_nonfinite(
 
 
 class NonfiniteLog:
-    """What was not finite in the means so far, and in the current ones."""
+    """The nonfinite gradients of all steps so far, and of the current means."""
 
     def __init__(self) -> None:
         self.current: NonfiniteGradients | None = None
-        """In the current means; None once it was dealt with."""
+        """The problem of the current means; None if there is none, or it was dealt with."""
         self.problems: list[NonfiniteGradients] = []
 
     def record(self, problem: NonfiniteGradients | None) -> NonfiniteGradients | None:
-        """Make this the problem of the current means."""
+        """Set the problem of the current means, and return it."""
         self.current = problem
         if problem is not None:
             self.problems.append(problem)
@@ -195,11 +207,11 @@ class NonfiniteLog:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether so many steps in a row were not finite that training cannot go on."""
+        """Whether so many consecutive steps were not finite that training makes no progress."""
         return self._num_in_a_row() == MAX_IN_A_ROW
 
     def _num_in_a_row(self) -> int:
-        """How many problems there were up to the last step with nothing else between them."""
+        """Number of consecutive steps with a problem, up to the last problem."""
         count = 0
         for newer, older in zip(self.problems[::-1], self.problems[-2::-1], strict=False):
             if newer.step - older.step > 1:
@@ -208,7 +220,7 @@ class NonfiniteLog:
         return count + 1 if self.problems else 0
 
     def take(self) -> NonfiniteGradients | None:
-        """The problem of the current means, which is then dealt with."""
+        """Return the problem of the current means, and mark it as dealt with."""
         problem, self.current = self.current, None
         return problem
 
@@ -219,29 +231,29 @@ TAKEN = (
 )
 OnNonfinite = Literal["raise", "warn", "ignore"]
 MAX_IN_A_ROW = 100
-"""A script that catches the error and meets it in this many steps does not train any longer."""
+"""After this many consecutive errors a script that catches them no longer trains."""
 
 
 @dataclass(frozen=True)
 class ArrivingFlags:
-    """Which gradients of a step were not finite, known when the flags of a GPU have arrived."""
+    """Flags on the way from a GPU that tell which gradients of a step are finite."""
 
     step: int
     names: list[str]
     flags: Deferred
 
     def found(self) -> NonfiniteGradients | None:
-        """What was not finite. Waits for the flags."""
+        """Return the gradients that were not finite, None if all were. Waits for the flags."""
         are_finite = self.flags.get().tolist()
         names = [name for name, flag in zip(self.names, are_finite, strict=True) if not flag]
         return NonfiniteGradients(self.step, {0: names}) if names else None
 
 
 def record_own_nonfinite(reducer: GradientReducer) -> None:
-    """Find what is not finite on one rank alone, which exchanges nothing.
+    """Check the gradients of a single rank, which exchanges nothing.
 
-    Local; *collective over the ranks of the model* where it is sharded. On a GPU, for which the
-    host does not wait, the next step raises it.
+    Local; *collective over the ranks of the model* where it is sharded. On a GPU the host does not
+    wait for the result: the next step raises the error.
     """
     engine, exchange = reducer.comm.engine, reducer.exchange
     streams = engine.streams
@@ -266,7 +278,10 @@ def record_own_nonfinite(reducer: GradientReducer) -> None:
 
 
 def act_on_nonfinite(reducer: GradientReducer, policy: OnNonfinite) -> None:
-    """Raise NonFiniteGradientError or warn, once, if the current means are not finite. Local."""
+    """Raise NonFiniteGradientError, or warn, if the current means are not finite. Local.
+
+    Each problem is reported once.
+    """
     exchange = reducer.exchange
     exchange.note_step()
     problem = exchange.nonfinite.take()

@@ -1,4 +1,4 @@
-"""The first forward pass in training mode of models, with which training begins."""
+"""Detection of the first forward pass in training mode, with which training begins."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchmn.exchange.model_hooks import ModelHooks
 def watch_first_forward(models: Sequence[nn.Module]) -> ModelHooks:
     """Begin training at the first forward pass in training mode of a model or a part of it. Local.
 
-    The hooks that are returned are gone after that. Passes that are called by compiled code are not
-    seen, and those under activation checkpointing do not count: it draws their numbers again in the
-    backward pass, after it has set the generators to where they were when the part began.
+    Returns the hooks, which remove themselves then. Passes inside compiled code are not seen.
+    Passes under activation checkpointing do not count: it runs them again in backward, after
+    setting the random generators back to their state at the beginning of the checkpointed part.
     """
     hooks = ModelHooks()
 

@@ -1,4 +1,4 @@
-"""What a schedule does with the gradients of a backward pass: hand over, wait, assign, discard."""
+"""The exchanges of gradients as schedules use them: hand over, wait, assign, discard."""
 
 from __future__ import annotations
 
@@ -53,28 +53,28 @@ CHANGED_AND_LATE = (
 class GradientExchange:
     """The exchanges of one reducer: the bucket sets that are filled in turns, and their means.
 
-    A schedule calls `start`, `reduce` or `send` when its backward pass has ended, which return the
-    sums under way, and `assign` or `discard` for each of these, in the same order on all ranks.
+    When a backward pass has ended, a schedule calls `start` or `send`, which return the sums under
+    way, and later `assign` or `discard` for each of them, in the same order on all ranks.
 
     Args:
-        parameters: those that are exchanged.
-        num_sets: with two, the means of one step are in use while the sums of the next are under
-            way.
-        options: how gradients are combined. Without ``zero_fill`` ranks tell each other in the
-            footer which gradients they have.
+        parameters: the parameters whose gradients are exchanged.
+        num_sets: number of bucket sets; with two, the means of one step are in use while the sums
+            of the next are under way.
+        options: how gradients are combined. Without ``zero_fill`` the footer holds which gradients
+            each rank has.
     """
 
     comm: Communicator
-    """The ranks, since `lay_out`."""
+    """The communicator of the ranks, set by `lay_out`."""
 
     def __init__(
         self, parameters: ExchangedParameters, num_sets: int, options: GradientOptions
     ) -> None:
         self.num_sets = num_sets
         self.bucket_bytes: int | None = None
-        """At least this many in a bucket, but for the last, if not as the communicator has it."""
+        """The least size of a bucket, except the last one; None for the communicator's default."""
         self.scale: float | None = None
-        """The `weight_scale` of the next exchange; None: to be agreed on."""
+        """The `weight_scale` of the next exchange; None if the ranks have to agree on one."""
         self.zero_fill, self.reduction = options.zero_fill, options.reduction
         self.as_view = options.gradient_as_bucket_view
         """Whether the slots themselves become the gradients."""
@@ -82,41 +82,42 @@ class GradientExchange:
         self.filling: BucketSet
         """The set that the current backward pass fills."""
         self.packing: Packing | None = None
-        """The exchange that has begun and was not handed over."""
+        """The exchange that has begun but was not handed over yet."""
         self.memory = GradientMemory()
-        """Of what scripts see as ``p.grad``."""
+        """The memory of the means that are copied into ``p.grad``."""
         self.nonfinite = NonfiniteLog()
         self.norm_listener: NormListener | None = None
         self.are_late_on_some = False
-        """Whether some ranks made the last exchange in `step`; see `ranks_without_backward`."""
+        """Whether some ranks, but not all, made the last exchange in `step`; see
+        `share_with_late_ranks`."""
         self.are_joint = False
         """Whether the last exchange was made in a backward pass that other optimizers share."""
         self.num_in_step = 0
-        """Exchanges of gradients since the last step, or since they were cleared."""
+        """Number of exchanges since the last step, or since the gradients were cleared."""
         self.parameters, self.trained = parameters, parameters.trained
         self._late_states: list[GradientState] = []
         self._has_warned = False
         self._num_active, self._num_samples = 0, 0.0
         self.own_flags: ArrivingFlags | None = None
-        """What one rank alone will know of its gradients, on a GPU."""
+        """Whether the gradients of a single rank are finite, on the way from its GPU."""
         self.unsettled: Sums | None = None
-        """The last sums, whose `settle` was not called yet."""
+        """The last sums, if `settle` has not examined them yet."""
         self._assigned: list[GradientState] = []
-        """The gradients as these have left them."""
+        """The states of the gradients right after the means of `unsettled` were assigned."""
         self.was_applied = False
-        """Whether a step has applied means before the host knew whether they are right."""
+        """Whether a step has applied the last means before the host knew that they are valid."""
         self._was_changed = False
-        """Whether the script had changed these before."""
+        """Whether the script changed those gradients before the step."""
         self._own_gradients: dict[Tensor, Tensor] | None = None
-        """What this rank's last backward pass has computed, if a schedule wants it."""
+        """The gradients of this rank's last backward pass; None if no schedule wants them."""
         self.is_plain = False
-        """Whether a ``p.grad`` is the mean of an earlier pass only if it is its slot, and need not
-        be kept when it is packed."""
+        """Whether a ``p.grad`` that is an earlier mean is always its slot's own tensor, and no
+        schedule wants the rank's own gradients: packing then needs no `note_own`."""
 
     # ---- what is exchanged ----
 
     def fill_missing(self) -> None:
-        """Treat a missing gradient as exchanges do, for a step without one. Local."""
+        """Treat missing gradients as an exchange would, for a step without exchange. Local."""
         if self.zero_fill:
             for _, parameter in self.trained():
                 if parameter.grad is None and parameter.requires_grad:
@@ -133,10 +134,10 @@ class GradientExchange:
         watched: Sequence[nn.Parameter],
         agreements: Callable[[], Sequence[Agreement]] = tuple,
     ) -> None:
-        """Make the sets again, for these parameters. *Collective.*
+        """Create the bucket sets for these parameters. *Collective.*
 
-        ``sparse`` are in no bucket. ``watched`` are those with a hook, see `BucketSet.number`.
-        ``agreements`` is called for each set: what ranks must have in common at its exchanges.
+        ``sparse`` parameters are in no bucket. ``watched`` are the parameters with a hook, see
+        `BucketSet.number`. ``agreements`` is called once per set and returns its agreements.
         """
         self.comm, self._engine = comm, comm.engine
         self.packing = self.unsettled = None
@@ -167,15 +168,18 @@ class GradientExchange:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether values beyond float16's range would be lost on the way."""
+        """Whether values beyond float16's range would be lost in transfer."""
         return self.filling.is_narrow
 
     def forget_scale(self) -> None:
-        """Agree again on the scale of weights at the next exchange. *Collective.*"""
+        """Agree anew on the weight scale at the next exchange. *Collective.*"""
         self.scale = None if self.filling.is_narrow else 1.0
 
     def adopt_scale(self, sums: Sums) -> None:
-        """Scale the next gradients as suits the weights of these. *Collective*, sends nothing."""
+        """Use the weight scale that suits these sums for the next exchange.
+
+        *Collective*, though it sends nothing.
+        """
         if self.filling.is_narrow:
             self.scale = sums.next_scale
 
@@ -186,21 +190,22 @@ class GradientExchange:
     # ---- what a rank itself has computed ----
 
     def keep_own_gradients(self) -> None:
-        """Keep what each backward pass computes on this rank for `take_own_gradients`. Local."""
+        """Keep this rank's gradients of each backward pass for `take_own_gradients`. Local."""
         self._own_gradients = {}
         self._find_out_if_plain()
 
     def take_own_gradients(self) -> dict[Tensor, Tensor]:
-        """This rank's dense gradients of the pass that has ended; empty if none are kept. Local."""
+        """Return this rank's dense gradients of the last pass; empty if none are kept. Local."""
         if self._own_gradients is None:
             return {}
         own, self._own_gradients = self._own_gradients, {}
         return own
 
     def note_own(self, slots: Sequence[Slot]) -> set[Slot]:
-        """Keep gradients that are about to be packed, if a schedule wants them.
+        """Keep gradients that are about to be packed, if a schedule wants them. Local.
 
-        Returns those that are the mean of an earlier pass, maybe with a later one added.
+        Returns the slots whose gradient is the mean of an earlier pass, possibly with the gradient
+        of this one added.
         """
         means = set()
         for slot in slots:
@@ -220,7 +225,7 @@ class GradientExchange:
     # ---- handing over ----
 
     def begin(self, context: PassContext, step: int) -> None:
-        """Begin an exchange with what this rank contributes. *Collective*; it waits for nothing."""
+        """Begin an exchange; ``context`` is this rank's part. *Collective*, but does not wait."""
         self.nonfinite.current = None  # no step has applied these means
         if self._own_gradients:
             self._own_gradients = {}  # of a pass that raised
@@ -229,22 +234,28 @@ class GradientExchange:
         self.packing = Packing(self.filling, context, self.scale, is_measured=is_measured)
 
     def start(self) -> Sums:
-        """Hand over what is left, and return the sums under way.
+        """Hand over the remaining buckets, and return the sums under way. *Collective.*
 
-        It returns at once or, with sparse gradients, when all is summed.
+        Does not wait, unless there are sparse gradients, which are exchanged here.
         """
         sums = self.filled.sums
         return self._handed_over(sums.start_remaining())
 
     def send(self) -> Sums:
-        """Sum what is left on the calling thread, if nothing else is under way; else `start`."""
-        if not self._engine.is_idle:
+        """Sum the remaining buckets on the calling thread if the engine is idle; else `start`.
+
+        *Collective.*
+        """
+        if not self._engine.is_idle:  # earlier buckets are under way, and must come first
             return self.start()
         sums = self.filled.sums
         return self._handed_over(sums.reduce_remaining())
 
     def give_up(self) -> Sums:
-        """End the exchange with zeros, and wait for it; the same buckets are filled next."""
+        """Complete the exchange with zeros, and wait for it. *Collective.*
+
+        The same buckets are filled next.
+        """
         sums = self.filled.give_up()
         self._exchange_sparse(sums)
         sums.drain()
@@ -253,13 +264,13 @@ class GradientExchange:
 
     @property
     def filled(self) -> Packing:
-        """The exchange that has begun."""
+        """The exchange that has begun; there must be one."""
         packing = self.packing
         assert packing is not None  # noqa: S101 - `begin` was called
         return packing
 
     def _exchange_sparse(self, sums: Sums) -> None:
-        """Exchange the sparse gradients of this pass, after all sums on every rank."""
+        """Exchange the sparse gradients of this pass, after its buckets. *Collective.*"""
         if self.parameters.sparse:
             sums.sparse_means = mean_sparse_gradients(
                 self.comm,
@@ -270,13 +281,16 @@ class GradientExchange:
             )
 
     def load_means(self, means: dict[str, Tensor | None], record: dict[str, Any] | None) -> Sums:
-        """Saved means, as if they had been summed just now. Raises UsageError: of others. Local."""
+        """Return saved means as `Sums`, as if they had just been summed. Local.
+
+        Raises UsageError: they are those of other parameters.
+        """
         sums = load_means(self.filling, means, record)
         self._turn()
         return sums
 
     def take_back(self, sums: Sums) -> None:
-        """Fill these buckets next, after all: nobody needs what was summed in them. Local."""
+        """Fill the buckets of these sums next: their values are not needed. Local."""
         self.filling = sums.buckets
 
     def _handed_over(self, sums: Sums) -> Sums:
@@ -286,19 +300,19 @@ class GradientExchange:
         return sums
 
     def _turn(self) -> None:
-        """Continue with the next set."""
+        """Fill the next set from now on."""
         self.filling = self.sets[(self.sets.index(self.filling) + 1) % len(self.sets)]
 
     # ---- what has arrived ----
 
     def assign(self, sums: Sums) -> None:
-        """Wait for the sums and make every ``p.grad`` its mean, and None where there is none.
+        """Wait for the sums and set every ``p.grad`` to its mean, or to None if there is none.
 
-        There is none if no rank had a gradient (zero_fill off), and for a parameter that became
-        trainable after these sums were started. Buckets are copied while others arrive.
-        *Collective*, though it sends nothing unless something was not finite.
+        There is no mean if no rank had a gradient and ``zero_fill`` is off, or if the parameter
+        became trainable after these sums were started. Buckets that have arrived are copied while
+        others are under way. *Collective*, though nothing is sent unless a gradient was not finite.
 
-        On a GPU the host does not wait: `settle` acts on what the sums say about the ranks.
+        On a GPU the host does not wait: `settle` later examines the footer of these sums.
         """
         is_current = len(self.sets) == 1 and sums.buckets is self.filling  # summed in this pass
         defers = is_current and sums.buckets.is_deferred and not sums.is_measured
@@ -315,6 +329,7 @@ class GradientExchange:
                 if parameter not in earlier.slot_of:
                     parameter.grad = None
         means.assign_sparse()
+        # On a GPU: the checks of `discard` need the footer on the host, and are left to `settle`.
         if defers:
             self.unsettled, self.was_applied = sums, False
             self._assigned = self.gradient_states()
@@ -324,7 +339,10 @@ class GradientExchange:
             means.spread_nonfinite()
 
     def discard(self, sums: Sums) -> NonfiniteGradients | None:
-        """Take note of sums that no gradient becomes. *Collective*, see `record_nonfinite`."""
+        """Wait for sums and record their facts, without assigning them to gradients.
+
+        *Collective*, see `record_nonfinite`. Returns the gradients that were not finite.
+        """
         weights = sums.footer.weights
         sums.read()
         self._num_active, self._num_samples = weights.num_active, weights.num_samples
@@ -339,17 +357,17 @@ class GradientExchange:
     # ---- what the host learns later than the device ----
 
     def note_step(self) -> None:
-        """The optimizer is about to apply the means. Local."""
+        """Note that the optimizer is about to apply the means. Local."""
         if self.unsettled is not None:
             self.was_applied = True
             self._was_changed = self._assigned != self.gradient_states()
 
     def settle(self) -> bool:
-        """Act on what the last sums say about the ranks, if the host did not know it before.
+        """Examine the footer of the last sums, if that was put off so as not to wait for the GPU.
 
         *Collective*, if something was not finite. Called before the next exchange begins, so that
         all ranks raise the same error at the same point. Returns whether a step has applied means
-        that were not finite.
+        that were not finite. Raises RankMismatchError and others, as the exchange would have done.
         """
         own, self.own_flags = self.own_flags, None
         if own is not None:
@@ -373,7 +391,7 @@ class GradientExchange:
 
     @property
     def num_active(self) -> int:
-        """How many ranks had data in the last exchange. On a GPU the host waits for it."""
+        """Number of ranks that had data in the last exchange. On a GPU the host waits for it."""
         return self._num_active if self.unsettled is None else self.unsettled.num_active
 
     @num_active.setter
@@ -382,13 +400,16 @@ class GradientExchange:
 
     @property
     def num_samples(self) -> float:
-        """Samples of all ranks in the last exchange, where they are counted; as `num_active`."""
+        """Samples of all ranks in the last exchange, where they are counted.
+
+        On a GPU the host waits for it.
+        """
         return self._num_samples if self.unsettled is None else self.unsettled.num_samples
 
     # ---- the gradients ----
 
     def clear(self) -> None:
-        """Make every ``p.grad`` None. Local."""
+        """Set every ``p.grad`` to None. Local."""
         for parameter in self.filling.slot_of:
             parameter.grad = None
         for _, parameter in self.parameters.sparse:
@@ -397,7 +418,10 @@ class GradientExchange:
     # ---- ranks that exchange in `step` ----
 
     def _note_late_ranks(self, sums: Sums) -> None:
-        """Take note of whether ranks made an exchange late, and of the gradients now. Local."""
+        """Note whether some ranks made an exchange late, and the gradients as they are now. Local.
+
+        Warns once if this rank counted with zeros in a mean, though it has a weight.
+        """
         late = sums.footer.get(LateRanks)
         self.are_late_on_some = late.are_some_late
         self.are_joint = self.are_late_on_some and late.are_joint
@@ -410,18 +434,18 @@ class GradientExchange:
 
     @property
     def were_changed(self) -> bool:
-        """Whether the script has changed gradients since, where `are_late_on_some`."""
+        """Whether the script changed gradients since an exchange that some ranks made late."""
         return self._late_states != self.gradient_states()
 
     def gradient_states(self) -> list[GradientState]:
-        """What tells whether a script has changed gradients since. Local."""
+        """The states of all gradients; a later one differs if the script changed any. Local."""
         sparse = (parameter for _, parameter in self.parameters.sparse)
         return [gradient_state(p) for p in (*self.filling.slot_of, *sparse)]
 
     # ---- what is not finite ----
 
     def record_nonfinite(self, sums: Sums) -> NonfiniteGradients | None:
-        """Take note of what is not finite in them. *Collective*, if there is something.
+        """Record the gradients that are not finite in these sums. *Collective*, if there are any.
 
         See `record_problem`.
         """
@@ -433,9 +457,9 @@ class GradientExchange:
     def record_problem(
         self, found: NonfiniteGradients | None, step: int
     ) -> NonfiniteGradients | None:
-        """Take note of what this rank has found, or of what those have that hold other parts.
+        """Record a problem that this rank, or one that holds another part of the model, has found.
 
-        *Collective over the ranks of the model*, which must all do the same about it.
+        *Collective over the ranks of the model*, which must all react in the same way.
         """
         mesh = self.parameters.mesh
         if mesh.any(found is not None) and found is None:
@@ -443,7 +467,7 @@ class GradientExchange:
         return self.nonfinite.record(found)
 
     def _nonfinite_sparse(self, sums: Sums) -> NonfiniteGradients | None:
-        """What is not finite among the sparse means, which are the same on all ranks. Local."""
+        """Return the sparse means that are not finite; they are the same on all ranks. Local."""
         names = [
             name
             for name, parameter in self.parameters.sparse

@@ -36,26 +36,29 @@ GradientState = tuple[int, int]
 
 
 def gradient_state(parameter: Tensor) -> GradientState:
-    """What tells whether ``p.grad`` was changed in place or replaced since. Local."""
+    """The identity and version of ``p.grad``: differs once it was replaced or changed in place.
+
+    Local. An update through ``.data`` does not count as a change.
+    """
     grad = whole_of(parameter).grad
     return (0, 0) if grad is None else (id(grad), version_of(grad))
 
 
 class GradientMemory:
-    """One tensor for each parameter, which is its ``p.grad`` or will be again. Local.
+    """One tensor for each parameter, into which its means are copied as ``p.grad``. Local.
 
     A parameter may be converted (``model.half()``) while its mean is under way: it then gets new
-    memory of its new dtype.
+    memory in its new dtype.
     """
 
     def __init__(self) -> None:
         self._kept: dict[nn.Parameter, _Kept] = {}
 
     def set_all(self, parameters: Sequence[nn.Parameter], means: Sequence[Tensor]) -> None:
-        """Make every ``p.grad`` a copy of its mean.
+        """Set every ``p.grad`` to a copy of its mean.
 
-        Where ``p.grad`` is the mean of an earlier pass it changes in place, as gradients that are
-        accumulated do; else a script that holds an earlier gradient keeps its values.
+        If ``p.grad`` is the mean of an earlier pass it changes in place, as gradients that are
+        accumulated do. Otherwise an earlier gradient that the script holds keeps its values.
         """
         tensors = []
         for parameter in parameters:
@@ -69,7 +72,7 @@ class GradientMemory:
             torch._foreach_copy_(tensors, list(means))
 
     def is_mean(self, parameter: nn.Parameter) -> bool:
-        """Whether ``p.grad`` is the mean of an earlier pass, maybe with a later one added."""
+        """Whether ``p.grad`` is the mean of an earlier pass, possibly with a later one added."""
         kept = self._kept.get(parameter)
         return kept is not None and parameter.grad is kept.tensor
 
@@ -79,7 +82,7 @@ class GradientMemory:
 
 
 class _Kept:
-    """A copy of a mean, and how often it is referred to while only we do."""
+    """A copy of a mean, and the number of its references while no script has any."""
 
     __slots__ = ("_address", "_unused", "tensor")
 
@@ -89,9 +92,9 @@ class _Kept:
         self._unused = num_references(self)
 
     def is_usable(self, parameter: nn.Parameter, grad: Tensor | None) -> bool:
-        """Whether the tensor can be the gradient of the parameter as it is now.
+        """Whether the tensor can become the gradient of the parameter as it is now.
 
-        Not if anything else refers to the tensor, a view of it or an array in its memory.
+        False if anything else refers to the tensor, a view of it, or an array in its memory.
         """
         return (
             self.tensor.dtype == parameter.dtype
@@ -109,10 +112,10 @@ class _Kept:
 
 
 def num_references(holder: Slot | _Kept) -> tuple[int, int, int]:
-    """How often ``holder.tensor`` and its storage are referred to. Compare, do not interpret.
+    """Counts of references to ``holder.tensor`` and its storage, to be compared with each other.
 
-    A graph that has saved the tensor is one more Python reference in newer versions of torch, and
-    in torch 2.6 only one more use of the tensor in C++.
+    The numbers themselves mean nothing: a graph that has saved the tensor is one more Python
+    reference in newer versions of torch, but only one more use of the tensor in C++ in torch 2.6.
     """
     tensor = holder.tensor
     storage = storage_address(tensor.untyped_storage())
@@ -120,9 +123,9 @@ def num_references(holder: Slot | _Kept) -> tuple[int, int, int]:
 
 
 def in_use(slots: Sequence[Slot]) -> list[Slot]:
-    """The slots of which a script keeps the tensor, a view of it or an array in its memory. Local.
+    """The slots whose tensor a script keeps, or a view of it, or an array in its memory. Local.
 
-    A ``p.grad`` that was not cleared does not count: a backward pass changes it in place.
+    A ``p.grad`` that was not cleared does not count: a backward pass changes it in place anyway.
     """
     found = []
     for slot in slots:

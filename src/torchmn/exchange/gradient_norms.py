@@ -1,11 +1,11 @@
 """Squared norms of the ranks' own gradients and of their mean, in exchanges that are measured.
 
-The own norm is that of what is packed, since the sum takes its place. The footer brings, for a rank
-with weight w, b samples and the gradient g, the sums over ranks of
+A rank's own norm is taken of its packed gradient, before the sum overwrites it. The footer brings,
+for ranks with weight w, b samples and the gradient g, the sums over ranks of
 
     w |g|²,  w / b,  w² / b
 
-which are NaN if what was packed is not the gradient of the samples that were counted.
+which are NaN if some rank packed something other than the gradient of the samples it counted.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 14
-"""Elements whose squares are added in their own precision: 30 million would lose 0.3 %."""
+"""Number of elements whose squares are added in their own dtype; 30 million would lose 0.3 %."""
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNorms:
-    """What was measured in one exchange, the same on all ranks. Weights w add up to 1 here."""
+    """Norms measured in one exchange, the same on all ranks. Here the weights w add up to 1."""
 
     step: int
     num_samples: float
-    """Of all ranks."""
+    """Samples of all ranks."""
     own_square: float
-    """The sum of w |g|²."""
+    """The sum over ranks of w |g|²."""
     mean_square: float
-    """|sum of w g|²."""
+    """The squared norm of the mean, |sum of w g|²."""
     own_noise: float
-    """The sum of w / b: how many times the variance of one sample is in `own_square`."""
+    """The sum of w / b: the variance of one sample contributes this many times to `own_square`."""
     mean_noise: float
-    """The sum of w² / b: how many times it is in `mean_square`."""
+    """The sum of w² / b: the variance of one sample contributes this many times to
+    `mean_square`."""
 
 
 class NormListener(Protocol):
-    """Is given the norms of gradients."""
+    """An object that is told the norms of gradients."""
 
     def wants(self, step: int) -> bool:
-        """Whether the exchanges of a step are measured; the same on all ranks. Local."""
+        """Whether exchanges of this step are measured; the same on all ranks. Local."""
 
     def measured(self, norms: GradientNorms) -> None:
-        """An exchange has ended. Called on all ranks with the same numbers; local."""
+        """Called when an exchange has ended, on all ranks with the same numbers. Local."""
 
 
 def squared_norms(values: Tensor) -> Tensor:
-    """Of the blocks of a flat tensor, in float64."""
+    """The squared norms of the blocks of a flat tensor, (num_blocks,), in float64."""
     dtype = torch.float32 if values.dtype in _NARROW else values.dtype
     return torch.stack(torch._foreach_norm(values.split(_BLOCK), 2, dtype)).double().square()
 
 
 def total_of(squares: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of what `squared_norms` has returned; a GPU is not waited for."""
+    """The sum of some results of `squared_norms`, (), on ``device``. Does not wait for a GPU."""
     if not squares:
         return torch.zeros((), dtype=torch.float64, device=device)
     return torch.cat([each.to(device) for each in squares]).sum()
@@ -66,10 +67,14 @@ def total_of(squares: Sequence[Tensor], device: torch.device) -> Tensor:
 def own_terms(
     packed: Tensor, factor: float, weight: float, samples: float, *, is_own: bool
 ) -> tuple[Tensor | float, float, float]:
-    """What one rank adds to the footer.
+    """This rank's terms of the three sums in the footer.
 
-    ``packed`` is the square of ``factor`` times its gradient; ``is_own``: of one backward pass, and
-    not added to a mean.
+    Args:
+        packed: the squared norm of the packed gradient.
+        factor: the factor by which the gradient was multiplied when it was packed.
+        weight: the rank's weight.
+        samples: the rank's number of samples.
+        is_own: whether the gradient is that of one backward pass, not added to an earlier mean.
     """
     if weight == 0 or factor == 0:
         return 0.0, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""Backward passes under no_sync(), whose gradients no exchange has taken yet."""
+"""Backward passes under no_sync() whose gradients no exchange has taken yet."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torchmn.exchange.gradient_memory import GradientState, gradient_state
 
 
 class LocalPasses:
-    """What passes under no_sync() have left in ``p.grad``. Every method is local."""
+    """The gradients that passes under no_sync() left in ``p.grad``. Every method is local."""
 
     def __init__(self) -> None:
         self.are_on = False
-        """Whether a pass now is one of these."""
+        """Whether no_sync() is in effect, so that a pass that begins now is local."""
         self.may_exist = False
-        """Whether ``p.grad`` may hold gradients of such passes, also where none are noted because
-        nothing is exchanged."""
+        """Whether ``p.grad`` may hold gradients of local passes; also set if nothing is exchanged
+        and so no gradients are noted."""
         self.were_changed = False
-        """Whether the script had changed their gradients before an exchange in `step` took them."""
+        """Whether the script changed these gradients before an exchange in `step` took them."""
         self.states: dict[Tensor, GradientState | None] = {}
-        """The gradients by parameter after the last of these passes; None if a hook of the script
-        may change one later."""
+        """The state of each parameter's gradient after the last local pass; None if a hook of the
+        script may change it later."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Passes inside are local."""
+        """Context in which backward passes are local."""
         before, self.are_on = self.are_on, True
         self.may_exist = True
         try:
@@ -37,15 +37,15 @@ class LocalPasses:
 
     @property
     def exist(self) -> bool:
-        """Whether there were any since the last exchange."""
+        """Whether there were local passes since the last exchange."""
         return bool(self.states)
 
     def note(self, parameter: Tensor, *, is_final: bool) -> None:
-        """Such a pass has computed a gradient."""
+        """Note a gradient that a local pass has computed."""
         self.states[parameter] = gradient_state(parameter) if is_final else None
 
     def end(self, *, is_late: bool) -> None:
-        """An exchange is about to take them; ``is_late``: in `step`."""
+        """Note that an exchange, ``is_late`` if made in `step`, is about to take the gradients."""
         self.were_changed = is_late and any(
             state is not None and state != gradient_state(parameter)
             for parameter, state in self.states.items()

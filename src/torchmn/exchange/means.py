@@ -1,4 +1,4 @@
-"""The means of an exchange: every ``p.grad`` becomes its mean."""
+"""Assigning the means of an exchange to ``p.grad``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchmn.exchange.sums import Sums
 
 
 class Means:
-    """What the sums of an exchange become. Every method is local."""
+    """The means that the sums of an exchange become. Every method is local."""
 
     def __init__(self, sums: Sums) -> None:
         self._sums, self._buckets, self._footer = sums, sums.buckets, sums.footer
@@ -23,13 +23,17 @@ class Means:
     def assign(
         self, memory: GradientMemory, *, as_view: bool, is_current: bool, is_on_device: bool
     ) -> None:
-        """Wait for the means and make every dense ``p.grad`` its mean.
+        """Wait for the means and set every dense ``p.grad`` to its mean.
 
-        Buckets are copied into ``memory`` while others arrive. ``as_view``: the slots themselves
-        become the gradients. ``is_current``: parameters have the dtypes and devices of their slots;
-        one that was converted since (``model.float()``) gets a copy of its new dtype.
-        ``is_on_device``: see `Sums.scale_on_device`. After an error there are no gradients: what
-        was copied are no means.
+        Args:
+            memory: where means are copied that cannot stay in their buckets; buckets that have
+                arrived are copied while others are under way.
+            as_view: whether the slots themselves become the gradients.
+            is_current: whether parameters have the dtypes and devices of their slots. A parameter
+                that was converted since (``model.float()``) gets a copy in its new dtype.
+            is_on_device: see `Sums.scale_on_device`.
+
+        After an error every ``p.grad`` is None: what was copied are sums, not means.
         """
         sums = self._sums
         lent: list[Slot] = []
@@ -44,7 +48,7 @@ class Means:
                     sums.await_bucket(bucket)
                     _copy(copied[num_copied:], memory)
             was_scaled = sums.scale_on_device() if is_on_device else sums.wait()
-        except BaseException:
+        except BaseException:  # also of Ctrl-C, after which some gradients would be sums
             for slot in self._buckets.slots:
                 slot.parameter.grad = None
             raise
@@ -58,11 +62,12 @@ class Means:
                 parameter.grad = slot.tensor
             else:
                 slot.lend()
+        # The copies above were made of sums: the factor was not known before the last bucket.
         if was_scaled and copied:
             _copy(copied, memory)
 
     def assign_sparse(self) -> None:
-        """Make every sparse ``p.grad`` its mean, or None where there is none."""
+        """Set every sparse ``p.grad`` to its mean, or to None where there is none."""
         sparse_means = self._sums.sparse_means
         for parameter, mean in sparse_means.items():
             if parameter.requires_grad or parameter.grad is not None:
@@ -70,13 +75,13 @@ class Means:
 
     @property
     def are_present(self) -> list[bool]:
-        """Whether any rank had a gradient, for every slot; empty if that was not asked for."""
+        """Whether any rank had a gradient, for each slot; empty if ranks do not exchange that."""
         self._sums.read()
         presence = self._footer.find(Presence)
         return [] if presence is None else presence.are_present
 
     def clear_absent(self) -> None:
-        """Clear every ``p.grad`` that has no mean."""
+        """Set every ``p.grad`` that has no mean to None."""
         are_present = self.are_present
         if False in are_present:
             for slot, is_present in zip(self._buckets.slots, are_present, strict=True):
@@ -84,9 +89,10 @@ class Means:
                     slot.parameter.grad = None
 
     def spread_nonfinite(self) -> None:
-        """Let a GradScaler of this rank leave out the step that those of other ranks leave out.
+        """Write an infinity into a gradient, so that this rank's GradScaler skips the step as well.
 
-        For parts of parallel layers: GradScaler asks the other ranks itself about DTensors.
+        Used if only the parts of parallel layers on other ranks were not finite; for DTensors
+        GradScaler asks the other ranks itself.
         """
         for slot in self._buckets.slots:
             grad = slot.parameter.grad
@@ -113,7 +119,7 @@ class Means:
         )
 
     def copies(self) -> dict[str, Tensor | None]:
-        """A copy of the means by name, to be saved; None where no rank had a gradient."""
+        """Return copies of the means by name, to be saved; None where no rank had a gradient."""
         slots = self._buckets.slots
         copies: dict[str, Tensor | None] = {slot.name: slot.tensor.clone() for slot in slots}
         for slot, is_present in zip(slots, self.are_present, strict=False):
@@ -123,7 +129,7 @@ class Means:
 
 
 def _copy(slots: Sequence[Slot], memory: GradientMemory) -> None:
-    """Make every ``p.grad`` a copy of its slot."""
+    """Set every ``p.grad`` to a copy of its slot, unless the parameter is frozen without one."""
     wanted = [slot for slot in slots if _takes_gradient(slot)]
     memory.set_all([slot.parameter for slot in wanted], [slot.tensor for slot in wanted])
 

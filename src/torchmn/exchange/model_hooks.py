@@ -1,9 +1,10 @@
-"""Hooks on the modules of a model that no copy of it has, and nothing that is saved of it.
+"""Hooks on the modules of a model that are left out when the model is copied or saved.
 
 `copy.deepcopy`, pickle, `torch.save`, `torch.optim.swa_utils.AveragedModel` and `torch.jit.script`
 see the modules as if there were no hooks: a copy is not trained, and it must load where torchmn is
-not installed. They ask a module for its state, or for something to script in its place;
-both can be answered for one module by an attribute of its own, which the answer leaves out.
+not installed. They ask a module for its state (``__getstate__``), or for a module to script in its
+place (``__prepare_scriptable__``); an attribute of the single module answers both, and leaves
+itself out of the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _FORWARD = "forward"
 
 
 class ModelHooks:
-    """Some hooks, on any modules, until `remove`. Local."""
+    """A set of hooks on any modules, active until `remove`. Local."""
 
     def __init__(self) -> None:
         self._handles: list[tuple[nn.Module, RemovableHandle]] = []
@@ -42,7 +43,7 @@ class ModelHooks:
         *,
         prepend: bool = False,
     ) -> None:
-        """Call ``function(module, args, kwargs)`` before its forward, also where it is compiled."""
+        """Call ``function(module, args, kwargs)`` before the module's forward, even if compiled."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             function(module, args, kwargs)
@@ -53,22 +54,22 @@ class ModelHooks:
         )
 
     def show_to_compiler(self, module: nn.Module) -> None:
-        """Let code without these hooks, compiled before for such a module, not run this one.
+        """Prevent code that was compiled without these hooks from being used for the module.
 
         torch.compile does not check that a module still has no hooks (``skip_nnmodule_hook_guards``
-        of torch._dynamo), and shares code between modules of one structure: what was compiled when
-        the model had no hooks, or for another model, would run for this one. But it checks that
-        ``forward`` is not an attribute of the module's own.
+        of torch._dynamo), and shares code between modules of one structure: code compiled when the
+        model had no hooks, or for another model, would run for this one. It does check whether
+        ``forward`` is an attribute of the module itself, so the module gets one.
         """
         _hide(module).show_to_compiler()
         self._shown.append(module)
 
     def before_load(self, module: nn.Module, function: Callable[[], None]) -> None:
-        """Call ``function()`` before its `load_state_dict`, or that of a module around it."""
+        """Call ``function()`` before `load_state_dict` of it, or of a module that contains it."""
         self._keep(module, module.register_load_state_dict_pre_hook(lambda *_: function()))
 
     def before_state_dict(self, module: nn.Module, function: Callable[[nn.Module], None]) -> None:
-        """Call ``function(module)`` before its `state_dict`, or that of a module around it."""
+        """Call ``function(module)`` before `state_dict` of it, or of a module that contains it."""
         handle = module.register_state_dict_pre_hook(lambda module, *_: function(module))
         self._keep(module, handle)
 
@@ -97,17 +98,17 @@ class ModelHooks:
 
 
 class _Hidden:
-    """What copies of one module leave out; called for the module's state."""
+    """The hooks of one module that its copies leave out; a call returns the module's state."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
+        self._module = weakref.ref(module)  # weak, as the module refers to this object
         self.ids: set[int] = set()
         self.listeners: list[Callable[[], None]] = []
         self.num_shown = 0
         self._forward: MethodType | None = None
 
     def __call__(self) -> Any:
-        """The module's state as its class gives it, less what is hidden."""
+        """The module's state as its class returns it, without the hidden hooks."""
         module = self._module()
         for function in self.listeners:
             function()
@@ -127,7 +128,7 @@ class _Hidden:
         return state
 
     def show_to_compiler(self) -> None:
-        """Give the module its own ``forward`` as an attribute, unless it has another one."""
+        """Store the class's ``forward`` as an attribute of the module, unless there is one."""
         module = self._module()
         self.num_shown += 1
         if module is None or _FORWARD in module.__dict__:
@@ -136,10 +137,12 @@ class _Hidden:
         if isinstance(forward, FunctionType):
             self._forward = MethodType(forward, module)
             module.__dict__[_FORWARD] = self._forward
+            # DataParallel copies attributes into its replicas, which would run this module's
+            # forward.
             module.__dict__[REPLICA] = self.replica
 
     def hide_from_compiler(self) -> None:
-        """Take it away when nothing needs it any more."""
+        """Remove that attribute once nothing needs it."""
         module = self._module()
         self.num_shown -= 1
         if self.num_shown or module is None or self._forward is None:
@@ -150,7 +153,7 @@ class _Hidden:
         self._forward = None
 
     def replica(self) -> nn.Module:
-        """What `torch.nn.DataParallel` makes of the module; its forward is its own."""
+        """The replica that `torch.nn.DataParallel` creates, without the attributes set here."""
         module: Any = self._module()
         replica = replica_of(module)
         for key, value in [*replica.__dict__.items()]:
@@ -159,13 +162,13 @@ class _Hidden:
         return replica
 
     def _is_own(self, key: str, value: object) -> bool:
-        """Whether it is an attribute that hides hooks or shows them, and not the user's."""
+        """Whether an attribute of the module was set here, and not by the user."""
         if key == _FORWARD:
             return self._forward is not None and value is self._forward
         return key in (_STATE, _SCRIPTABLE, REPLICA)
 
     def scriptable(self) -> nn.Module | None:
-        """A copy of the module and all modules in it, with the same parameters."""
+        """A copy of the module and its submodules, sharing parameters, for `torch.jit.script`."""
         module = self._module()
         return None if module is None else _twin(module, {})
 
@@ -180,7 +183,7 @@ def _hide(module: nn.Module) -> _Hidden:
 
 
 def _show(module: nn.Module) -> None:
-    """Nothing is hidden of the module any more."""
+    """Remove the attributes of a module of which nothing is hidden any more."""
     hidden = module.__dict__.get(_STATE)
     if isinstance(hidden, _Hidden) and not (hidden.ids or hidden.listeners or hidden.num_shown):
         del module.__dict__[_STATE], module.__dict__[_SCRIPTABLE]

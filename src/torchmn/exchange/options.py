@@ -1,4 +1,4 @@
-"""Options of an optimizer as values: what ``auto`` may choose, and how gradients are combined."""
+"""Options of a multi-node optimizer: what ``auto`` may choose, and how gradients are combined."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Weight = Literal["rank", "samples"]
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """As ``codec`` or ``schedule`` of an optimizer: chosen by measurement, as ``"auto"``.
+    """A ``codec`` or ``schedule`` that is chosen by measurement, like ``"auto"``, with options.
 
-    What is chosen loses no bits and is no step late, unless this allows it.
+    By default only lossless codecs, and schedules whose gradients are not late, are chosen.
 
     Attributes:
-        lossy: the codec may lose bits.
-        stale: the schedule may be ``double_buffering``, whose gradients are a step late. Otherwise
-            every ``p.grad`` is the mean of this step when ``backward()`` returns.
-        retune: choose again when steps have become slower. A repeated run then need not have the
+        lossy: allow codecs that lose bits.
+        stale: allow ``double_buffering``, whose gradients are a step late. Otherwise every
+            ``p.grad`` is the mean of this step when ``backward()`` returns.
+        retune: choose again when steps have become slower. A repeated run then need not give the
             same bits.
 
     Example:
@@ -40,8 +40,8 @@ class Auto:
 class GradientOptions:
     """How gradients are combined and checked: see `torchmn.create_multi_node_optimizer`.
 
-    Raises UnknownNameError, UsageError, UnsupportedError: a value is not known, or two contradict
-    each other.
+    Raises UnknownNameError, UsageError: a value is not known; UnsupportedError: two values
+    contradict each other.
     """
 
     weight: Weight | None = None
@@ -52,7 +52,7 @@ class GradientOptions:
     gradient_as_bucket_view: bool = False
 
     def to_compare(self) -> dict[str, object]:
-        """Those that decide what a rank sends, so that all ranks must have the same."""
+        """The options that determine what a rank sends, and so must be equal on all ranks."""
         return {
             "zero_fill": self.zero_fill,
             "weight": self.weight or "rank",

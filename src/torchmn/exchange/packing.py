@@ -1,4 +1,4 @@
-"""An exchange that is being filled: this rank's gradients are written into its buckets."""
+"""Filling an exchange: this rank's gradients are written into its buckets."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from torchmn.exchange.sums import Sums
 
 
 class Packing:
-    """The beginning of one exchange. *Collective*; to begin it waits for nothing.
+    """The first half of an exchange: filling its buckets. *Collective*; creating it never waits.
 
-    Gradients are packed as ``weight / (size * scale)`` times themselves and the footer holds the
-    weight itself: with weights w_i the mean is the sum times ``size * scale / sum(w_i)``, and with
-    ``reduction="sum"`` the sum of w_i g_i is the sum times ``size * scale``.
+    Gradients are multiplied by ``weight / (size * scale)`` when they are packed, and the footer
+    holds the weight itself: with weights w_i the mean is the sum times
+    ``size * scale / sum(w_i)``, and with ``reduction="sum"`` the result is the sum times
+    ``size * scale``.
 
-    `pack` is called for all slots, or `write`, then `finish`; `sums` starts or makes what is left.
+    Call `pack` for all slots and then `finish`, or `write`, which does both; `sums` then starts the
+    remaining sums, or performs them.
 
     Args:
-        buckets: their memory.
+        buckets: the buckets to fill.
         context: what this rank contributes.
         scale: the `weight_scale`, the same on all ranks; None to agree on one, for which
-            `await_scale` waits. The ranks' weights are summed first where that must come first.
+            `await_scale` waits. A codec with residuals, or a scale of None, has the ranks' weights
+            summed before the buckets.
         is_measured: whether the norms of gradients will be asked for.
     """
 
@@ -81,9 +84,9 @@ class Packing:
         self._own_factor = self.context.weight / (self._comm.size * scale)
 
     def pack(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
-        """Write this rank's part of gradients of one bucket; send what is full.
+        """Write the gradients of some slots of one bucket, and start the sums of full buckets.
 
-        Zeros are written where there is no gradient. Small ones are written in one go.
+        Zeros are written where there is no gradient. Small gradients are written together.
         """
         factor = self._own_factor
         small: list[Tensor] = []
@@ -97,7 +100,7 @@ class Packing:
                 if grad.requires_grad or grad.layout is not torch.strided:
                     self._refuse(slot.name, grad)
                 slot.has_gradient = True
-                if grad is tensor:
+                if grad is tensor:  # an earlier mean in its slot, to which autograd has added
                     self.is_accumulating = True
             if grad is None or factor == 0.0:  # even NaN, times the weight 0, is nothing
                 tensor.zero_()
@@ -106,6 +109,7 @@ class Packing:
             elif grad is not tensor:
                 small.append(tensor)
                 grads.append(grad)
+        # Autograd runs a layer's backward on the stream of its forward: a bucket may have several.
         if self._is_on_device:
             streams = bucket.arrivals.streams
             streams.add(self._streams.current())
@@ -123,13 +127,14 @@ class Packing:
             torch.mul(grad, factor, out=tensor)
         elif factor != 1.0:
             tensor.mul_(factor)
-        if not self._is_on_gpu:
+        if not self._is_on_gpu:  # at once, while the values are in the cache
             bucket.totals.append(sum_of(tensor))
 
     def _complete(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are written: send what is full."""
+        """Scale and check a bucket whose gradients are all written, and start full buckets."""
         if len(bucket.arrivals.streams) > 1:
             self._join_streams(bucket)
+        # Small gradients were copied without the factor: neighbours are scaled as one tensor.
         if self._own_factor not in (0.0, 1.0) and bucket.runs:
             torch._foreach_mul_(bucket.runs, self._own_factor)
         if not self._is_on_gpu:
@@ -143,6 +148,7 @@ class Packing:
         for observer in events.observers:
             observer.exchange(self.buckets.comm, bucket, bucket.index, "ready")
         if self._is_on_device:
+            # The sum may be started later, from another stream: by the hook of another bucket.
             bucket.written = self._streams.record()
         if self.buckets.overlaps_backward:
             self.sums.start_full()
@@ -150,7 +156,8 @@ class Packing:
     def _join_streams(self, bucket: Bucket, grads: Sequence[Tensor] = ()) -> None:
         """Let the current stream wait for all others that have computed gradients of a bucket.
 
-        ``grads`` are read on this stream, and may be freed on their own.
+        ``grads`` are about to be read on the current stream: their memory is kept until it has done
+        so, whichever stream they were allocated on.
         """
         current = self._streams.current()
         for stream in bucket.arrivals.streams:
@@ -160,7 +167,10 @@ class Packing:
             self._streams.keep(grad)
 
     def write(self, write: Callable[[Slot, float], None]) -> None:
-        """Write all slots and `finish`. ``write`` gets a slot and the factor of what it writes."""
+        """Write all slots, then `finish`.
+
+        ``write(slot, factor)`` fills one slot with its values times ``factor``.
+        """
         for slot in self.buckets.slots:
             if self._own_factor == 0.0:  # nothing, even where the values are NaN
                 slot.tensor.zero_()
@@ -189,7 +199,7 @@ class Packing:
         )
 
     def finish(self) -> None:
-        """All is packed: write what this rank contributes to the agreements."""
+        """Write this rank's part of the footer, once all slots are packed."""
         buckets = self.buckets
         if not buckets.buckets:
             return
@@ -205,8 +215,9 @@ class Packing:
         buckets.footer.write(self.context)
 
     def give_up(self) -> Sums:
-        """Do all other sums with zeros: an agreement of the footer says why."""
+        """Perform the remaining sums with zeros; an agreement in the footer says why."""
         buckets = self.buckets
+        # Gradients that lie in their slots keep their values, while zeros are summed there.
         held = [slot for slot in buckets.slots if slot.parameter.grad is slot.tensor]
         buckets.move_to_new_memory([slot for slot in held if slot.may_lend])
         for slot in held:

@@ -1,4 +1,4 @@
-"""A method called when a gradient is final, which does not keep its owner alive.
+"""Hooks that call a method when a gradient is final, without keeping its owner alive.
 
 torch's own hook on a parameter would keep the method's owner, and through it buckets, threads and
 the parameter itself, alive forever: the garbage collector does not see such a cycle, for it runs
@@ -21,7 +21,7 @@ from torchmn.exchange.sharded_parameters import whole_of
 
 
 class GradientHook:
-    """What is registered on a parameter. Copies and pickles of parameters carry no such hooks."""
+    """The hook registered on a parameter. Copies and pickles of parameters carry no such hooks."""
 
     def __init__(self, method: Callable[[Any], None], argument: object = None) -> None:
         # Not a WeakMethod, which takes five times as long to call.
@@ -31,12 +31,12 @@ class GradientHook:
 
     @property
     def owner(self) -> object | None:
-        """The object whose method it calls; None after that was freed."""
+        """The object whose method is called; None once it was freed."""
         return self._owner()
 
     @not_compiled
     def __call__(self, parameter: Tensor) -> None:
-        """What torch calls."""
+        """Called by autograd after it has accumulated the gradient of ``parameter``."""
         owner = self._owner()
         if owner is not None:
             self._function(owner, parameter if self._argument is None else self._argument)
@@ -47,12 +47,13 @@ def watch_gradient(
 ) -> RemovableHandle:
     """Call the bound ``method`` whenever the gradient of ``parameter`` is final. Local.
 
-    For a parameter that is frozen this begins once it is not. Something must keep the method's
-    owner alive, as a model does that has a hook of it, see `ModelHooks`. The method gets
-    ``argument``, or if that is None the parameter of the model, also for a `LocalShard`. The
-    argument is kept as long as the parameter is, so it must not refer to tensors.
+    A frozen parameter can be watched too: its hook is called once it is trained. Something must
+    keep the method's owner alive, such as a hook on the model, see `ModelHooks`. The method is
+    called with ``argument``, or, if that is None, with the model's own parameter (the DTensor of a
+    `LocalShard`). The argument lives as long as the parameter, so it must not refer to tensors.
     """
     parameter = cast(nn.Parameter, whole_of(parameter))
+    # torch accepts such a hook only on a tensor that requires a gradient at that moment.
     is_trainable = parameter.requires_grad
     parameter.requires_grad_(True)
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(
@@ -73,30 +74,30 @@ def owners_of(parameters: Iterable[nn.Parameter]) -> list[object]:
 
 
 class Arrivals(list[Tensor]):
-    """The parameters of one bucket whose gradients are final, in the order in which they came.
+    """The parameters of one bucket whose gradients are final, in the order of their arrival.
 
-    Its ``append`` is a hook by itself: autograd calls it, and no line of Python runs. What is in
-    the list is therefore as certain as what a hook in Python is called for.
+    The list's ``append`` is itself registered as a hook: autograd calls it without running a line
+    of Python, so what is in the list is as reliable as a call of a Python hook.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.streams: set[Hashable] = set()
-        """Those of a device on which gradients were computed."""
+        """The streams on which gradients of the bucket were computed."""
         self.numbers: dict[int, int] = {}
-        """Of the expected parameters, by their ``id``."""
+        """The numbers of the expected parameters, by their ``id``."""
         self.last: int | None = None
-        """The number of the parameter that came last in the pass before."""
+        """The number of the parameter that arrived last in the previous pass."""
         self.current_stream: Callable[[], Hashable] | None = None
-        """What tells the stream of a device; None on a CPU."""
+        """Returns the current stream of the device; None on a CPU."""
 
     def expect(self, numbers: dict[int, int]) -> None:
-        """Expect these parameters, by their ``id``, from now on."""
+        """Expect these parameters from now on: their numbers by their ``id``."""
         self.numbers, self.last = numbers, None
         self.clear()
 
     def restart(self, current_stream: Callable[[], Hashable] | None) -> None:
-        """Forget what came: another pass begins."""
+        """Forget the arrivals, as another pass begins."""
         self.current_stream = current_stream
         if self:
             self.last = self.numbers[id(self[-1])]
@@ -112,15 +113,15 @@ class Arrivals(list[Tensor]):
 
     @property
     def are_complete(self) -> bool:
-        """Whether each of the expected parameters came once."""
+        """Whether each of the expected parameters has arrived exactly once."""
         numbers = self.numbers
         return len(self) == len(numbers) and numbers.keys() == {*map(id, self)}
 
 
 class GradientHooks:
-    """The hooks of a reducer: each calls its method with the number of a parameter.
+    """The hooks of a reducer: each calls ``method`` with the number of its parameter. Local.
 
-    While a backward pass runs most of them only note their parameters, see `note_in`. Local.
+    While a backward pass runs, most of them only note their parameter in a list, see `note_in`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], method: Callable[[int], None]) -> None:
@@ -131,14 +132,16 @@ class GradientHooks:
             self._entries.append((hooks, handle.id, hooks[handle.id]))
 
     def note_in(self, arrivals: Arrivals) -> None:
-        """Note parameters there, but for the one that came last before: that one calls still.
+        """Let hooks only append their parameter to ``arrivals``, instead of calling the method.
 
-        All must be as they were before another pass begins, whose first gradient has to call:
-        `call_again`.
+        The parameter that arrived last in the previous pass still calls it, when the others are
+        expected to be there. `call_again` must undo this before another pass begins, whose first
+        gradient has to call the method.
         """
         last = arrivals.last
         if last is None:
             return
+        # Replaced in torch's own dict, the hook keeps its place among the script's hooks.
         note = arrivals.append if arrivals.current_stream is None else arrivals.note
         for number in arrivals.numbers.values():
             if number != last:
@@ -146,12 +149,15 @@ class GradientHooks:
                 hooks[key] = note
 
     def call_again(self) -> None:
-        """Call the method for every parameter."""
+        """Let every hook call the method again."""
         for hooks, key, hook in self._entries:
             hooks[key] = hook
 
     def have_later(self, numbers: Iterable[int]) -> bool:
-        """Whether a hook of the script's own, called after one of these, may change a gradient."""
+        """Whether a hook of the script runs after that of one of these, and may change a gradient.
+
+        ``numbers`` are those of parameters.
+        """
         for number in numbers:
             hooks, own_key, _ = self._entries[number]
             if len(hooks) > 1:
@@ -163,7 +169,7 @@ class GradientHooks:
         return False
 
     def remove(self) -> None:
-        """Remove all of them."""
+        """Remove all hooks."""
         for hooks, key, _ in self._entries:
             hooks.pop(key, None)
         self._entries = []

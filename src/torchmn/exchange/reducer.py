@@ -1,9 +1,9 @@
 """The reducer: sums gradients over ranks while backward still runs.
 
-Hooks copy each gradient into its bucket as soon as it is final, and a full bucket is handed to the
+Hooks copy each gradient into its bucket as soon as it is final, and hand a full bucket to the
 communicator's engine; hooks never block. Buckets are sent in one order, the same on all ranks, so
-one that is full early waits for those before it. At the end of backward a callback packs what had
-no gradient and calls the schedule, which sends the rest.
+a bucket that is full early waits for those before it. At the end of backward a callback packs the
+remaining slots and calls the schedule, which sends the remaining buckets.
 """
 
 from __future__ import annotations
@@ -47,30 +47,32 @@ class GradientReducer:
 
     Args:
         comm: the ranks, and the route between them.
-        codec: the form in which buckets are sent; None as they are.
-        parameters: called for the parameters by name, in the order of registration.
-        num_sets: sets of buckets that are used in turns: with two, the means of one step are in
+        codec: the form in which buckets are sent; None sends them unencoded.
+        parameters: returns the parameters with their names, in the order of registration.
+        num_sets: number of bucket sets, used in turns: with two, the means of one step are in
             use while the sums of the next are under way; with none, the reducer is suspended until
             `reconfigure`.
         options: how gradients are combined.
         contribution: the weight and the samples of this rank.
-        find_sparse: called for the parameters whose gradients are sparse.
-        find_untrained: called at the first exchange for parameters of the model without a reducer;
-            those that require a gradient are exchanged as well.
-        find_buffers: called for the model's buffers that must be the same on all ranks.
+        in_groups: returns the parameters as the optimizer's groups hold them now.
+        find_sparse: returns the parameters whose gradients are sparse.
+        find_untrained: returns the model's parameters that no reducer has; called once, at the
+            first exchange. Those that require a gradient are exchanged as well.
+        find_buffers: returns the model's buffers that must be the same on all ranks.
         on_backward_end: called when the gradients of a backward pass are packed and all buckets but
             the last were handed over: a schedule's `backward_ended`.
-        on_nonfinite: raises or warns about what is not finite, as the user has asked. *Collective.*
-        agreements: called for each set of buckets: what its owner wants to be the same on ranks.
-        owner: the optimizer, for those that find the reducer by a parameter's hook.
+        on_nonfinite: raises or warns about nonfinite gradients, as the user asked. *Collective.*
+        agreements: returns further agreements for one set of buckets; called for each set.
+        owner: the optimizer, for code that finds the reducer through a parameter's hook.
 
-    Only its own methods change a reducer. What this rank puts into an exchange is a frozen
-    `PassContext`, made when its first gradient is there.
+    Only its own methods change a reducer. What this rank contributes to an exchange is a frozen
+    `PassContext`, made when the first gradient of the pass arrives.
 
-    A pass that raised is given up when the next one begins: the ranks end its exchange and discard
-    it. Parameters that are other objects or have another dtype, device, shape or ``requires_grad``
-    than at the last pass are laid out again. Both must happen on all ranks; where it does not, all
-    raise RankMismatchError, for the footer of each exchange holds what its ranks are about to do.
+    A pass that raised is given up when the next one begins: the ranks complete its exchange and
+    discard it. The buckets are laid out again if parameters were replaced, or changed their dtype,
+    device, shape or ``requires_grad``, since the last pass. Both must happen on all ranks: the
+    footer of each exchange says what its ranks are about to do, and all raise RankMismatchError if
+    they differ.
     """
 
     def __init__(
@@ -95,43 +97,47 @@ class GradientReducer:
         self.codec = codec
         self.parameters = ExchangedParameters(parameters, in_groups, find_sparse, find_untrained)
         self.exchange = GradientExchange(self.parameters, max(1, num_sets), options)
-        """What schedules do with the gradients that were packed."""
+        """The exchanges of packed gradients, through which schedules send and assign them."""
         self.contribution = contribution
-        """This rank's weight in the next exchange or step, and its samples."""
+        """This rank's weight in the next exchange or step, and its number of samples."""
         self.owner = owner
         self.act_on_nonfinite = on_nonfinite
         self.step = 0
         self.is_suspended = num_sets == 0
-        """Whether nothing is exchanged: gradients stay this rank's own."""
+        """Whether exchanges are switched off, so that every ``p.grad`` stays local."""
         self.is_needed = False
-        """Whether there is anything to do: one rank alone has its means already, but it must know
-        what is not finite in other parts of a parallel layer."""
+        """Whether backward passes are exchanged. A single rank already has the means, unless they
+        are applied a step late, or it must learn of nonfinite values in the parts of a parallel
+        layer that other ranks hold."""
         self.is_active = True
         self.is_late = False
-        """Whether the last exchange was made in `step`."""
+        """Whether the last exchange was made in `step`, because there was no backward pass."""
         self.num_passes = 0
-        """Exchanges with data of this rank since `restart_counts`."""
+        """Number of exchanges to which this rank contributed since `restart_counts`."""
         self.passes_weight = 0.0
-        """The sum of this rank's weights in them."""
+        """Sum of this rank's weights in those exchanges."""
         self._find_buffers = find_buffers
         self._further_agreements = agreements
         self.local_passes = LocalPasses()
-        """Those under no_sync()."""
+        """Backward passes under no_sync() whose gradients no exchange has taken yet."""
         self._given_up, self._other_layout = GivenUp(), OtherLayout()
         self._loaded, self._num_exchanges = LoadedState(), NumExchanges()
         self.replicas = ReplicaWatch()
-        """Of what the script does to parameters, where it must be the same on all ranks."""
+        """Compares step counts and checksums, to find replicas that have diverged."""
         self._on_backward_end = on_backward_end
         self._hooks = GradientHooks((), self._on_gradient)
         self._lock = threading.RLock()
-        """Autograd has a thread for each device."""
+        """Guards `_on_gradient`: autograd runs one thread per device, and hooks run on them."""
         self.passes = Passes(comm.rank_label)
         self.rebuild()
 
     # ---- state ----
 
     def progress(self) -> dict[str, Any]:
-        """The count of steps and what belongs to it, the same on all ranks. Local."""
+        """State that is the same on all ranks: number of steps, weight scale, problems found.
+
+        Local, but for the last exchange of a GPU, see `settle`.
+        """
         self.settle()
         exchange = self.exchange
         return {
@@ -142,10 +148,10 @@ class GradientReducer:
         }
 
     def load_state_dict(self, codec: dict[str, Any], progress: dict[str, Any]) -> None:
-        """Continue from a state of the codec and `progress`. All ranks must call it, or none.
+        """Continue from a saved codec state and `progress`. All ranks must call it, or none.
 
-        The codec's state of another rank is left out; an empty ``progress`` keeps the count of
-        steps.
+        A codec state that another rank saved is ignored; an empty ``progress`` keeps the current
+        number of steps.
         """
         load_codec_state(self.codec, self.comm, codec)
         self._loaded.note()
@@ -161,9 +167,9 @@ class GradientReducer:
             exchange.scale = progress["scale"]
 
     def end_step(self, *, are_replicas: bool = False) -> None:
-        """The optimizer has stepped. Local.
+        """Count a step that the optimizer has made. Local.
 
-        ``are_replicas``: whether parameters are up to date now and the same on all ranks.
+        ``are_replicas``: whether all ranks now hold the same parameters.
         """
         self.step += 1
         self.local_passes.may_exist = False
@@ -179,7 +185,7 @@ class GradientReducer:
     # ---- layout ----
 
     def rebuild(self) -> None:
-        """Lay out the buckets again, for the parameters that are trainable now. *Collective.*"""
+        """Lay out the buckets anew for the parameters that are trainable now. *Collective.*"""
         self.close()
         self.settle()
         local = self.local_passes
@@ -214,9 +220,9 @@ class GradientReducer:
         bucket_bytes: int | None = None,
         on_backward_end: Callable[[], None] | None = None,
     ) -> None:
-        """Exchange over another communicator, in another form, from now on. *Collective.*
+        """Use another communicator and codec from the next exchange on. *Collective.*
 
-        Options that are None stay as they are.
+        Keyword arguments that are None leave the current value.
         """
         self.comm, self.codec, self.is_suspended = comm, codec, False
         self.exchange.num_sets = self.exchange.num_sets if num_sets is None else num_sets
@@ -225,16 +231,19 @@ class GradientReducer:
         self.rebuild()
 
     def suspend(self) -> None:
-        """Exchange nothing until `reconfigure`: every ``p.grad`` stays this rank's own. Local."""
+        """Exchange nothing until `reconfigure`: every ``p.grad`` stays local. Local."""
         self.codec, self.is_suspended = None, True
         self.rebuild()
 
     def close(self) -> None:
-        """Stop watching backward passes."""
+        """Stop watching backward passes. Local."""
         self._hooks.remove()
 
     def close_for_good(self) -> None:
-        """Let go of what has this reducer as well: it is freed without the garbage collector."""
+        """Stop watching, and drop the references to objects that refer back to this reducer. Local.
+
+        Without reference cycles its buckets are freed at once, not by the garbage collector.
+        """
         self.close()
         self.replicas.watch([])
         self.owner, self.act_on_nonfinite, self._on_backward_end = None, _nothing, _nothing
@@ -243,7 +252,7 @@ class GradientReducer:
 
     @contextmanager
     def without_data(self) -> Iterator[None]:
-        """Take part in exchanges with weight 0. Local."""
+        """Context in which this rank takes part in exchanges with weight 0. Local."""
         self.is_active = False
         try:
             yield
@@ -252,7 +261,10 @@ class GradientReducer:
             self.replicas.forget()
 
     def _on_gradient(self, index: int) -> None:
-        """A gradient is final: pack it, which sends the buckets that are full in order."""
+        """Pack the gradient of parameter number ``index`` and send buckets that are full, in order.
+
+        Called by autograd after it has accumulated the gradient.
+        """
         with self._lock:
             local = self.local_passes
             if local.are_on:
@@ -260,6 +272,7 @@ class GradientReducer:
                 local.note(watched, is_final=not self._hooks.have_later((index,)))
                 return
             pass_ = self.passes.current
+            # A pass inside another one, as of a reentrant checkpoint, has a number of its own.
             if pass_ is None or current_graph_task_id() not in pass_.ids:
                 pass_ = self._open_backward()
             exchange = self.exchange
@@ -269,7 +282,10 @@ class GradientReducer:
             self._early.arrived(slot)
 
     def _open_backward(self) -> BackwardPass:
-        """The first gradient of a backward pass, or of one that runs inside of it."""
+        """Register the backward pass whose first gradient has arrived.
+
+        A pass that runs inside the current one becomes a part of it.
+        """
         passes, current = self.passes, self.passes.current
         if current is not None:
             if passes.state is PassState.FAILED:
@@ -281,33 +297,37 @@ class GradientReducer:
         engine = self.comm.engine
         engine.raise_if_capturing()  # before anything has begun
         exchange = self.exchange
-        if exchange.unsettled is not None:
+        if exchange.unsettled is not None:  # all ranks raise here what the device found meanwhile
             self.settle()
         self.is_late = False
         parameters = self.parameters
+        # Gradients are packed times a factor that contains the scale, so not before it is known.
         packs_early = (
             exchange.scale is not None
             and parameters.can_be_compared_in_backward
             and not parameters.have_changed()
         )
+        # fully_shard reduces its last gradients in a callback of its own: ours must come after it.
         callback = AtEnd(self._end_backward, is_last=parameters.are_sharded)
         begun = passes.begin(callback, self._hooks.call_again, packs_early=packs_early)
         self._begin_exchange()
+        # Hooks in C note the object that torch passes, the DTensor; slots have its LocalShard.
         if packs_early and not parameters.are_sharded:
             self._early.begin()
         return begun
 
     def _begin_exchange(self) -> None:
-        """Fix what this rank contributes; once for each exchange."""
+        """Begin an exchange, unless one has begun, and fix what this rank contributes to it."""
         if self.exchange.packing is None:
             if self.exchange.unsettled is not None:
                 self.settle()
             self.exchange.begin(self._context(), self.step)
 
     def settle(self) -> None:
-        """Raise or warn of what the host has learned of the last exchange since. *Collective.*
+        """Raise or warn about problems of the last exchange that have since become known.
 
-        On a CPU nothing is left to do.
+        *Collective.* On a GPU the host does not wait for the checks of an exchange and reads them
+        here, before the next one begins. On a CPU there is nothing to do.
         """
         if self.exchange.settle():
             self.act_on_nonfinite()
@@ -331,7 +351,7 @@ class GradientReducer:
         )
 
     def _agreements(self) -> list[Agreement]:
-        """What ranks must have in common at the exchanges of one set of buckets."""
+        """The agreements of one set of buckets: what is compared over ranks in its footer."""
         return [
             self._given_up,
             self._other_layout,
@@ -370,10 +390,10 @@ class GradientReducer:
                 observer.phase("exchange", begins=False)
 
     def _give_up_pass(self) -> None:
-        """End the exchange of a pass that raised, and discard it. *Collective.*
+        """Complete the exchange of a pass that raised, and discard it. *Collective.*
 
-        Raises RankMismatchError on all ranks, also at the end of the pass of those that have not
-        given it up, unless all have.
+        Raises RankMismatchError on all ranks unless all of them gave up the pass; ranks whose pass
+        did not raise get the error at its end.
         """
         passes = self.passes
         given_up, passes.current = passes.current, None
@@ -386,7 +406,10 @@ class GradientReducer:
             raise
 
     def _end_without_means(self, why: Together) -> Sums:
-        """Send the rest of this exchange with a footer that says why there will be no means."""
+        """Complete this exchange with a footer that tells all ranks to discard it. *Collective.*
+
+        ``why`` is the agreement that records the reason.
+        """
         why.note()
         exchange = self.exchange
         self._begin_exchange()
@@ -396,7 +419,7 @@ class GradientReducer:
         return sums
 
     def on_zero_grad(self) -> None:
-        """Gradients were cleared. Local."""
+        """Forget what belongs to gradients that were cleared. Local."""
         local, passes = self.local_passes, self.passes
         local.states.clear()
         local.may_exist = False
@@ -410,9 +433,11 @@ class GradientReducer:
     # ---- at the end of backward ----
 
     def exchange_now(self, *, is_late: bool = False) -> None:
-        """Take the gradients as they are for those of this backward pass. *Collective.*
+        """Exchange the current gradients as those of one backward pass. *Collective.*
 
-        ``is_late``: in `step`, as no backward pass has done it; see `share_with_late_ranks`.
+        ``is_late``: whether it is called from `step`, because this rank had no backward pass to do
+        it; see `share_with_late_ranks`. Raises UnsupportedError: with ``reduction="sum"`` the pass
+        added to gradients that are sums over ranks already.
         """
         if not self.is_needed:
             return
@@ -441,15 +466,16 @@ class GradientReducer:
             )
 
     def exchange_if_late(self) -> None:
-        """Before a step uses gradients: take part, if no backward pass of this rank has done it."""
+        """Exchange gradients, unless a backward pass of this step has done so. *Collective.*"""
         if self.exchange.num_in_step == 0 or self.local_passes.states:
             self.exchange_now(is_late=True)
 
     def finish_filling(self) -> None:
-        """Pack what is not packed yet and hand over what may be sent early. *Collective.*
+        """Pack the remaining gradients and hand over the buckets that may be sent early.
 
-        Parameters that have changed, on all ranks, are laid out again: nothing of this pass was
-        packed. Raises RankMismatchError on all ranks: not all have changed them.
+        *Collective.* If parameters have changed, nothing of this pass was packed yet, and the
+        buckets are laid out again. Raises RankMismatchError on all ranks: only some of them have
+        changed parameters.
         """
         passes, local = self.passes, self.local_passes
         passes.raise_if_unfinished()
@@ -477,7 +503,10 @@ class GradientReducer:
         self.replicas.exchanged()
 
     def shadow_exchange(self) -> Sums:
-        """Take part in an exchange of the other ranks without data. *Collective.*"""
+        """Take part in an exchange of the other ranks with weight 0. *Collective.*
+
+        Returns the completed sums; no ``p.grad`` changes.
+        """
         self.is_late = False
         local = self.local_passes
         local.were_changed = False
@@ -496,4 +525,4 @@ class GradientReducer:
 
 
 def _nothing() -> None:
-    """The listener of a reducer that is closed."""
+    """Stands in for the callbacks of a reducer that is closed."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaReport:
-    """What checks have found: their number, the last step, differences, and lost gradients.
+    """The results of replica checks: their number, differences, and nonfinite gradients.
 
     Example:
         >>> print(ReplicaReport(num_checks=3, last_step=300))
@@ -34,9 +34,9 @@ class ReplicaReport:
     num_checks: int
     last_step: int | None
     differences: tuple[tuple[int, Difference], ...] = ()
-    """(step, what differs)"""
+    """Pairs of the step and a difference that was found after it."""
     nonfinite: tuple[str, ...] = field(default=())
-    """Steps whose gradients were not finite: the step, the ranks and the parameters"""
+    """Descriptions of the steps whose gradients were not finite: step, ranks and parameters."""
 
     def __str__(self) -> str:
         if self.differences:
@@ -63,13 +63,14 @@ class ReplicaCheck:
 
     Args:
         comm: the ranks that train.
-        model: whose parameters are compared; buffers are each rank's own.
-        every: steps between two checks.
-        optimizer: a multi-node optimizer. Under a schedule whose replicas differ by design nothing
-            is compared then, and its record of gradients that were not finite is in the report.
-        on_difference: raise, or warn once for each step.
+        model: the module whose parameters are compared. Buffers are not: each rank has its own.
+        every: number of steps between two checks.
+        optimizer: a multi-node optimizer. Nothing is compared while its schedule lets replicas
+            differ, and the report includes its record of nonfinite gradients.
+        on_difference: ``raise``, or ``warn`` on rank 0 at each check.
 
-    Raises UsageError, UnknownNameError: ``every`` is no positive number, or the option is none.
+    Raises UsageError: ``every`` is not a positive number; UnknownNameError: ``on_difference`` is
+    neither of the two.
 
     Example:
         >>> check = torchmn.ReplicaCheck(comm, torch.nn.Linear(3, 1), every=1)
@@ -109,13 +110,13 @@ class ReplicaCheck:
             self.check(self._num_steps)
 
     def __call__(self, trainer: Any) -> None:
-        """As an extension of a trainer, called after every iteration. *Collective.*"""
+        """Check as an extension of a trainer, called after every iteration. *Collective.*"""
         self._num_steps = trainer.iteration
         if self._num_steps % self._every == 0:
             self.check(self._num_steps)
 
     def check(self, step: int) -> list[Difference]:
-        """Compare now; returns what differs. *Collective.* Raises as `step_ended`."""
+        """Compare now, and return the differences. *Collective.* Raises as `step_ended`."""
         all_sums = self._comm.allgather_obj(self._checksums())
         common = set(all_sums[0]).intersection(*all_sums[1:])
         found = differences([{n: sums[n] for n in sums if n in common} for sums in all_sums])
@@ -133,7 +134,7 @@ class ReplicaCheck:
         return found
 
     def report(self) -> ReplicaReport:
-        """What was found so far. Local; the same on all ranks."""
+        """The results of all checks so far. Local; the same on all ranks."""
         return ReplicaReport(
             num_checks=self._num_checks,
             last_step=self._last_step,

@@ -1,13 +1,13 @@
-"""Whether ranks stay replicas: their steps and a part of their tensors, seen at each exchange.
+"""Detection of replicas that diverge, by comparing steps and checksums at each exchange.
 
-A script can make replicas differ without torchmn's knowledge: it loads a state on one rank, leaves
-a step out there, draws random numbers for parameters or gradients, has an embedding with
-``max_norm=`` or a buffer that forward changes. So each exchange brings, in its footer, how many
-steps each rank has made since the one before, and the last checksum of some parameters or buffers:
-of another part after every fourth step, so that all are seen in turn. Nothing more is sent, and a
-GPU is not waited for.
+A script can make replicas differ without torchmn's knowledge: it loads a state on one rank, skips a
+step there, draws random numbers for parameters or gradients, has an embedding with ``max_norm=`` or
+a buffer that forward changes. So the footer of each exchange holds how many steps each rank has
+made since the previous exchange, and a checksum of a part of the parameters or buffers: another
+part after every fourth step, so that all are covered in turn. No message is added, and the host
+does not wait for a GPU.
 
-Where a script exchanges nothing between two passes over a loader (it changes parameters by hand, as
+If a script exchanges nothing between two passes over a loader (it changes parameters by hand, as
 zeroth-order methods and evolution strategies do), the beginning of the next pass compares checksums
 of all parameters with those of rank 0 (`PassFact`).
 
@@ -29,8 +29,9 @@ from torchmn.comm import Communicator
 from torchmn.exchange.buckets import elements_of
 from torchmn.exchange.replicas import persistent_buffers
 
-UNKNOWN = -float(2**23)  # in place of a number, from a rank that does not compare: then none does
-EVERY = 4  # steps from one checksum to the next, which takes longer than all else here
+# Sent instead of a number by a rank that cannot compare: the sum is then negative, and none does.
+UNKNOWN = -float(2**23)
+EVERY = 4  # steps from one checksum to the next: a checksum takes longer than all else here
 _PART_NUMEL = 65_536
 _LARGEST_SUM = 2**24  # of the squares of checksums over all ranks, which float32 holds exactly
 _LARGEST_CHECKSUM = 4096
@@ -38,22 +39,22 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Watched(NamedTuple):
-    """A parameter or a buffer that is the same on all ranks."""
+    """A parameter or a buffer that must be the same on all ranks."""
 
     name: str
-    get: Callable[[], Tensor | None]  # the tensor of now: a script may replace a buffer
+    get: Callable[[], Tensor | None]  # returns the current tensor: a script may replace a buffer
     is_buffer: bool = False
 
 
 class ReplicaWatch:
-    """The steps of this rank since the last exchange, a checksum after the last one. Local."""
+    """This rank's steps since the last exchange, and its latest checksum. Local."""
 
     def __init__(self) -> None:
-        # Since the exchange before; None: what other ranks have done since is not known.
+        # Steps since the last exchange; None if the other ranks may have made other steps.
         self.num_steps: int | None = None
-        # An element on the device of `part`; None: not compared.
+        # A tensor of one element on the device of `part`; None if nothing is compared.
         self.checksum: Tensor | None = None
-        self.part: Watched | None = None  # what the checksum is of
+        self.part: Watched | None = None  # the tensor, a part of which the checksum is taken of
         self._watched: list[Watched] = []
         # Whether there was an exchange since the last pass over a loader began.
         self._has_exchanged = True
@@ -62,7 +63,7 @@ class ReplicaWatch:
     def watch(
         self, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[Watched] = ()
     ) -> None:
-        """Compare these from now on, which have replicas on all ranks."""
+        """Compare these parameters and buffers from now on; all ranks must have them."""
         self._watched = [
             *(Watched(name, p.detach) for name, p in parameters if p.numel()),
             *buffers,
@@ -74,16 +75,16 @@ class ReplicaWatch:
         self.num_steps = self.checksum = None
 
     def exchanged(self) -> None:
-        """An exchange has taken the number of steps."""
+        """Note that an exchange has taken the number of steps."""
         self.num_steps, self._has_exchanged = 0, True
 
     def step_ended(self) -> None:
-        """The optimizer has stepped."""
+        """Count a step of the optimizer."""
         if self.num_steps is not None:
             self.num_steps += 1
 
     def note(self, step: int, num_ranks: int) -> None:
-        """Take the checksum that is due after ``step``, which is the same on all ranks."""
+        """Take the checksum that is due after step number ``step``, the same on all ranks."""
         turn, is_other = divmod(step, EVERY)
         watched = self._watched
         if is_other or not watched:
@@ -97,12 +98,13 @@ class ReplicaWatch:
         num_parts = -(-bits.numel() // _PART_NUMEL)
         start = turn // len(watched) % num_parts * _PART_NUMEL
         total = bits[start : start + _PART_NUMEL].sum(dtype=torch.int64)
-        # Odd: round numbers end with zeros, of which powers of two leave nothing.
+        # An odd modulus: bit patterns of round numbers end with zeros, and modulo a power of two
+        # nothing else would be left.
         largest = min(_LARGEST_CHECKSUM, math.isqrt(_LARGEST_SUM // num_ranks))
         self.checksum = total % (largest - 1 | 1)
 
     def at_pass(self) -> dict[str, int] | None:
-        """See `PassFact.at_pass`: a checksum of each parameter, if no exchange has compared any."""
+        """See `PassFact.at_pass`: checksums by parameter name, None if an exchange has compared."""
         has_exchanged, self._has_exchanged = self._has_exchanged, False
         parameters = [(each.name, each.get()) for each in self._watched if not each.is_buffer]
         if has_exchanged or not parameters:
@@ -122,7 +124,7 @@ class ReplicaWatch:
             warnings.warn(f"{comm.rank_label}: {text}", stacklevel=2)
 
     def warn(self, comm: Communicator, part: Watched | None, step: int) -> None:
-        """The checksums of a part differ: warn once of parameters, once of buffers."""
+        """Warn that checksums of a part differ: once for parameters, once for buffers."""
         if part is None or part.is_buffer in self._warned_of:
             return
         self._warned_of.add(part.is_buffer)
@@ -155,8 +157,8 @@ _OF_BUFFERS = (
 def buffers_of_replicas(models: Sequence[nn.Module]) -> list[Watched]:
     """The buffers that are expected to be the same on all ranks. Local.
 
-    Not those that are left out of a ``state_dict`` (caches), nor what normalization layers and the
-    observers of quantization have seen: these are statistics of a rank's own samples.
+    Excluded are buffers that are not in a ``state_dict`` (caches), and those of normalization
+    layers and quantization observers, which are statistics of a rank's own samples.
     """
     return [
         Watched(own.name, own.get, is_buffer=True)

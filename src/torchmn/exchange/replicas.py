@@ -1,4 +1,4 @@
-"""Replicas: all ranks train one model and start from the same values; a checksum proves it."""
+"""Replicas: models and optimizers are compared over ranks, and start from rank 0's values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LEFT = " (no longer in the model)"
 
 
 def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and buffers by name; with several models, prefixed by the model's number."""
+    """Parameters and buffers by name, prefixed by the model's number if there are several."""
     reshard(models)
     return {
         prefix + name: tensor
@@ -52,11 +52,12 @@ def named_tensors(models: Sequence[nn.Module]) -> dict[str, Tensor]:
 def named_parameters(
     inner: Optimizer, models: Sequence[nn.Module], former: Sequence[NamedParameter] = ()
 ) -> list[NamedParameter]:
-    """The optimizer's parameters with the model's names, in the model's order.
+    """The optimizer's parameters with the model's names, in the model's order. Local.
 
-    ``former`` were in the model, and may have left it: a layer was replaced.
+    ``former`` are parameters that were in the model, and may have left it since: their layer was
+    replaced.
 
-    Raises UsageError: one is not in the model; UnsupportedError: one is not initialised yet.
+    Raises UsageError: a parameter is not in the model; UnsupportedError: one is not initialised.
     """
     reshard(models)
     names = {
@@ -91,11 +92,11 @@ def named_parameters(
 def raise_if_ranks_differ(
     comm: Communicator, models: Sequence[nn.Module], inner: Optimizer, asked: Mapping[str, object]
 ) -> None:
-    """Compare what is exchanged, and how, over ranks. *Collective.*
+    """Compare over ranks all that determines what a rank sends. *Collective.*
 
-    Names, shapes, dtypes and strides of the tensors, which of them are trained, the options of the
-    optimizer, and the options ``asked`` for: all of these decide what a rank sends. Raises
-    RankMismatchError on all ranks, naming the first difference and the values on both ranks.
+    That is names, shapes, dtypes and strides of the tensors, which of them are trained, the options
+    of the optimizer, and the options in ``asked``. Raises RankMismatchError on all ranks, naming
+    the first difference and the values on both ranks.
     """
     trained = set(parameters_of(inner))
     named = named_tensors(models)
@@ -161,7 +162,7 @@ def _first_difference(
 
 
 def broadcast_and_verify(comm: Communicator, models: Sequence[nn.Module]) -> None:
-    """Give all ranks rank 0's parameters and buffers, then compare checksums. *Collective.*
+    """Copy rank 0's parameters and buffers to all ranks, then compare checksums. *Collective.*
 
     Raises CommunicationError: a tensor differs after the broadcast.
     """
@@ -176,9 +177,9 @@ def broadcast_and_verify(comm: Communicator, models: Sequence[nn.Module]) -> Non
 
 
 def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
-    """Give all ranks rank 0's optimizer state if theirs differ. *Collective.*
+    """Copy rank 0's optimizer state to all ranks, if theirs differ. *Collective.*
 
-    It differs where a file was loaded on rank 0 alone, or ranks took different steps before.
+    They differ if a file was loaded on rank 0 alone, or if ranks made different steps before.
     """
     state = inner.state_dict()
     mine = {
@@ -192,7 +193,7 @@ def broadcast_optimizer_state(comm: Communicator, inner: Optimizer) -> None:
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    """What is in dicts, lists and tuples within each other, by its path."""
+    """Yield the values in nested dicts, lists and tuples, each with its path."""
     if isinstance(value, Mapping):
         for key, inside in value.items():
             yield from _leaves(f"{path}.{key}", inside)
@@ -204,12 +205,12 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def load_inner_state(inner: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state, of which this rank takes its part for parameters that are DTensors. Local.
+    """Load an optimizer state; for a DTensor parameter this rank takes its part. Local.
 
-    It holds DTensors, parts of the same place (`with_parts`), or whole tensors. Raises
-    UnsupportedError: a state is placed otherwise than its parameter.
+    The state may hold DTensors, the parts of a rank at the same place of the mesh (`with_parts`),
+    or whole tensors. Raises UnsupportedError: a part has another shape than that of its parameter.
     """
-    if "state" not in state:  # of a wrapper of an optimizer, which nests that optimizer's
+    if "state" not in state:  # a wrapper nests the state of its optimizer
         inner.load_state_dict(dict(state))
         return
     parameters = parameters_of(inner)
@@ -226,7 +227,7 @@ def load_inner_state(inner: Optimizer, state: Mapping[str, Any]) -> None:
 
 
 def _placed(value: Any, like: Tensor, optimizer: str) -> Any:
-    """One value of a parameter's state, as a DTensor if the parameter is one."""
+    """One value of a parameter's state, converted to a DTensor if the parameter is one."""
     if not is_distributed(like) or is_distributed(value):
         return value
     if is_part(value):
@@ -252,9 +253,10 @@ def different_tensors(comm: Communicator, models: Sequence[nn.Module]) -> list[s
 
 
 def _gathered_if_different(comm: Communicator, mine: Any) -> list[Any]:
-    """The values of all ranks, plain JSON; none if they are equal, order included. *Collective.*
+    """The values of all ranks, in rank order; empty if all are equal. *Collective.*
 
-    Then only digests are sent: a list of all tensors of every rank would be large on many ranks.
+    Values must be plain JSON, whose order counts. If all are equal only digests are sent: the lists
+    of all tensors of all ranks would be large.
     """
     digests = comm.allgather_obj(digest(json.dumps(mine).encode()))
     return comm.allgather_obj(mine) if len(set(digests)) > 1 else []
@@ -268,9 +270,10 @@ def copy_state_from_rank(
     *,
     is_behind: bool | None = None,
 ) -> None:
-    """Copy tensors and the optimizer's state from one rank to those that lack steps. *Collective.*
+    """Copy tensors and the optimizer's state from rank ``source`` to others. *Collective.*
 
-    By default those are all but the ``source``.
+    ``is_behind``: whether this rank takes them, because it lacks steps; by default all ranks but
+    the source do.
     """
     is_source = comm.rank == source
     state = comm.bcast_obj(with_parts(inner.state_dict()) if is_source else None, source)
@@ -283,25 +286,25 @@ def copy_state_from_rank(
 
 
 class OwnBuffer(NamedTuple):
-    """A buffer by its place: a script may replace the tensor."""
+    """A buffer identified by its module and name, as a script may replace the tensor."""
 
     name: str
-    """With the path of its module."""
+    """The full name, including the path of the module."""
     module: nn.Module
     key: str
 
     def get(self) -> Tensor | None:
-        """The tensor of now. Local."""
+        """Return the current tensor. Local."""
         return buffers_of(self.module).get(self.key)
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All that an optimizer trains, in the order of its groups. Local."""
+    """All parameters of an optimizer, in the order of its groups. Local."""
     return [*chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))]
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[OwnBuffer]:
-    """The buffers of its ``state_dict``, not those with ``persistent=False``. Local."""
+    """Yield the buffers in a model's ``state_dict``: not those with ``persistent=False``. Local."""
     for path, module in model.named_modules():
         for key in buffers_of(module):
             if key not in non_persistent_buffers(module):

@@ -1,12 +1,12 @@
-"""A saved optimizer on another number of ranks: what each new rank loads, from all old states.
+"""Resharding: the state that each new rank loads, made from the states of all old ranks.
 
-    inner optimizer    equal on all old ranks: as it is. Else, inside of a block, the mean over
+    inner optimizer    unchanged if equal on all old ranks; else, inside a block, the mean over
                        ranks; whole numbers and counts of steps are rank 0's
-    codecs             the residuals are shared out among the ranks that encode
+    codecs             the residuals are distributed among the ranks that encode
     the schedule       its own `reshard_state_dict`; without one, rank 0's state
 
-Everything here is local and pure: every new rank is given the states of all old ones and comes to
-its own part of one and the same whole.
+All functions are local and pure: every new rank is given the states of all old ranks and computes
+its own part of the same whole.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Resharding(Protocol):
 
 @runtime_checkable
 class HasResumeWarnings(Protocol):
-    """Something that does not continue exactly on another number of ranks."""
+    """An object that does not continue exactly on another number of ranks."""
 
     def resume_warnings(self) -> Sequence[str]:
-        """What does not hold when its state is loaded by another number of ranks. Local."""
+        """Describe the differences if another number of ranks loads its state. Local."""
 
 
 def raise_if_other_optimizer(target: Optimizer, state: Any, saved_class: str) -> None:
-    """Raise UsageError if the state is that of another class, with other options. Local.
+    """Raise UsageError if a state was saved by an optimizer class with other options. Local.
 
-    Classes that share their options, as Adam and AdamW do, load each other's state.
+    Classes that share their options, such as Adam and AdamW, load each other's state.
     """
     own_class = type(getattr(target, "inner", target)).__name__
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
@@ -62,7 +62,7 @@ def raise_if_other_optimizer(target: Optimizer, state: Any, saved_class: str) ->
 
 
 def reshard_object(target: object, states: Sequence[State], comm: Communicator) -> State:
-    """What this rank loads into ``target``: rank 0's state, unless it knows better. Local."""
+    """Return the state to load into ``target``: rank 0's, unless it is `Resharding`. Local."""
     if isinstance(target, Resharding):
         state: State = target.reshard_state_dict(states, comm)
         return state
@@ -70,10 +70,11 @@ def reshard_object(target: object, states: Sequence[State], comm: Communicator) 
 
 
 def for_other_split(state: Any, label: str) -> Any:
-    """An object's state for ranks among which the model is split otherwise. Local.
+    """Return a state for ranks among which the model is split in another way. Local.
 
-    Of a multi-node optimizer's state residuals of codecs are left out. Raises UsageError: it was
-    saved inside of a block, whose anchors would be lost.
+    From a multi-node optimizer's state the residuals of codecs are removed. Raises UsageError: it
+    was saved inside a block, whose anchors would be lost, or with a pending or accumulated
+    gradient.
     """
     own = state.get("torchmn") if isinstance(state, Mapping) else None
     if own is None:
@@ -89,14 +90,14 @@ def for_other_split(state: Any, label: str) -> Any:
 
 
 def warnings_of(target: object) -> list[str]:
-    """What does not hold for ``target`` on another number of ranks. Local."""
+    """The `resume_warnings` of an object; empty if it has none. Local."""
     return list(target.resume_warnings()) if isinstance(target, HasResumeWarnings) else []
 
 
 def reshard_codec(states: Sequence[State], comm: Communicator) -> State:
-    """The `codec_state` that this rank loads, from those of all old ranks. Local.
+    """Return the `codec_state` that this rank loads, from those of all old ranks. Local.
 
-    Ranks that encode nothing on this route (all but the leaders of nodes) have no residuals.
+    Ranks that encode nothing on this route (all but the leaders of nodes) get no residuals.
     """
     held = [state["state"] for state in states if state.get("state")]
     if not any("residuals" in state for state in held):
@@ -110,7 +111,7 @@ def reshard_codec(states: Sequence[State], comm: Communicator) -> State:
 
 
 def reshard_inner(states: Sequence[State]) -> State:
-    """The inner optimizer's state: one for all ranks. Local."""
+    """Return the inner optimizer's state, the same for all new ranks. Local."""
     return {
         **{name: value for name, value in states[0].items() if name != "torchmn"},
         "state": mean_state([state["state"] for state in states]),
@@ -118,10 +119,10 @@ def reshard_inner(states: Sequence[State]) -> State:
 
 
 def mean_state(values: Sequence[Any], weights: Sequence[float] | None = None) -> Any:
-    """Mappings and lists, element by element: means of tensors, rank 0's of everything else.
+    """Combine nested mappings and lists: means of tensors, rank 0's value of anything else. Local.
 
-    What is missing on some ranks is the mean of the others. Tensors that are the same bits on all
-    ranks stay so; those of whole numbers, and scalars such as Adam's count of steps, are rank 0's.
+    Elements that some ranks lack are the mean of the others. Tensors that are bit-identical on all
+    ranks stay so; those of whole numbers, and scalars such as Adam's step count, are rank 0's.
     """
     first = values[0]
     if isinstance(first, Mapping):
@@ -147,12 +148,13 @@ def mean_state(values: Sequence[Any], weights: Sequence[float] | None = None) ->
 
 
 def mean_tensor(tensors: Sequence[Any], weights: Sequence[float] | None = None) -> Tensor:
-    """The mean of one tensor over ranks, in float64, weighted if asked for. Local."""
+    """The mean of one tensor over ranks, computed in float64 and weighted by ``weights``. Local."""
     first: Tensor = tensors[0]
     same = [t for t in tensors if isinstance(t, Tensor) and t.shape == first.shape]
     is_number = first.is_floating_point() or first.is_complex()
     if first.dim() == 0 or not is_number or all(torch.equal(first, t) for t in same[1:]):
-        return first.clone()  # torch's optimizers continue in what they load, which others hold too
+        # A copy: torch's optimizers go on using the tensors that they load, and states share them.
+        return first.clone()
     if weights is None or len(same) < len(tensors) or not sum(weights):
         weights = [1.0] * len(same)
     wide = torch.complex128 if first.is_complex() else torch.float64

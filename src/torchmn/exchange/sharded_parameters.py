@@ -1,8 +1,8 @@
-"""The ranks that hold one model among them, of whose parameters each holds a part.
+"""Models of which each rank holds a part: agreement among these ranks, and exchange of the parts.
 
-All of them must do the same: end a block at the same step, weight their parts identically, and give
-up a step where any part is not finite. What they agree on is a few numbers, summed over the axes of
-the mesh on which the parameters lie, or over the communicators of parallel layers.
+The ranks that together hold one model must act alike: end a block at the same step, use the same
+weight, and skip a step if any part is not finite. To agree, they sum a few numbers over the axes of
+the device mesh of the parameters, or over the communicators of parallel layers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torchmn.comm.local_tensors import division_of, from_part, is_distributed, l
 
 
 class ModelMesh:
-    """The axes of the meshes of some parameters. *Collective over the ranks of the model.*
+    """The ranks that together hold some parameters. *Collective over the ranks of the model.*
 
-    What they agree on goes through host memory where the groups of the mesh allow it. A group of
-    NCCL alone has the host wait for the GPU.
+    The numbers on which they agree go through host memory if the mesh's groups have gloo. With a
+    group that has only NCCL the host waits for the GPU.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -48,15 +48,15 @@ class ModelMesh:
         self.size = math.prod(g.size() for g in self._groups) * math.prod(
             comm.size for comm in self._comms
         )
-        """How many ranks hold the model."""
+        """Number of ranks that hold one model together."""
 
     @property
     def has_parallel_layers(self) -> bool:
-        """Whether some parameters are plain tensors of which other ranks hold other parts."""
+        """Whether some parameters are parts of parallel layers: plain tensors, not DTensors."""
         return bool(self._comms)
 
     def means(self, *values: float) -> tuple[float, ...]:
-        """Each value's mean over the ranks of the model, the same bits on all."""
+        """The mean of each value over the ranks of the model, bit-identical on all of them."""
         if self.size == 1:
             return values
         return tuple(total / self.size for total in self._sum(*values))
@@ -64,9 +64,9 @@ class ModelMesh:
     def mean_weights(
         self, weight: float, num_samples: float, rank_label: str
     ) -> tuple[float, float]:
-        """This rank's weight and samples, each the mean over the ranks of the model.
+        """The means of weight and number of samples over the ranks of the model.
 
-        Warns once of weights that differ among them.
+        Warns once if their weights differ.
         """
         mean, mean_samples, square = self.means(weight, num_samples, weight * weight)
         if square - mean * mean > 1e-9 * square and not self._has_warned:
@@ -83,7 +83,7 @@ class ModelMesh:
         return mean, mean_samples
 
     def any(self, flag: bool) -> bool:
-        """Whether it is True on any rank of the model."""
+        """Whether ``flag`` is True on any rank of the model."""
         return self._sum(float(flag))[0] > 0 if self.size > 1 else flag
 
     def _sum(self, *values: float) -> list[float]:
@@ -98,7 +98,7 @@ class ModelMesh:
 
 
 def _device_of(group: dist.ProcessGroup) -> str:
-    """Where a group can sum: on the CPU if it has gloo, as "cpu:gloo,cuda:nccl" or "gloo"."""
+    """The device on which a group sums: the CPU if its configuration names gloo, else CUDA."""
     return "cpu" if "gloo" in dist.get_backend_config(group) else "cuda"
 
 
@@ -113,20 +113,20 @@ def _device_of(group: dist.ProcessGroup) -> str:
 # written for parameters that are whole. What the optimizer and the script see stays the DTensor.
 #
 # ``p.grad`` is final when torch calls the parameter's hooks: `fully_shard` calls them itself once
-# it has reduced a gradient over the ranks of its mesh, at the end of the backward pass for some.
-# On a GPU it does so on the stream on which it reduces, which is then the current one: what a hook
-# queues comes after the gradient, and a bucket waits for all streams that wrote into it.
+# it has reduced a gradient over the ranks of its mesh, for some only at the end of the backward
+# pass. On a GPU it calls them while its reduction stream is the current one, so that whatever a
+# hook queues runs after the gradient; and a bucket waits for all streams that wrote into it.
 
 NamedParameter = tuple[str, nn.Parameter]
 
 
 class LocalShard(HooksOfWhole):
-    """This rank's part of a DTensor parameter, in its memory. Local, but for `grad`."""
+    """This rank's part of a DTensor parameter, sharing its memory. Local, except `grad`."""
 
     whole: nn.Parameter
 
     def __new__(cls, whole: nn.Parameter) -> LocalShard:
-        """What stands for ``whole``, a DTensor."""
+        """Create the shard of ``whole``, a DTensor."""
         shard: LocalShard = made_as(cls, local_part(whole).detach(), False)
         shard.whole = whole
         return shard
@@ -135,7 +135,7 @@ class LocalShard(HooksOfWhole):
         raise TypeError("A LocalShard stands for a parameter of a model; copy that.")
 
     def follow(self) -> None:
-        """Continue in the memory that the part has now: `nn.Module.to` and others replace it."""
+        """Follow the part to its current memory, which `nn.Module.to` and others replace."""
         local = local_part(self.whole).detach()
         if (local.data_ptr(), local.dtype, local.shape) != (
             self.data_ptr(),
@@ -153,8 +153,9 @@ class LocalShard(HooksOfWhole):
     def grad(self) -> Tensor | None:
         """This rank's part of the parameter's gradient.
 
-        *Collective* over the mesh where the gradient is not placed as the parameter is, as that of
-        a replicated parameter whose layer saw a part of the sequence: it is then summed first.
+        *Collective* over the mesh if the gradient is placed differently from the parameter: it is
+        first redistributed. That of a replicated parameter whose layer saw a part of the sequence,
+        for instance, is summed.
         """
         grad = self.whole.grad
         if grad is None or grad.requires_grad or not is_distributed(grad):
@@ -173,7 +174,7 @@ class LocalShard(HooksOfWhole):
 
 
 class LocalShards:
-    """The `LocalShard` of each DTensor parameter, the same one each time. Local."""
+    """The `LocalShard` of each DTensor parameter; the same object each time. Local."""
 
     def __init__(self) -> None:
         self._of: dict[Tensor, LocalShard] = {}
@@ -184,7 +185,7 @@ class LocalShards:
         return bool(self._of)
 
     def of(self, parameter: Tensor) -> Tensor:
-        """What stands for a parameter: itself, unless it is a DTensor."""
+        """The shard of a DTensor; any other parameter is returned as it is."""
         shard = self._of.get(parameter)
         if shard is None and is_distributed(parameter):
             shard = self._of[parameter] = LocalShard(cast(nn.Parameter, parameter))
@@ -195,11 +196,11 @@ class LocalShards:
         return [(name, cast(nn.Parameter, self.of(parameter))) for name, parameter in parameters]
 
     def follow(self) -> None:
-        """See `LocalShard.follow`."""
+        """Call `LocalShard.follow` of every shard."""
         for shard in self._of.values():
             shard.follow()
 
 
 def whole_of(parameter: Tensor) -> Tensor:
-    """The parameter that the optimizer and the model have. Local."""
+    """The parameter as the model has it: for a `LocalShard` its DTensor. Local."""
     return parameter.whole if isinstance(parameter, LocalShard) else parameter

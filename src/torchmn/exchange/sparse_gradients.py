@@ -1,4 +1,4 @@
-"""Sparse gradients, as those of ``nn.Embedding(sparse=True)``: rows are gathered, not summed.
+"""Sparse gradients, such as those of ``nn.Embedding(sparse=True)``: rows are gathered, not summed.
 
 For a parameter of R rows, of which rank i has a gradient for the rows I_i, with weights w_i:
 
@@ -27,7 +27,7 @@ _INDEX_BYTES = 8
 
 
 def sparse_parameters(models: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """The parameters whose gradients are sparse: weights of layers made with ``sparse=True``."""
+    """The weights of embeddings created with ``sparse=True``, whose gradients are sparse. Local."""
     return {
         cast(nn.Parameter, module.weight)
         for model in models
@@ -44,18 +44,20 @@ def mean_sparse_gradients(
     zero_fill: bool,
     reduction: Literal["mean", "sum"],
 ) -> dict[nn.Parameter, Tensor | None]:
-    """The mean over ranks of each ``p.grad``, weighted, or their sum. *Collective.*
+    """Return the weighted mean, or the sum, over ranks of each ``p.grad``. *Collective.*
 
-    A rank of weight 0 contributes nothing. Where no rank has a gradient it is None, or, with
-    ``zero_fill``, one without rows. Raises UnsupportedError on all ranks: a gradient is sparse in
-    more than its first dim.
+    A rank with weight 0 contributes nothing. If no rank has a gradient the mean is None, or, with
+    ``zero_fill``, a sparse tensor without rows. Raises UnsupportedError on all ranks: a gradient is
+    sparse in more than its first dim.
     """
     own = [_rows_of(parameter, weight) for parameter in parameters]
+    # All ranks get the same facts, and so all choose the same way for each parameter: to gather
+    # rows or to sum.
     facts = torch.tensor([[weight, *map(_num_rows, own)]], dtype=torch.float64, device="cpu")
     gathered = torch.cat(list(comm.allgather(facts)))
     _raise_if_refused(comm, parameters, gathered[:, 1:])
     total = float(gathered[:, 0].sum())
-    # Before the sum, in which 16 bits would overflow.
+    # Divided before the sum, which would overflow in 16 bits.
     factor = weight / (total if total and reduction == "mean" else 1.0)
     means: dict[nn.Parameter, Tensor | None] = {}
     for parameter, rows, counts in zip(parameters, own, gathered.T[1:], strict=True):
@@ -71,11 +73,14 @@ def mean_sparse_gradients(
 
 
 _REFUSED = -1.0
-"""In place of a number of rows: the gradient is sparse in more than its first dim."""
+"""Stands for a number of rows if the gradient is sparse in more than its first dim."""
 
 
 def _rows_of(parameter: nn.Parameter, weight: float) -> tuple[Tensor, Tensor] | float | None:
-    """Which rows this rank has a gradient of, (n,), and those, (n, ...); or `_REFUSED`."""
+    """The indices of the rows with a gradient on this rank, (n,), and their values, (n, ...).
+
+    None if there is no gradient to send, `_REFUSED` if it cannot be sent.
+    """
     grad = parameter.grad
     if grad is None or weight == 0.0:
         return None
@@ -87,7 +92,7 @@ def _rows_of(parameter: nn.Parameter, weight: float) -> tuple[Tensor, Tensor] | 
 
 
 def _num_rows(rows: tuple[Tensor, Tensor] | float | None) -> float:
-    """1 more than the number of rows, 0 without a gradient, or `_REFUSED`."""
+    """The number of rows plus 1; 0 if there is no gradient; or `_REFUSED`."""
     if rows is None:
         return 0.0
     return 1.0 + rows[0].numel() if isinstance(rows, tuple) else rows
@@ -116,7 +121,10 @@ def _no_rows(parameter: nn.Parameter) -> tuple[Tensor, Tensor]:
 def _sum(
     comm: Communicator, parameter: nn.Parameter, indices: Tensor, values: Tensor, num_rows: int
 ) -> Tensor:
-    """The sum over ranks, coalesced. ``num_rows``: of all ranks, each counted."""
+    """Return the coalesced sum over ranks. *Collective.*
+
+    ``num_rows`` is the number of rows of all ranks added up.
+    """
     row_nbytes = parameter.nbytes // max(1, parameter.shape[0])
     gathered_nbytes = num_rows * (row_nbytes + _INDEX_BYTES)
     if gathered_nbytes <= 2 * parameter.nbytes + num_rows * _INDEX_BYTES:
@@ -130,7 +138,7 @@ def _sum(
 
 
 def sparse_gradient(parameter: nn.Parameter, indices: Tensor, values: Tensor) -> Tensor:
-    """A gradient of some rows, ``indices`` (n,) and ``values`` (n, ...); coalesced."""
+    """Return a coalesced sparse gradient from row ``indices``, (n,), and ``values``, (n, ...)."""
     return torch.sparse_coo_tensor(
         indices[None], values, parameter.shape, check_invariants=False
     ).coalesce()

@@ -1,14 +1,14 @@
-"""Which batches of loaders an exchange is of: what this rank has received, what forward saw of it.
+"""The batches of loaders to which an exchange belongs, and the weight that follows from them.
 
-With the mean of a rank's part as its loss, the weights of ranks must be as their parts of the
-batch. The loaders know the parts. What a step is of is known as well where the loop trains with
-each batch before it requests the next one: the batches received since the exchange before. Where
-the first exchange of a pass finds several (batches are kept in a list, requested early, or
-accumulated), the count of forward is the weight, and must be of parts that were handed out. Parts
-of several sizes in one step have no weight that is right for each of them, and are refused.
+If a rank's loss is the mean over its part of a batch, its weight must be the size of that part,
+which the loaders know. A loop that trains with each batch before it requests the next one steps
+with the batches received since the previous exchange. If the first exchange of a pass finds several
+new batches (they are kept in a list, requested early, or accumulated), the samples that forward
+counted are the weight, and must be those of parts that were handed out. Parts of different sizes in
+one step have no weight that is right for each of them, and are refused.
 
-Ranks compare two numbers, which are the same where each has trained with its own part of the same
-batches: which batches were received, and which multiple of the part forward saw.
+Ranks compare two numbers that are equal if each trained with its own part of the same batches:
+which batches were received, and which multiple of the part forward has seen.
 """
 
 from __future__ import annotations
@@ -20,45 +20,46 @@ from typing import NamedTuple
 
 from torchmn.data.divided_batches import DividedBatches, LoaderPass, Part
 
-# Exchanges of one batch each before one of several is taken for a batch that was left out.
+# After this many exchanges of one batch each, one of several means that a batch was left out.
 _MIN_REGULAR = 2
 
 
 class Counted(NamedTuple):
-    """What the model's forward has seen since the exchange before."""
+    """The samples that the model's forward has seen since the previous exchange."""
 
     num_samples: float = 0.0
     num_forwards: int = 0
-    squares: float = 0.0  # the sum of the squares of the samples of each forward pass
+    squares: float = 0.0  # sum over forward passes of the squared number of samples
 
 
 NOTHING = Counted()
 
 
 class Share(NamedTuple):
-    """What the batches of loaders say of one exchange on this rank."""
+    """This rank's part of the batches of one exchange."""
 
     weight: float  # in samples
     num_counted: float = 0.0
-    parts: Sequence[Part] = ()  # of batches since the exchange before, or the last of each loader
-    # Which multiple of the part forward saw, and whether that is all that was received; None:
-    # unknown.
+    # The parts of the batches since the previous exchange, or the latest of each loader.
+    parts: Sequence[Part] = ()
+    # A number that is equal on ranks whose forward saw the same multiple of their part, and saw
+    # all of it or not; None if unknown.
     seen: int | None = None
-    # Whether no weight is right, whatever the other ranks have, and whether that is for parts of
-    # several loaders, which are in no common proportion.
+    # Whether no weight can be right, whatever the other ranks have.
     is_miscounted: bool = False
+    # Whether that is because the parts are of several loaders and in no common proportion.
     are_of_several: bool = False
 
 
 @dataclass
 class _Found:
-    """What an exchange is of."""
+    """The loops over loaders, and their batches, to which an exchange belongs."""
 
     passes: list[LoaderPass] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)  # received since the exchange before
-    is_kept: bool = True
-    is_of_thread: bool = True
-    # Of the loops that go on: how many batches they have received, and a number for which.
+    parts: list[Part] = field(default_factory=list)  # received since the previous exchange
+    is_kept: bool = True  # whether batches are not trained with one by one as they are received
+    is_of_thread: bool = True  # whether all were received in the thread that trains
+    # Number of batches that unfinished loops received, and a number that tells which.
     num_new: int = 0
     number: int = 0
 
@@ -67,17 +68,18 @@ class StepBatches:
     """Follows the batches of a communicator's loaders for one optimizer, exchange by exchange.
 
     Args:
-        batches: of the loaders.
+        batches: the batches of the loaders.
         size: the number of ranks.
     """
 
     def __init__(self, batches: DividedBatches, size: int) -> None:
-        # A number for the batches that were received for the last exchange, and whether ranks
-        # compare it: not where their loops may be at different batches.
+        # A number for the batches received for the last exchange, and whether ranks compare it.
+        # They do not if their loops may be at different batches.
         self.number, self.is_number_compared = 0, False
         self._batches, self._size = batches, size
+        # Batches may be received in another thread, ahead of the one that trains.
         self._thread = threading.get_ident()
-        # By pass: the batches that the loop had received at the exchange before.
+        # By pass: the number of batches that the loop had received at the previous exchange.
         self._before: dict[LoaderPass, int] = {}
         for each in batches.passes:
             if not each.is_over:  # the batch in hand may be the first that this optimizer sees
@@ -86,40 +88,44 @@ class StepBatches:
                 self._before[each] = each.num_received
         self._last: _Found | None = None
         self._last_share = Share(0.0)
-        self._num_waiting = 0  # batches that are kept and were in no exchange, as it seems
+        self._num_waiting = 0  # estimated number of kept batches that were in no exchange yet
         self._num_regular: int | None = 0  # exchanges of one batch; None if one was of several
         self._step = 0
-        self._first: list[LoaderPass] = []  # what the first exchange was of
+        self._first: list[LoaderPass] = []  # the passes of the first exchange
 
     @property
     def is_in_first_pass(self) -> bool:
-        """Whether the last exchange was of the passes that the first one was of."""
+        """Whether the last exchange belonged to passes over loaders of the first exchange."""
         return self._last is None or all(each in self._first for each in self._last.passes)
 
     @property
     def places(self) -> str:
-        """Where the loops over loaders are that go on, for errors."""
+        """The positions of unfinished loops over loaders, for error messages."""
         places = [str(each) for each in self._before if not each.is_over]
         return ", ".join(places) or "no loop over a loader"
 
     def look(self, counted: Counted) -> Share | None:
-        """What the next exchange is of, if it is of batches of loaders. Local; notes nothing."""
+        """Return the share of the next exchange, without recording it. Local.
+
+        None if the exchange does not belong to batches of loaders.
+        """
         found = self._find()
         return self._share(found, counted) if found.passes else None
 
     def take(
         self, counted: Counted, step: int = 0, *, is_used: bool = True, is_joining: bool = False
     ) -> Share | None:
-        """As `look`, for an exchange that begins. Local.
+        """Return the share of an exchange that begins, as `look`, and record it. Local.
 
         Args:
-            counted: what forward has seen.
-            step: steps of the optimizer so far.
+            counted: the samples that forward has seen.
+            step: number of steps of the optimizer so far.
             is_used: whether this rank had a backward pass and no weight was given.
             is_joining: whether ranks may receive different numbers of batches.
         """
         found, batches = self._find(), self._batches
-        num_regular = 0 if step > self._step + 1 else self._num_regular  # 0: without exchanges
+        # Steps without an exchange in between: what was regular before tells nothing.
+        num_regular = 0 if step > self._step + 1 else self._num_regular
         self._step, self.number, self.is_number_compared = step, found.number, False
         if not is_joining:
             self._num_regular = None
@@ -140,7 +146,7 @@ class StepBatches:
         if self._last is None:
             self._first = found.passes
         self._last, self._last_share = found, share
-        # Without a gradient of this rank it has no weight, whatever the others have.
+        # A rank without a gradient has no weight, whatever the others have.
         return share if is_used or counted.num_samples else Share(0.0)
 
     def _find(self) -> _Found:
@@ -202,7 +208,10 @@ class StepBatches:
         return Share(weight, num, parts, seen, is_miscounted)
 
     def _of_kept(self, found: _Found, counted: Counted) -> Share:
-        """The count as the weight, if it is of batches that were handed out."""
+        """The share of batches that are kept: its weight is the count of forward.
+
+        It is miscounted unless it can be the count of parts that were handed out.
+        """
         parts, sizes, num = found.parts, self._batches.sizes, counted.num_samples
         latest = parts or self._last_share.parts
         # What a thread requests is not the same on all ranks at a step.
@@ -222,9 +231,9 @@ class StepBatches:
         return Share(num, num, latest, is_miscounted=not is_known)
 
     def _have_one_proportion(self, parts: Collection[Part]) -> bool:
-        """Whether the parts of each rank are the same fraction of all of these batches.
+        """Whether each rank has the same fraction of every one of these batches.
 
-        Parts of one batch differ by at most one sample.
+        The parts of a batch differ by at most one sample among ranks.
         """
         totals = {total for _, total in parts}
         return len(totals) == 1 or all(total % self._size == 0 for total in totals)

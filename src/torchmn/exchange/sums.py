@@ -20,11 +20,11 @@ from torchmn.exchange.finiteness import NonfiniteGradients, gather_nonfinite
 class Sums:
     """The sums over ranks of one exchange.
 
-    They are started in the order of the buckets, `wait` turns them into means, and `Means` makes
-    these gradients. What they say about the ranks is in the footer.
+    They are started in the order of the buckets; `wait` turns them into means, which `Means`
+    assigns to gradients. Facts about the ranks, summed with the last bucket, are in the footer.
 
     Args:
-        buckets: in which they are made.
+        buckets: the buckets that are summed, in place.
         context: what this rank contributes.
     """
 
@@ -33,45 +33,48 @@ class Sums:
         self.comm, self.footer, self.finiteness = buckets.comm, buckets.footer, buckets.finiteness
         self.scale = 1.0
         self.agreement: WeightAgreement | None = None
-        """The sum of weights that comes before, if one does."""
+        """The sum of weights that precedes the buckets; None if it is not needed."""
         self.next_scale: float | None = 1.0
         """The `weight_scale` that suits the weights of this exchange."""
         self.sparse_means: dict[nn.Parameter, Tensor | None] = {}
-        """Of parameters whose gradients are sparse, which are in no bucket."""
+        """Means of sparse gradients, which are in no bucket."""
         self.is_measured = False
         """Whether the norms of gradients will be asked for."""
         self.are_all_present = False
-        """Whether this rank has a gradient for every slot, and so some rank has."""
+        """Whether this rank has a gradient for every slot, so that every slot has a mean."""
         self._weights = self.footer.weights
         self._codec, self._engine = buckets.codec, buckets.comm.engine
         self._num_started = 0
         self._holds_means = False
         self._arriving: Deferred | None = None
-        """The footer, on its way to the host; None once it was read."""
+        """The footer on its way from the device to the host; None once it was read."""
 
     # ---- sending ----
 
     @property
     def next_bucket(self) -> Bucket:
-        """The first one whose sum has not begun; the last one if there is none."""
+        """The first bucket whose sum has not begun; the last bucket if all have."""
         buckets = self.buckets.buckets
         return buckets[min(self._num_started, len(buckets) - 1)]
 
     def start_full(self) -> None:
-        """Start the sums of buckets that are full, but for the last: no computation hides it."""
+        """Start the sums of the buckets that are full, in order.
+
+        The last one is left out: no computation remains that would hide its sum.
+        """
         for bucket in self.buckets.buckets[self._num_started : -1]:
             if bucket.num_packed < len(bucket.slots):
                 return
             self._start(bucket)
 
     def start_remaining(self) -> Sums:
-        """Start all other sums and return at once."""
+        """Start all sums that have not begun, and return at once."""
         for bucket in self.buckets.buckets[self._num_started :]:
             self._start(bucket)
         return self
 
     def reduce_remaining(self) -> Sums:
-        """Do all other sums, on the calling thread if nothing else is under way."""
+        """Perform all sums that have not begun, on the calling thread if the engine is idle."""
         for bucket in self.buckets.buckets[self._num_started :]:
             self._engine.call(self._sum_of(bucket), after=(bucket.written,))
         return self
@@ -88,7 +91,7 @@ class Sums:
         bucket.work = self._engine.submit(job, after=(bucket.written,), only_queues=only_queues)
 
     def _sum_of(self, bucket: Bucket) -> Callable[[], None]:
-        """The sum of the next bucket, for the engine."""
+        """The job that sums the next bucket, to be run by the engine."""
         buckets = self.buckets
         return buckets.route.sum_job(
             bucket,
@@ -99,20 +102,29 @@ class Sums:
         )
 
     def _next_callback(self) -> Callable[[], None] | None:
-        """What ends an exchange: after its last bucket, before anything else is encoded."""
+        """The function to call after the sum of the next bucket; None if there is none.
+
+        After the last one `_finish` runs inside the same job, before a later exchange can encode.
+        """
         self._num_started += 1
         is_last = self._num_started == len(self.buckets.buckets)
         ends = self._codec is not None or self.buckets.is_deferred
         return self._finish if is_last and ends else None
 
     def weights_are_known(self, total_weight: float, scale: float) -> None:
-        """The `agreement` has ended: before anything is encoded. Called by the engine."""
+        """Tell the codec the weights of this exchange, before it encodes any bucket.
+
+        Called by the engine when the `agreement` has ended.
+        """
         factor = self._factor_of(total_weight, scale)
         if self._codec is not None:
             self._codec.begin(1 / factor if factor else 0.0)
 
     def _finish(self) -> None:
-        """The last sum was made, or queued. Called by the engine, on its stream."""
+        """Let the codec finish, and start to copy the footer to the host.
+
+        Called by the engine, on its stream, when the last sum was made or queued.
+        """
         buckets = self.buckets
         codec, footer, engine = self._codec, self.footer, self._engine
         if codec is not None:
@@ -123,13 +135,14 @@ class Sums:
             codec.finish(is_valid=is_valid & footer.is_used())
             known = is_valid if isinstance(is_valid, bool) else engine.fetch(is_valid)
             self.finiteness.exchanged(found, known)
+        # Queued on the engine's stream behind the last sum; the host waits for it only on demand.
         if buckets.is_deferred:
             self._arriving = engine.fetch(footer.values)
 
     # ---- what has arrived ----
 
     def drain(self) -> None:
-        """Wait for all sums, whatever they are, and read what they say about the ranks."""
+        """Wait for all sums, and read the footer, without checking it."""
         self._await_sums()
         if self.buckets.is_deferred:
             self.read()
@@ -137,7 +150,7 @@ class Sums:
             self.footer.read()
 
     def _await_sums(self) -> None:
-        """Wait for all sums; on a device its current stream does, and not the host."""
+        """Wait for all sums; with a device its current stream waits, not the host."""
         agreement, self.agreement = self.agreement, None
         if agreement is not None:  # if it failed, that must not be taken for success
             agreement.wait()
@@ -147,13 +160,13 @@ class Sums:
                 bucket.work = None
 
     def read(self) -> None:
-        """Wait until the host knows what the sums say about the ranks. Local."""
+        """Wait for the footer to arrive on the host, and read it. Local."""
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             self.footer.read(arriving.get())
 
     def await_bucket(self, bucket: Bucket) -> None:
-        """Wait for the sum of one bucket, which `wait` has not made means yet."""
+        """Wait for the sum of one bucket; it is not scaled to a mean yet."""
         if bucket.work is not None:
             bucket.work.wait()
 
@@ -174,9 +187,9 @@ class Sums:
         return True
 
     def scale_on_device(self) -> bool:
-        """Turn the sums into means by what is on the device: the host does not know the weights.
+        """Turn the sums into means on the device, from weights that the host does not know yet.
 
-        Returns True: they were scaled. `settle` does the rest of `wait`, later.
+        Returns True, as the sums were scaled. `settle` later performs the checks of `wait`.
         """
         self._await_sums()
         factor: Tensor | float = self.comm.size * self.scale
@@ -188,12 +201,12 @@ class Sums:
         return True
 
     def settle(self) -> None:
-        """Wait for what the sums say about the ranks, and raise what `wait` would have raised."""
+        """Wait for the footer, and raise what `wait` would have raised."""
         self.read()
         self._check()
 
     def _scale_by(self, factor: Tensor | float) -> None:
-        for bucket in self.buckets.buckets:
+        for bucket in self.buckets.buckets:  # without the footer, whose sums are read as they are
             bucket.buffer[: bucket.buffer.numel() - bucket.num_exact].mul_(factor)
 
     def _check(self) -> float:
@@ -205,43 +218,43 @@ class Sums:
         return self._factor_of(total, self.scale)
 
     def raise_if_ranks_disagree(self) -> None:
-        """Raise or warn if the ranks do not agree, after the sums were awaited. Local."""
+        """Raise or warn if the footer, which was awaited, shows that the ranks disagree. Local."""
         if self.buckets.buckets:
             self.footer.check(self.context)
 
     def _factor_of(self, total: float, scale: float) -> float:
-        """The factor that turns a sum into the mean, or into what else was asked for."""
+        """The factor that turns a packed sum into the mean, or the sum if that was asked for."""
         if total == 0.0:
             return 0.0
         return self.comm.size * scale / (1.0 if self.buckets.reduction == "sum" else total)
 
     @property
     def is_finite(self) -> bool:
-        """Whether what was summed is finite on all ranks, after the sum was awaited."""
+        """Whether all gradients in the sums are finite, on all ranks; call it after waiting."""
         return self.footer.are_all_finite
 
     @property
     def total_weight(self) -> float:
-        """The weights of all ranks in the sum that was awaited."""
+        """Sum of the weights of all ranks; waits for the footer."""
         self.read()
         return self._weights.total
 
     @property
     def num_samples(self) -> float:
-        """The samples of all ranks in the sum that was awaited, where they are counted."""
+        """Samples of all ranks, where they are counted; waits for the footer."""
         self.read()
         return self._weights.num_samples
 
     @property
     def num_active(self) -> int:
-        """The number of ranks that contributed data of their own to the sum that was awaited."""
+        """Number of ranks that contributed data of their own; waits for the footer."""
         self.read()
         return self._weights.num_active
 
     def nonfinite(self) -> NonfiniteGradients | None:
-        """What was not finite in the sums that were awaited. *Collective*, and only once.
+        """Return the gradients that were not finite, None if all were; call it once, after waiting.
 
-        Nothing is sent unless something was not finite.
+        *Collective*, though nothing is sent unless something was not finite.
         """
         is_finite, own = self.is_finite, self.finiteness
         found = None
@@ -254,7 +267,7 @@ class Sums:
     # ---- state ----
 
     def record(self) -> dict[str, Any]:
-        """What is known of the sums that were awaited, beside their means: to be saved."""
+        """The facts about sums that were awaited, to be saved beside their means."""
         return {
             "step": self.context.step,
             "next_scale": self.next_scale,
@@ -271,9 +284,16 @@ def load_means(
     total_weight: float | None = None,
     sums: Mapping[Agreement, Sequence[float]] | None = None,
 ) -> Sums:
-    """Saved means, their `Sums.record`, and sums of agreements, as if they had arrived just now.
+    """Return `Sums` that hold saved means, as if they had just arrived. Local.
 
-    Raises UsageError: they are of other parameters.
+    Args:
+        buckets: the buckets into which the means are copied.
+        means: the means by parameter name; None where no rank had a gradient.
+        record: their `Sums.record`.
+        total_weight: the sum of the ranks' weights; default: the number of ranks.
+        sums: further sums of agreements in the footer.
+
+    Raises UsageError: the means are those of other parameters.
     """
     names = [slot.name for slot in buckets.slots]
     if set(names) != means.keys():

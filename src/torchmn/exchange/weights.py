@@ -1,7 +1,7 @@
-"""The weight of a rank in a mean, and its samples, counted where they are seen.
+"""The weight of a rank in a mean, and the counting of its samples.
 
-A hook counts them before the model's forward. A forward that is run again inside of backward, as
-activation checkpointing does, is not counted again.
+A hook counts the samples before the model's forward. A forward that is run again inside backward,
+as activation checkpointing does, is not counted again.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Contribution:
     """The weight of a rank and its samples, from one exchange (or step) to the next. Local.
 
     Args:
-        is_by_samples: whether the samples that are counted are the weight.
-        loaders: what loaders divide among the ranks.
+        is_by_samples: whether the number of counted samples is the weight.
+        loaders: the batches that loaders divide among the ranks.
         size: the number of ranks.
 
-    A plain object without properties that `count` writes to: where a forward is compiled so is the
-    hook, and what it does to such an object is done at every call of the compiled code.
+    `count` writes to plain attributes only, not to properties: if the forward is compiled, so is
+    this hook, and torch.compile replays writes to plain attributes at every call.
     """
 
     def __init__(
@@ -35,28 +35,29 @@ class Contribution:
         self.is_by_samples = is_by_samples
         self.loaders, self._size = loaders, size
         self.mean_samples: float | None = None
-        """The mean over ranks of `num_samples`, where all ranks know it: blocks end by it."""
+        """The mean over ranks of `num_samples`, if all ranks know it; it then decides when a block
+        of local updates ends."""
         self.is_set = False
-        """Whether the weight was given, so that what forward sees is not counted."""
+        """Whether the weight was given by `set`, so that samples are not counted."""
         self.batches: StepBatches | None = None
         """The batches of loaders, once there is a loader that divides batches."""
         self.is_joining = False
-        """Whether ranks may receive different numbers of batches."""
+        """Whether ranks may receive different numbers of batches, as inside `join`."""
         self.follows_batches = False
-        """Whether the script left weights to the library: those of batches are used."""
+        """Whether the parts of batches are the weights, as the script did not choose any."""
         self.was_ever_known = False
-        """Whether anything was counted or set since the beginning."""
+        """Whether samples were ever counted, or a weight ever set."""
         self.share: Share | None = None
-        """What the exchange under way is of, if that is batches of loaders."""
+        """This rank's part of the batches in the exchange under way; None without loaders."""
         self._set_weight = self._set_samples = 0.0
         self._counted = self._squares = 0.0
         self._num_forwards = 0
         self.has_counted = False
         """Whether a forward pass was counted since the last exchange and `zero_grad`."""
         self._before_zero_grad = NOTHING
-        """What was counted before `zero_grad`, as one forward pass."""
+        """The samples counted before `zero_grad`, as those of one forward pass."""
         self._last_counted = 0.0
-        """What the last exchange of this step has counted."""
+        """The number of samples counted in the last exchange of this step."""
         if loaders is not None:
             loaders.when_used(self, Contribution._loader_is_there)
 
@@ -66,7 +67,7 @@ class Contribution:
 
     @property
     def num_samples(self) -> float:
-        """What was set, or else of batches of loaders, or else what forward has seen."""
+        """This rank's samples: those set, else those of loaders, else those seen by forward."""
         if self.is_set:
             return self._set_samples
         return self._num_counted if self.share is None else self.share.weight
@@ -77,19 +78,21 @@ class Contribution:
 
     @property
     def weight(self) -> float:
-        """Of this rank in the next mean."""
+        """The weight of this rank in the next mean."""
         if self.is_set:
             return self._set_weight
         if self.share is not None:
             return self.share.weight
         if not self.is_by_samples:
             return 1.0
-        # A second backward pass of the same forward pass: two losses, or a graph cut in two.
+        # Without a new forward pass this is a second backward pass of the last one, for another
+        # loss or another part of the graph: it has the same samples.
         return self._num_counted if self._is_counted else self._last_counted
 
     @property
     def loss_weight(self) -> float | None:
-        """The weight as far as it is known in backward; None if it is not that of batches."""
+        """The weight, as far as it is known during backward; None if it is neither set nor that of
+        batches."""
         if self.is_set:
             return self._set_weight
         share = self.share
@@ -108,11 +111,11 @@ class Contribution:
 
     @property
     def given(self) -> tuple[float, float] | None:
-        """What `set` was called with for the next exchange, if it was."""
+        """The arguments of `set` for the next exchange; None if it was not called."""
         return (self._set_weight, self._set_samples) if self.is_set else None
 
     def set(self, weight: float, num_samples: float) -> None:
-        """Stop counting until `reset`: it is known."""
+        """Set weight and samples of the next exchange; nothing is counted until `reset`."""
         self._set_weight, self._set_samples = weight, num_samples
         self.is_set = self.was_ever_known = True
 
@@ -120,7 +123,7 @@ class Contribution:
         """Fix the weight of the exchange that begins. Local.
 
         Args:
-            step: steps of the optimizer so far.
+            step: number of steps of the optimizer so far.
             has_backward: whether a backward pass of this rank has begun it.
         """
         if self.batches is not None:
@@ -138,9 +141,9 @@ class Contribution:
         return self._before_zero_grad
 
     def reset(self) -> None:
-        """The exchange has taken it: the next one begins with nothing.
+        """Start over after an exchange has taken weight and samples.
 
-        But for the weight of a backward pass without a forward pass of its own, until `end_step`.
+        The count is kept until `end_step` for a backward pass without a forward pass of its own.
         """
         if self._is_counted:
             self._last_counted = self._num_counted
@@ -149,10 +152,11 @@ class Contribution:
         self._before_zero_grad, self.mean_samples, self.share = NOTHING, None, None
 
     def zero_grad(self) -> None:
-        """Gradients were cleared: forward passes before it count only if none comes after it.
+        """Note that gradients were cleared: earlier forward passes count only if none follows.
 
-        It may come between a forward pass and its backward pass. Others, of an evaluation or of a
-        batch that was left out, have no part in the gradients of the passes that follow.
+        `zero_grad` may come between a forward pass and its backward pass. Other forward passes
+        before it, of an evaluation or a batch that was left out, do not contribute to the
+        gradients that follow.
         """
         if self.has_counted:
             self._before_zero_grad = Counted(self._counted, 1, self._counted**2)
@@ -167,14 +171,18 @@ class Contribution:
         self._counted, self.has_counted = num_samples, True
 
     def end_step(self) -> None:
-        """If a rank has no data in the next step, its weight there is zero."""
+        """Forget the last count: a rank without data in the next step has weight 0 there."""
         self._last_counted = 0.0
 
     def count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before a forward pass: its arguments are the fields of a batch, see `num_samples`."""
+        """Count the samples of a batch, the arguments of a forward pass; see `num_samples`.
+
+        Registered as a hook before the model's forward.
+        """
         if not (module.training and torch.is_grad_enabled()) or self.is_set:
             return
-        # Compiled code cannot ask; compiled whole, a checkpointed part is not called again.
+        # Compiled code cannot ask whether it runs inside backward. It need not: a checkpointed
+        # part that is compiled with the model is not called again.
         if not torch.compiler.is_compiling() and (current_graph_task_id() != -1 or is_tracing()):
             return
         found = num_samples((*args, *kwargs.values()))

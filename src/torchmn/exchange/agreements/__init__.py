@@ -1,1 +1,1 @@
-"""What ranks must have in common at an exchange, and what they tell each other there."""
+"""Agreements: facts that ranks compare, or tell each other, in the footer of an exchange."""

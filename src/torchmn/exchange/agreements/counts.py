@@ -1,4 +1,4 @@
-"""How many exchanges and steps a rank has made, which must be the same on all ranks."""
+"""Agreements on the numbers of exchanges and steps, which must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MAX_STEPS = 64
 
 
 class NumExchanges(Agreement):
-    """How many exchanges came before this one, since the buckets were laid out."""
+    """The number of exchanges before this one since the buckets were laid out."""
 
     agrees_if_equal = True
     num = 0
@@ -35,7 +35,7 @@ class NumExchanges(Agreement):
 
 
 class NumSteps(Agreement):
-    """How many steps a rank's optimizer has made since the exchange before."""
+    """The number of steps that a rank's optimizer has made since the previous exchange."""
 
     agrees_if_equal = True
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other at an exchange, of which nothing is checked: it is used."""
+"""Facts that ranks tell each other at an exchange; they are used, not checked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _has_gradient = attrgetter("has_gradient")
 
 
 class FiniteGradients(Agreement):
-    """How many gradients of a rank are not finite. One object for each set of buckets.
+    """The number of gradients of a rank that are not finite. One object for each set of buckets.
 
-    Nothing is raised here: what is not finite is named by the ranks that have it.
+    Raises nothing: `gather_nonfinite` later collects the names from the ranks.
     """
 
     def __init__(self) -> None:
@@ -26,11 +26,11 @@ class FiniteGradients(Agreement):
 
     @property
     def are_all_finite(self) -> bool:
-        """Whether they are, on all ranks, and so is what was made of them on the way."""
+        """Whether all gradients were finite on all ranks, and all that a codec made of them."""
         return self.finiteness.is_valid and self.sums[0] == 0
 
     def contribute(self, context: PassContext) -> Sequence[float]:
-        """See `Agreement.contribute`: on a device they are counted there."""
+        """See `Agreement.contribute`: gradients on a device are counted there."""
         own = self.finiteness
         return () if own.on_device else (float(len(own.found_here)),)
 
@@ -40,16 +40,16 @@ class FiniteGradients(Agreement):
 
 
 class Presence(Agreement):
-    """A number for each parameter: on how many ranks it has a gradient. One object for each set."""
+    """For each parameter, the number of ranks with a gradient. One object for each set."""
 
-    slots: Sequence[Slot] = ()  # in the order of the numbers; set once the buckets are there
+    slots: Sequence[Slot] = ()  # in the order of the values; set once the buckets exist
 
     def __init__(self, num_parameters: int) -> None:
         self.num_values = num_parameters
 
     @property
     def are_present(self) -> list[bool]:
-        """Whether any rank had a gradient, for every one of `slots`."""
+        """Whether any rank had a gradient, for each of `slots`."""
         return [num != 0.0 for num in self.sums]
 
     def contribute(self, context: PassContext) -> Sequence[float]:
@@ -62,28 +62,28 @@ class Presence(Agreement):
 class LateRanks(Agreement):
     """Whether a rank makes this exchange in `step`, or in a pass of several optimizers.
 
-    The others' gradients are given to late ranks; see `share_with_late_ranks`. One object for each
-    set of buckets.
+    Late ranks, which make it in `step`, take over the gradients of another rank; see
+    `share_with_late_ranks`. One object for each set of buckets.
     """
 
     num_values = 2
     is_idle = True
-    is_late = False  # whether this rank makes it in `step`
+    is_late = False  # whether this rank makes the exchange in `step`
     has_gradients = True  # whether this rank has any gradient to exchange, if it is late
     _is_joint = False
 
     @property
     def are_some_late(self) -> bool:
-        """Whether some of the active ranks are late, and not all of them."""
+        """Whether some of the active ranks are late, but not all of them."""
         return 0 < round(self.sums[0]) < self.num_active
 
     @property
     def are_joint(self) -> bool:
-        """Whether other optimizers exchange in the backward pass of any rank."""
+        """Whether, on any rank, other optimizers exchange in the same backward pass."""
         return self.sums[1] > 0
 
     def note(self, *, is_late: bool, has_gradients: bool, is_joint: bool) -> None:
-        """What this rank does in the exchange that it is about to make."""
+        """Set the facts of this rank for the exchange that it is about to make."""
         self.is_late, self.has_gradients, self._is_joint = is_late, has_gradients, is_joint
         self.is_idle = not (is_late or is_joint)
 
@@ -93,13 +93,16 @@ class LateRanks(Agreement):
 
 
 class MeasuredNorms(Agreement):
-    """The sums of `gradient_norms`, zero unless measured. One object for each set of buckets."""
+    """The three terms of `gradient_norms`, zeros unless measured. One object for each set."""
 
     num_values = 3
     is_idle = True
 
     def measure(self, squares: Sequence[Tensor], factor: float, *, is_own: bool) -> None:
-        """Contribute the squares of what is packed to the next exchange; see `own_terms`."""
+        """Contribute the squared norms of the packed gradients to the next exchange.
+
+        See `own_terms` for the arguments.
+        """
         self._squares, self._factor, self._is_own = squares, factor, is_own
         self.is_idle = False
 

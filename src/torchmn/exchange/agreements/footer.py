@@ -26,9 +26,9 @@ class Footer:
 
     Args:
         comm: the ranks.
-        agreements: in the order in which they are checked. Weights and whether gradients are finite
-            are part of every footer and are not in it.
-        weights: the weights of ranks, checked last.
+        agreements: in the order in which they are checked. Weights and finiteness are part of every
+            footer, and are not listed here.
+        weights: the agreement on weights, which is checked last.
     """
 
     def __init__(
@@ -49,13 +49,13 @@ class Footer:
             self._slices[agreement] = slice(start, end)
         self.num_values = end
         self._by_class = {type(each): each for each in self._slices}
-        # An exchange may cost few calls: of these two only what a class overrides is called.
+        # Every exchange runs these two: only the classes that override them are called.
         self._begin = self._overriding("begin")
         self._check = self._overriding("check")
-        # What is summed: the end of the last bucket, once it is there.
+        # The memory that is summed: the end of the last bucket, once that exists.
         self.values = torch.zeros(end, device="cpu")
-        self.streams: Streams = HostStreams()  # those of the device of `values`
-        # What `check` has found, and `report` has not reported.
+        self.streams: Streams = HostStreams()  # the streams of the device of `values`
+        # The agreement whose `check` has found a problem that `report` must still report.
         self.to_report: Agreement | None = None
         self._own: list[float] = []
         self._sums: list[float] = [0.0] * end
@@ -70,24 +70,24 @@ class Footer:
 
     @property
     def are_all_finite(self) -> bool:
-        """Whether what was summed is finite on all ranks, and what was made of it on the way."""
+        """Whether all gradients were finite on all ranks, and all that a codec made of them."""
         return self.finite.are_all_finite
 
     def find(self, kind: type[A]) -> A | None:
-        """The agreement of a class, None if it is not in this footer."""
+        """The agreement of a class; None if this footer has none."""
         return cast("A | None", self._by_class.get(kind))
 
     def get(self, kind: type[A]) -> A:
-        """The agreement of a class that is in this footer."""
+        """The agreement of a class, which this footer must have."""
         return cast("A", self._by_class[kind])
 
     def begin(self, context: PassContext) -> None:
-        """An exchange begins."""
+        """Call `Agreement.begin`, as an exchange begins."""
         for agreement, _ in self._begin:
             agreement.begin(context)
 
     def write(self, context: PassContext) -> None:
-        """Write what this rank contributes."""
+        """Write this rank's values."""
         row = self._own = [0.0] * self.num_values
         on_device = []
         for agreement, part in self._slices.items():
@@ -97,13 +97,13 @@ class Footer:
                     row[part] = numbers
                 else:
                     on_device.append(agreement)
-        # A third of the time that torch.tensor takes for a list of numbers.
+        # This takes a third of the time of torch.tensor with a list of numbers.
         self.streams.send(torch.frombuffer(array("d", row), dtype=torch.float64), self.values)
         for agreement in on_device:
             agreement.write_values(self.values[self._slices[agreement]], context)
 
     def hold(self, sums: Mapping[Agreement, Sequence[float]]) -> None:
-        """Make these the sums of an exchange that was awaited; all others become zero."""
+        """Set the sums, as those of an exchange that was awaited; all others become zero."""
         row = [0.0] * self.num_values
         for agreement, values in sums.items():
             row[self._slices[agreement]] = values
@@ -111,21 +111,21 @@ class Footer:
         self.read()
 
     def read(self, arrived: Tensor | None = None) -> None:
-        """Give every agreement its sums: `values`, or what has arrived of them on the host."""
+        """Give every agreement its sums, from `values` or from their copy on the host."""
         sums = self._sums = (self.values if arrived is None else arrived).tolist()
         num_active = round(sums[self._slices[self.weights]][1])
         for agreement, part in self._slices.items():
             agreement.sums, agreement.num_active = sums[part], num_active
 
     def check(self, context: PassContext) -> None:
-        """Raise or warn if the ranks do not agree, by the sums that were read last."""
+        """Raise or warn if the sums that were read last show that the ranks do not agree."""
         self.to_report = None
         own, sums, num_active = self._own, self._sums, self.weights.num_active
-        # Sums if all ranks contribute the same as this one, where all of them are active.
+        # The sums if all ranks are active and contribute the same as this one.
         same = [*map(mul, own, repeat(self._size))] if num_active == self._size else []
         for agreement, part in self._check:
             if any(sums[part]) and not (agreement.agrees_if_equal and sums[part] == same[part]):
-                # Again: another set may share the agreement.
+                # Set again here: the footer of the other bucket set may share the agreement.
                 agreement.own, agreement.sums = own[part], sums[part]
                 agreement.num_active = num_active
                 if agreement.check(context):
@@ -134,13 +134,16 @@ class Footer:
         self.weights.raise_if_all_are_zero()
 
     def report(self, context: PassContext) -> None:
-        """Raise what the last `check` has found. *Collective*, if it found anything."""
+        """Report the problem that the last `check` found. *Collective*, if there is one."""
         found, self.to_report = self.to_report, None
         if found is not None:
             found.report(context)
 
     def is_used(self) -> IsValid:
-        """Whether there will be means. Called by the engine; a GPU is not waited for."""
+        """Whether the sums will be used as means. Called by the engine; does not wait for a GPU.
+
+        On a GPU the result is a tensor.
+        """
         is_used = self.total_weight > 0
         for agreement, part in self._slices.items():
             if agreement.voids_exchange:
@@ -148,11 +151,11 @@ class Footer:
         return bool(is_used) if self.streams.is_host else is_used
 
     def is_finite(self) -> IsValid:
-        """Whether all that was contributed is finite. Called by the engine, as `is_used`."""
+        """Whether all gradients of all ranks are finite. Called by the engine, as `is_used`."""
         is_finite = self.values[self._slices[self.finite].start] == 0
         return bool(is_finite) if self.streams.is_host else is_finite
 
     @property
     def total_weight(self) -> Tensor:
-        """The sum of weights where it arrives, ()."""
+        """The sum of the ranks' weights, (), on the device on which it arrives."""
         return self.values[self._slices[self.weights].start]

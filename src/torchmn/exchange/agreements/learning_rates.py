@@ -1,4 +1,4 @@
-"""The learning rates, which must be the same on all ranks at an exchange of gradients."""
+"""The agreement on learning rates, which must be the same on all ranks at an exchange."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 from torchmn.base.errors import RankMismatchError
 from torchmn.exchange.agreements.base import Agreement, PassContext
 
-# For each rank, of the square of the sum of rates: float32 rounds sums of n to 1e-7 n.
+# Per rank, relative to the square of the sum of rates: float32 rounds sums of n to 1e-7 n.
 _TOLERANCE = 1e-6
 
 
 class LearningRates(Agreement):
     """The sum of the learning rates of an optimizer's groups, and its square.
 
-    Rates on a GPU, to be awaited, are left out.
+    Rates that are tensors on a GPU are left out, as the host would have to wait for them.
     """
 
     num_values = 2
@@ -37,7 +37,8 @@ class LearningRates(Agreement):
 
     def check(self, context: PassContext) -> None:
         """See `Agreement.check`."""
-        # By Cauchy and Schwarz this is 0 only where all are equal, and the same on all ranks.
+        # By the Cauchy-Schwarz inequality the difference is 0 only if all rates are equal. It is
+        # computed from sums alone, so that all ranks come to the same result.
         total, squares = self.sums
         if self.num_active * squares - total**2 > self.comm.size * _TOLERANCE * total**2:
             raise RankMismatchError(

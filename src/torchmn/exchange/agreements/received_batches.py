@@ -1,13 +1,13 @@
-"""The batches that ranks have received and what forward saw of them, which must fit each other.
+"""The agreement on the batches that ranks received, and on the samples that forward saw of them.
 
 A local ``continue`` (a loss that is NaN, a caught error), a loop that is left early, or a task that
-is chosen by a rank's own random numbers lets a rank exchange gradients of another batch than the
-others, and ends in a time limit at the end of the epoch. A model that sees other samples than those
-of the batch, or some of them, makes means with wrong weights.
+is chosen by a rank's own random numbers makes a rank exchange gradients of another batch than the
+others; at the end of the epoch the ranks then wait until a time limit. A model that sees samples
+that are not in the batch, or not all of them, makes means with wrong weights.
 
-Batches are compared where loops train with each batch before they request the next one, in the
-thread that trains: no exchange so far was of more than one new batch. What forward saw is compared
-wherever it is counted. Nothing is compared where ranks may have different numbers of batches: in
+Batches are compared if loops train with each batch before they request the next one, in the thread
+that trains: no exchange so far had more than one new batch. The samples of forward are compared
+whenever they are counted. Nothing is compared if ranks may have different numbers of batches: in
 `join`, and under schedules that do not exchange at each step.
 """
 
@@ -32,8 +32,9 @@ _LARGEST = 4096
 class ReceivedBatches(Agreement):
     """Compares the batches of an exchange. One object for each set of buckets.
 
-    The numbers: of ranks where no weight is right; of what forward saw; of the batches that were
-    received. The latter two with their squares, so that the sums show whether all are the same.
+    The values are: 1 on a rank for which no weight is right; a number for the samples that forward
+    saw, and its square; a number for the batches received, and its square. With the squares the
+    sums show whether all ranks have the same number.
     """
 
     num_values = 5
@@ -105,7 +106,7 @@ class ReceivedBatches(Agreement):
 
 
 def _described(share: Share | None) -> str:
-    """What forward saw, and of what, after "rank 1 "."""
+    """A description of the samples that forward saw and of the batches, to follow "rank 1 "."""
     if share is None or not share.parts:
         return ""
     if share.are_of_several:

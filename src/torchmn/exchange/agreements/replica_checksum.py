@@ -1,4 +1,4 @@
-"""A checksum of a part of the parameters or buffers, which are replicas on all ranks."""
+"""The agreement on a checksum of a part of the parameters or buffers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from torchmn.exchange.replica_divergence import UNKNOWN, ReplicaWatch, Watched
 
 
 class ReplicaChecksum(Agreement):
-    """The checksum of a part of a rank's tensors, and its square. One object for each exchange.
+    """The checksum of a part of a rank's tensors, and its square. One object for each set.
 
-    With both, the sums alone show whether all ranks have the same, and a GPU is not waited for.
+    With both values the sums alone show whether all ranks have the same checksum, so that the host
+    need not wait for a GPU.
     """
 
     num_values = 2

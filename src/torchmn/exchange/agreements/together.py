@@ -1,4 +1,4 @@
-"""What all ranks must do between the same two exchanges, or none of them."""
+"""Agreements on actions that all ranks must take between the same two exchanges, or none."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from torchmn.exchange.agreements.base import Agreement, PassContext
 
 
 class Together(Agreement):
-    """Something that all ranks must do between the same two exchanges, or none of them."""
+    """An action that all ranks must take between the same two exchanges, or none of them.
+
+    The values are 1 on a rank that took it, and its rank plus 1, which names it if it was alone.
+    """
 
     num_values = 2
-    what: ClassVar[str]  # what only some ranks did, after "rank 1 ", and what to do about it
+    what: ClassVar[str]  # the action, to follow "rank 1 ", and the cure if only some ranks took it
     is_idle = True
 
     def note(self) -> None:
-        """Let the next exchange tell the other ranks that this one did it."""
+        """Let the next exchange tell the other ranks that this rank took the action."""
         self.is_idle = False
 
     def contribute(self, context: PassContext) -> Sequence[float]:
@@ -36,12 +39,12 @@ class Together(Agreement):
 
     @property
     def num_expected(self) -> int:
-        """How many ranks must do it if one does."""
+        """The number of ranks that must take the action if one does."""
         return self.comm.size
 
 
 class GivenUp(Together):
-    """Whether a rank gave up the backward pass of this exchange, which had raised."""
+    """Whether a rank gave up the backward pass of this exchange because it raised."""
 
     voids_exchange = True
     what = (
@@ -52,7 +55,7 @@ class GivenUp(Together):
 
 
 class OtherLayout(Together):
-    """Whether a rank has other parameters than its buckets are for."""
+    """Whether a rank's parameters no longer fit the layout of its buckets."""
 
     voids_exchange = True
     what = (
@@ -62,7 +65,7 @@ class OtherLayout(Together):
 
 
 class LoadedState(Together):
-    """Whether a rank has loaded an optimizer state. Those that have left their loops need not."""
+    """Whether a rank has loaded an optimizer state. Ranks that have left their loops need not."""
 
     what = (
         "loaded an optimizer state since the last exchange. Call load_state_dict() on all ranks, "

@@ -1,13 +1,13 @@
-"""The weights of ranks in a mean: in the footer, or agreed on before the exchange.
+"""The weights of ranks in a mean: summed in the footer, or agreed on before the exchange.
 
 Gradients are packed as weight / (size * scale) times themselves, so that the sum over ranks is
 
     total_scale = sum_i w_i / (size * scale)
 
-times the mean. A codec with error feedback must know this number before it adds what earlier
-exchanges have lost (`Codec.begin`), and the footer brings the weights too late for that. So two
-numbers are summed first: an ordinary job of the engine, started when the first gradient of a
-backward pass is there and overlapped with the rest of the pass.
+times the mean. A codec with error feedback must know this number before it adds the residuals of
+earlier exchanges (`Codec.begin`), and the footer arrives too late for that. So two numbers are
+summed first, by an ordinary job of the engine that starts with the first gradient of a backward
+pass and overlaps with the rest of the pass.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torchmn.exchange.agreements.base import Agreement, PassContext
 
 
 class Weights(Agreement):
-    """The weights and samples of the ranks, and how many have data of their own.
+    """The weights and samples of the ranks, and the number of ranks with data of their own.
 
     Args:
-        may_be_zero: whether weights that are all zero are meant.
+        may_be_zero: whether weights that are zero on all ranks are accepted.
     """
 
     num_values = 4
@@ -36,12 +36,12 @@ class Weights(Agreement):
 
     @property
     def total(self) -> float:
-        """The weights of all ranks, added up."""
+        """The sum of the weights of all ranks."""
         return self.sums[0]
 
     @property
     def num_samples(self) -> float:
-        """The samples of all ranks, where they are counted."""
+        """The number of samples of all ranks, where they are counted."""
         return self.sums[2]
 
     def contribute(self, context: PassContext) -> Sequence[float]:
@@ -49,7 +49,7 @@ class Weights(Agreement):
         return context.weight, context.is_active, context.num_samples, context.is_weight_given
 
     def raise_if_all_are_zero(self) -> None:
-        """Raise UsageError if the weights of all active ranks are, and no rank means that."""
+        """Raise UsageError if the weights of all active ranks are zero and no script set one."""
         total, _, _, num_given = self.sums
         if total == 0.0 and self.num_active and not (self._may_be_zero or num_given > 0):
             raise UsageError(
@@ -61,10 +61,10 @@ class Weights(Agreement):
 
 
 def weight_scale(total: float, num_active: int) -> float:
-    """The power of two at or above the mean weight.
+    """The least power of two that is not below the mean weight.
 
-    In this scale a 16-bit sum of weighted gradients stays in range. Powers of two shift exponents
-    only, so the bits of a mean do not depend on the scale.
+    Divided by this scale, a 16-bit sum of weighted gradients stays in range. A power of two changes
+    exponents only, so the bits of a mean do not depend on the scale.
     """
     if total <= 0 or num_active == 0:
         return 1.0
@@ -73,9 +73,9 @@ def weight_scale(total: float, num_active: int) -> float:
 
 
 class WeightAgreement:
-    """One sum of weights under way. *Collective*: all ranks start it before the same exchange.
+    """A sum of weights under way. *Collective*: all ranks start it before the same exchange.
 
-    ``then`` is called with the sum and the scale, before the next job of the engine begins.
+    The engine calls ``then(total_weight, scale)`` before its next job begins.
     """
 
     def __init__(
@@ -94,14 +94,14 @@ class WeightAgreement:
         self._work = comm.engine.submit(self._sum)
 
     def wait(self) -> None:
-        """Return when it has ended. Raises what its collective raised."""
+        """Wait for the sum. Raises the error of its collective."""
         self._work.wait()
 
     @property
     def scale(self) -> float:
-        """The scale of the exchange: the one that was given, or one that suits these weights.
+        """The scale of the exchange: the given one, or one that suits these weights.
 
-        It waits for the sum where none was given.
+        Waits for the sum if none was given.
         """
         if self._scale is None:
             self.wait()
@@ -110,6 +110,7 @@ class WeightAgreement:
         return self._scale
 
     def _sum(self) -> None:
+        # This is a job of the engine: a collective of the communicator would wait for it forever.
         if self._comm.size > 1:
             self._comm.world.all_reduce_(self._row)
         total, num_active = self._row.tolist()

@@ -1,24 +1,24 @@
 """Predict the time of a step from measured times: the model of `auto` and of ``torchmn plan``.
 
-The last steps of a training are simulated (`StepSimulation`). Backward makes gradients ready one
-after another; a bucket is exchanged when its last gradient is ready and the bucket before it is
-done. An exchange of n elements in N bytes with a codec of b bits is
+Some steps of a training are simulated (`StepSimulation`). Backward makes gradients ready one after
+another; a bucket is exchanged when its last gradient is ready and the exchange of the previous
+bucket is complete. An exchange of n elements in N bytes with a codec of b bits is
 
     encode n;   a round of N b / 32 share / 2 bytes;   sum the parts and encode the sum;
     a second round;   decode n
 
 with ``share`` of the route (`crossing`), and each round takes its latency, a time per message and
-its bytes over the bandwidth of the adapter, for which the ranks of a host compete. What the
-schedules wait for:
+its bytes over the bandwidth of the adapter, for which the ranks of a host compete. The schedules
+wait:
 
     every_step          at the end of backward for all of its exchanges
     double_buffering    at the end of backward for the exchanges of the step before
     blocks              after block_steps steps for one exchange
 
-To the simulated step of a typical rank the wait for the slowest rank is added (`waiting_share`).
+The wait for the slowest rank is added to the simulated step of a typical rank (`waiting_share`).
 
-Everything here is a pure function of numbers. What was not measured is None or 0 and counts as
-free; `torchmn.observe.plan` says so where it matters.
+Everything here is a pure function of numbers. Times that were not measured are None or 0 and count
+as free; `torchmn.observe.plan` says so where it matters.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class ReadyGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """One training step of the slowest rank, in seconds, without waits for the exchange."""
+    """The times of a training step of the slowest rank, without waits for the exchange."""
 
     compute_s: float
     backward_s: float
     gradients: tuple[ReadyGradient, ...]  # in the order in which they become ready
-    after_s: float = 0.0  # of ``compute_s``, what comes after backward: the optimizer
-    # Of single steps of all ranks from ``compute_s``, as shares of it.
+    after_s: float = 0.0  # the part of ``compute_s`` after backward: the optimizer
+    # Deviations of single steps of all ranks from ``compute_s``, as fractions of it.
     deviations: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class CodecFacts:
-    """A codec on this machine: bits, and seconds to encode and to decode, per element."""
+    """A codec on this machine: bits, and seconds to encode and to decode, for one element."""
 
     name: str
     bits: float = 32.0
@@ -72,11 +72,12 @@ class CodecFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Where a training runs. ``cores_per_rank`` below 1: several ranks share a core.
+    """The hosts on which a training runs.
 
-    ``link`` is the adapter of a host, None if it is not known. ``node_bytes_per_s`` is the rate of
-    a sum within a host, None if it is free. ``send_s_per_byte`` is what a message to another host,
-    and as much received, takes from a core of the rank.
+    ``cores_per_rank`` is below 1 if several ranks share a core. ``link`` is the network adapter of
+    a host, None if unknown. ``node_bytes_per_s`` is the rate of a sum within a host, None if it
+    counts as free. ``send_s_per_byte`` is the processor time of a rank for each byte that it sends
+    to another host, including the receipt of as much.
     """
 
     num_hosts: int
@@ -97,7 +98,7 @@ class Cluster:
 class Plan:
     """A schedule, codec and bucket size.
 
-    ``block_steps`` is the length of a block, see `LocalUpdateSchedule`.
+    ``block_steps`` is the length of a block in steps, see `LocalUpdateSchedule`.
     """
 
     schedule: str
@@ -111,21 +112,21 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class PredictedStep:
-    """Seconds of a step: ``seconds`` is the sum of the others."""
+    """The predicted parts of a step's time."""
 
     compute_s: float
-    coding_s: float  # what codecs and sending take from the training thread's core
+    coding_s: float  # delay of the training thread by codecs and sending, which use its core
     exposed_s: float  # waits for the exchange
     straggler_s: float  # waits for slower ranks
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """The time of the whole step: the sum of the parts."""
         return self.compute_s + self.coding_s + self.exposed_s + self.straggler_s
 
 
 def model_of(schedule: str) -> Model:
-    """By which model a schedule is predicted. Raises UsageError: there is none."""
+    """The model by which a schedule is predicted. Raises UsageError: there is none."""
     known = {name: traits.model for name, traits in SCHEDULE_TRAITS.items() if traits.model}
     if schedule not in known:
         raise UsageError(
@@ -135,7 +136,11 @@ def model_of(schedule: str) -> Model:
 
 
 def predict_step(plan: Plan, step: StepFacts, codec: CodecFacts, cluster: Cluster) -> PredictedStep:
-    """The mean step of a long training. Raises UnknownNameError, UsageError: schedule or route."""
+    """Predict the mean step of a long training.
+
+    Raises UnknownNameError: the schedule or route is not known; UsageError: the route does not suit
+    the cluster, or a time is not finite.
+    """
     raise_if_unknown("schedule", plan.schedule, SCHEDULES)
     compute_s = step.compute_s / min(1.0, cluster.cores_per_rank)
     if cluster.size == 1 or (cluster.num_hosts > 1 and cluster.link is None):
@@ -143,7 +148,7 @@ def predict_step(plan: Plan, step: StepFacts, codec: CodecFacts, cluster: Cluste
     exchange = _Exchange(codec, cluster)
     num_cores = cluster.cores_per_rank
     seconds = _steady_s(plan, step, exchange, num_cores)
-    # Without the link: what is left is the work of the cores.
+    # Without the link only the work of the cores remains; the difference is the exposed wait.
     busy_s = _steady_s(plan, step, _Exchange(codec, replace(cluster, link=None)), num_cores)
     num_late = {"double_buffering": 2, "blocks": plan.block_steps}.get(plan.schedule, 1)
     share = waiting_share(step.deviations, cluster.size, num_late)
@@ -158,7 +163,7 @@ def predict_step(plan: Plan, step: StepFacts, codec: CodecFacts, cluster: Cluste
 def predict_step_s(
     plan: Plan, step: StepFacts, codec: CodecFacts, link: LinkSpeed | None, num_parts: int
 ) -> float:
-    """Seconds of one step of ``num_parts`` ranks, or leaders, that exchange over the link."""
+    """Seconds of a step in which ``num_parts`` ranks, or leaders of nodes, exchange over a link."""
     return predict_step(plan, step, codec, Cluster(num_hosts=num_parts, link=link)).seconds
 
 
@@ -169,9 +174,10 @@ def ranked(
     link: LinkSpeed | None,
     num_parts: int,
 ) -> list[tuple[float, Plan]]:
-    """All plans with their predicted steps, the fastest first; the order of equals is kept.
+    """All plans with their predicted seconds, the fastest first; ties keep their order.
 
-    Plans with a codec that cannot be timed, of infinite times, are last: nothing predicts them.
+    Plans with a codec that cannot be timed, whose times are infinite, have no prediction and come
+    last.
     """
     by_name = {codec.name: codec for codec in codecs}
 
@@ -188,7 +194,7 @@ def shortlist(
 ) -> list[Plan]:
     """The plans to try: the best few, with the best bucket size of each schedule and codec.
 
-    Those that nothing predicts are tried if there are no others.
+    Plans without a prediction are tried only if there are no others.
     """
     best_s = predictions[0][0]
     chosen: dict[tuple[str, str], Plan] = {}
@@ -206,13 +212,13 @@ class _Bucket:
     """Gradients that are exchanged together."""
 
     ready_s: float
-    numel: float  # of those that are encoded
+    numel: float  # elements of the gradients that are encoded
     nbytes: float
-    small_nbytes: float  # of those that are not
+    small_nbytes: float  # bytes of small gradients, which are not encoded
 
 
 class _Exchange:
-    """The parts of the exchange of a bucket."""
+    """Computes the parts of the exchange of a bucket."""
 
     def __init__(self, codec: CodecFacts, cluster: Cluster) -> None:
         self._codec, self._cluster = codec, cluster
@@ -222,7 +228,7 @@ class _Exchange:
         )
 
     def parts(self, bucket: _Bucket) -> list[Part]:
-        """What the exchange thread does, one after the other."""
+        """The parts that the exchange thread performs, one after the other."""
         codec, cluster, across = self._codec, self._cluster, self._crossing
         node_rate = cluster.node_bytes_per_s if cluster.ranks_per_host > 1 else None
         in_node = _coded(bucket.nbytes / node_rate / 2 if node_rate else 0.0)
@@ -242,7 +248,7 @@ class _Exchange:
         ]
 
     def _transfer(self, bucket: _Bucket) -> Part:
-        """Half of what crosses the adapter."""
+        """Half of the transfer over the adapter; both halves take equally long."""
         cluster, across, link = self._cluster, self._crossing, self._cluster.link
         sent = across.share * (bucket.small_nbytes + (bucket.nbytes - bucket.small_nbytes) * (
             self._codec.bits / 32
@@ -264,7 +270,7 @@ def _coded(seconds: float) -> Part:
 
 
 def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, num_cores: float) -> float:
-    """Seconds of a step once the exchange of the first one was met."""
+    """Seconds of a step in the steady state, once exchanges of earlier steps are under way."""
     simulation = StepSimulation(num_cores)
     buckets = list(_buckets(step.gradients, plan.bucket_bytes))
     if plan.schedule == "blocks":  # nothing of a block overlaps with the next one
@@ -296,7 +302,7 @@ def _steady_s(plan: Plan, step: StepFacts, exchange: _Exchange, num_cores: float
 
 
 def _buckets(gradients: Sequence[ReadyGradient], bucket_bytes: int) -> Iterator[_Bucket]:
-    """Consecutive gradients of at least ``bucket_bytes``, but for the last; see `plan_buckets`."""
+    """Buckets of at least ``bucket_bytes``, except the last one; see `plan_buckets`."""
     members: list[ReadyGradient] = []
     for gradient in gradients:
         members.append(gradient)
@@ -316,7 +322,7 @@ def _bucket_of(members: Sequence[ReadyGradient]) -> _Bucket:
     )
 
 
-# What crosses a host's network adapter when a buffer is summed, by route.
+# Bytes that cross a host's network adapter when a buffer is summed, by route.
 #
 #     N bytes, H hosts with k ranks each, W = H k ranks           bytes per adapter and direction
 #     hierarchical, two_dimensional                               2 (H - 1) / H  N
@@ -324,21 +330,28 @@ def _bucket_of(members: Sequence[ReadyGradient]) -> _Bucket:
 #     pure_nccl: a ring over all ranks                            2 (W - 1) / W  N
 #     single_node                                                 0
 #
-# Several ranks that send at once share the adapter: the sums above are of all of them. Sums at the
-# owners of stripes take two rounds in which a rank sends to all others; a ring takes 2 (W - 1).
+# Several ranks of a host that send at once share the adapter: the numbers above are for all of
+# them. Sums at the owners of stripes take two rounds in which a rank sends to all others; a ring
+# takes 2 (W - 1) rounds.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Crossing:
-    """Of one buffer. ``share`` times its bytes cross each adapter in each direction."""
+    """The network traffic of the sum of one buffer.
+
+    ``share`` times its bytes cross each adapter in each direction.
+    """
 
     share: float
-    num_rounds: int  # messages that wait for each other
-    num_messages: int  # messages that a rank sends, those of one round to different ranks
+    num_rounds: int  # number of messages that wait for each other
+    num_messages: int  # number of messages that a rank sends; those of a round to different ranks
 
 
 def crossing(route: str, num_hosts: int, ranks_per_host: int, *, is_encoded: bool) -> Crossing:
-    """See above. Raises UnknownNameError, UsageError: single_node with several hosts."""
+    """The traffic of a route, see the table above.
+
+    Raises UnknownNameError: there is no such route; UsageError: single_node with several hosts.
+    """
     raise_if_unknown("route", route, ROUTE_TRAITS)
     traffic, size = ROUTE_TRAITS[route].traffic, num_hosts * ranks_per_host
     if traffic == "none" and num_hosts > 1:
@@ -369,9 +382,9 @@ def crossing(route: str, num_hosts: int, ranks_per_host: int, *, is_encoded: boo
 
 
 def expected_maximum(values: Sequence[float], num_draws: int) -> float:
-    """The expected largest of some independent draws from a sample.
+    """The expected maximum of ``num_draws`` independent draws from a sample.
 
-    With more draws than values it tends to the largest value: a sample has no rarer events.
+    With many draws it tends to the largest value: the sample contains no rarer events.
 
     >>> expected_maximum([0.0, 1.0], 2)
     0.75
@@ -385,12 +398,12 @@ def expected_maximum(values: Sequence[float], num_draws: int) -> float:
 
 
 def waiting_share(deviations: Sequence[float], num_ranks: int, num_independent: float) -> float:
-    """How much longer than its mean a rank's step is, because it waits for the slowest rank.
+    """The wait for the slowest rank in a mean step, as a fraction of the typical step.
 
     Args:
-        deviations: of single steps from the typical one, as shares of it.
-        num_ranks: how many wait for each other.
-        num_independent: over how many steps a rank may be late before the others wait.
+        deviations: deviations of single steps from the typical one, as fractions of it.
+        num_ranks: number of ranks that wait for each other.
+        num_independent: number of steps over which a rank may be late before the others wait.
     """
     if num_ranks < 2 or len(deviations) < 2:
         return 0.0
@@ -399,13 +412,13 @@ def waiting_share(deviations: Sequence[float], num_ranks: int, num_independent: 
     return max(0.0, excess) / math.sqrt(num_independent)
 
 
-# A training thread and the exchange thread beside it, on the cores that a rank has.
+# Simulation of a training thread and an exchange thread on the cores that a rank has.
 #
 # The training thread computes, starts exchanges and waits for them; the exchange thread does them
 # one after another. Each part of an exchange lasts at least ``duration_s`` (bytes on the link, or
-# its computation) and needs ``cpu_s`` of a core. With fewer cores than both need they share what
-# there is, in equal parts unless one needs less than its part: what an exchange takes from the core
-# delays the training thread by as much, and what falls into a wait of that thread delays nothing.
+# its computation) and needs ``cpu_s`` of a core. If there are too few cores for both threads they
+# share them, in equal parts unless one needs less than that: the time that an exchange takes from
+# the core delays the training thread by as much, unless that thread waits meanwhile.
 #
 # Pure functions of numbers.
 
@@ -414,7 +427,7 @@ _NEGLIGIBLE_S = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an exchange, a transfer or computation."""
+    """A part of an exchange: a transfer or a computation."""
 
     duration_s: float
     cpu_s: float
@@ -424,7 +437,7 @@ class Part:
 
 
 def _raise_if_endless(*seconds: float) -> None:
-    """Raise UsageError: the simulation would come to no end."""
+    """Raise UsageError if a time is not finite: the simulation would never end."""
     if not all(map(math.isfinite, seconds)):
         raise UsageError(
             f"A step cannot be predicted from times of {seconds}. All facts must be finite, and a "
@@ -433,9 +446,10 @@ def _raise_if_endless(*seconds: float) -> None:
 
 
 class StepSimulation:
-    """The time that passes while a training thread computes, starts exchanges and waits for them.
+    """Simulates a training thread that computes, starts exchanges and waits for them.
 
-    ``num_cores`` is what the threads of a rank share, below 1 where several ranks share a core.
+    `now_s` is the simulated time. ``num_cores`` is the number of cores that the threads of a rank
+    share, below 1 if several ranks share a core.
     """
 
     def __init__(self, num_cores: float = 1.0) -> None:
@@ -443,25 +457,29 @@ class StepSimulation:
         self._num_cores = num_cores
         # Started and not complete, in order; the first one is in progress.
         self._exchanges: dict[object, deque[Part]] = {}
-        self._left_s = 0.0  # what the part in progress still takes; 0 before it begins
+        self._left_s = 0.0  # remaining time of the part in progress; 0 before it begins
 
     def compute(self, seconds: float) -> None:
-        """The training thread needs a core for this long; nothing happens if it is not positive."""
+        """Let the training thread compute for ``seconds`` of a core; does nothing if negative."""
         _raise_if_endless(seconds)
         while seconds > _NEGLIGIBLE_S:
             seconds -= self._advance(seconds)
 
     def start(self, key: object, parts: Iterable[Part]) -> None:
-        """The training thread hands an exchange of at least one part to the exchange thread."""
+        """Hand an exchange of at least one part to the exchange thread."""
         self._exchanges[key] = deque(parts)
 
     def wait(self, key: object) -> None:
-        """The training thread waits for an exchange, which may never have been started."""
+        """Let the training thread wait for an exchange; returns at once if it was not started."""
         while key in self._exchanges:
             self._advance(None)
 
     def _advance(self, compute_s: float | None) -> float:
-        """Until one of the threads has finished what it does. Returns what was computed."""
+        """Advance the time until one of the threads finishes its current work.
+
+        ``compute_s`` is the work of the training thread, None if it waits. Returns how much of it
+        was done.
+        """
         key = next(iter(self._exchanges), None)
         parts = self._exchanges.get(key)
         if parts and self._left_s == 0.0:
@@ -484,7 +502,7 @@ class StepSimulation:
         return span_s * rate
 
     def _rates(self, part: Part | None, *, is_computing: bool) -> tuple[float, float]:
-        """Of the training thread, and of the part: 1 where nothing holds it up."""
+        """The speeds of the training thread and of the part in progress; 1 is full speed."""
         num = self._num_cores
         if part is None:
             return min(1.0, num), 1.0

@@ -7,9 +7,9 @@
     from then on      the fastest of them
 
 All ranks switch at the same step. The communicator, the optimizer and the model stay the same. All
-times are those of the slowest rank; rank 0 decides and all ranks follow. Plans that lose bits or
-are a step late are tried only if the user allowed it, and not if the first steps show that the
-script cannot work with them.
+times are those of the slowest rank; rank 0 decides and all ranks follow. Plans that lose bits, or
+whose gradients are a step late, are tried only if the user allowed it, and not if the first steps
+show that the script cannot work with them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ BUCKET_BYTES = (MiB, 4 * MiB, 16 * MiB)
 
 @dataclass(frozen=True, kw_only=True)
 class SearchSpace:
-    """The candidates: schedules and codecs by name, the default ones first.
+    """The candidate schedules and codecs, the default ones first.
 
-    ``retune``: measure again when steps have become slower; a repeated run then need not have the
+    ``retune``: measure again when steps have become slower. A repeated run then need not give the
     same bits.
     """
 
@@ -69,7 +69,7 @@ class SearchSpace:
     retune: bool = False
 
     def plans(self) -> list[Plan]:
-        """All combinations, the default ones first."""
+        """All combinations of schedule, codec and bucket size, the default ones first."""
         return [
             Plan(schedule=schedule, codec=codec, bucket_bytes=nbytes)
             for schedule in self.schedules
@@ -78,33 +78,33 @@ class SearchSpace:
         ]
 
     def contains(self, plan: Plan) -> bool:
-        """Whether schedule and codec of a plan are candidates."""
+        """Whether the schedule and the codec of a plan are candidates."""
         return plan.schedule in self.schedules and plan.codec in self.codecs
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan and the median time of its steps in one turn, on the slowest rank."""
+    """A plan, and the median time of its steps in one trial on the slowest rank."""
 
     plan: Plan
     step_s: float
 
 
 def report_to_stderr(text: str) -> None:
-    """Print lines with the prefix of the package."""
+    """Print lines to stderr with the prefix ``torchmn:``."""
     print("\n".join(f"torchmn: {line}" for line in text.splitlines()), file=sys.stderr, flush=True)
 
 
 class Autotuner(Schedule):
-    """Around the schedule of a plan: measures the first steps, then selects the fastest plan."""
+    """Wraps the schedule in use: measures the first steps, then selects the fastest plan."""
 
     def __init__(self, space: SearchSpace) -> None:
         self.space = space
         self.current: Schedule = next(iter(space.schedules.values()))()
         self.plan: Plan | None = None  # the selected plan; None during the measurements
-        self.reason = ""  # why it was selected, in three lines
+        self.reason = ""  # why the plan was selected, in three lines
         self.trials: list[Trial] = []
-        self.planned_s = 0.0  # seconds of a step with the selected plan, when it was selected
+        self.planned_s = 0.0  # seconds of a step with the selected plan, as measured in its trial
         self._untried: list[Plan] = []
         self._trying: Plan | None = None
         self._must_start_over = False
@@ -114,7 +114,7 @@ class Autotuner(Schedule):
 
     @property
     def traits(self) -> Traits:
-        """Those of the schedule in use."""
+        """The traits of the schedule in use."""
         return self.current.traits
 
     def attach(
@@ -150,7 +150,7 @@ class Autotuner(Schedule):
         return result
 
     def scaler_used(self) -> None:
-        """A GradScaler looks at the gradients before the step. Local."""
+        """Note that a GradScaler inspects the gradients before the step. Local."""
         if self._exchange.num_in_step:
             self._excluded[DOUBLE_BUFFERING] = "a GradScaler looks at all gradients"
 
@@ -200,18 +200,18 @@ class Autotuner(Schedule):
         self._use(self._default)
 
     def _slowest_s(self) -> float:
-        """The median of the timed steps on the slowest rank."""
+        """The median of the timed steps, on the slowest rank. *Collective.*"""
         mine = torch.tensor([self._timer.median_s(NUM_TIMED)], dtype=torch.float64, device="cpu")
         comm = self._reducer.comm
         return float(comm.allreduce(mine, "max"))
 
     def _predict(self) -> None:
-        """Time links and codecs, and select the plans to try."""
+        """Time links and codecs, and select the plans to try. *Collective.*"""
         comm = self._exchange.comm
         self.trials.append(Trial(self._default, self._slowest_s()))
         group = comm.route.inter_node_group
         link = None
-        if group is not None:
+        if group is not None:  # on the engine, which keeps collectives of all ranks in one order
             link = comm.engine.call(lambda: measure_links(group, comm.device))
         mine = self._timer.facts(NUM_TIMED)
         codecs = [timed_codec(name, comm.device) for name in self.space.codecs]
@@ -237,7 +237,7 @@ class Autotuner(Schedule):
             text = _describe(link, slowest) + self._describe_excluded(excluded)
         chosen, self.reason = comm.bcast_obj((plans, text))
         others = [plan for plan in chosen if plan != self._default]
-        # In turns: a slow phase of a shared machine affects all of them.
+        # In turns, so that a slow phase of a shared machine affects all of them.
         self._untried = [*others, self._default, *others] if others else []
         self._try_next()
 
@@ -249,7 +249,7 @@ class Autotuner(Schedule):
         )
 
     def _try_next(self) -> None:
-        """Switch to the next plan to try; after the last one, decide."""
+        """Switch to the next plan to try; after the last one, decide. *Collective.*"""
         if self._untried:
             self._trying = self._untried.pop(0)
             self._use(self._trying)
@@ -282,7 +282,8 @@ class Autotuner(Schedule):
     def _use(self, plan: Plan) -> None:
         """Continue with a plan. *Collective*, between two steps.
 
-        Pending updates are applied first; a codec with error feedback takes over the residuals.
+        Pending means are applied first; a codec with error feedback takes over the residuals of
+        another one.
         """
         self._using = plan
         self.current.flush()
@@ -303,7 +304,7 @@ class Autotuner(Schedule):
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the schedule in use; the plan in use, and whether it was selected. Local."""
+        """Return the state of the schedule in use, its plan, and whether it was selected. Local."""
         return {
             **self.current.state_dict(),
             "tuner": {
@@ -314,14 +315,15 @@ class Autotuner(Schedule):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue the schedule in use, after `load_plan`."""
+        """Load the state of the schedule in use, after `load_plan`."""
         self.current.load_state_dict(state)
 
     def load_plan(self, state: dict[str, Any]) -> None:
         """Continue with the plan that is saved under ``tuner``. *Collective*: it may switch.
 
-        After a plan of the time before the selection, that plan makes one step and everything is
-        measured from scratch; so it is without a state, or if the plan is not in the search space.
+        If the plan was not selected yet, one step is made with it, as the saved state belongs to
+        it, and then everything is measured anew. Without a state, or if the plan is not in the
+        search space, everything is measured anew at once.
         """
         if not state or not self.space.contains(Plan(**state["using"])):
             self._start_over()
@@ -342,7 +344,7 @@ class Autotuner(Schedule):
 
 
 def timed_codec(name: str, device: torch.device) -> CodecFacts:
-    """A codec, timed on this machine. Raises UnknownNameError."""
+    """Time a codec on this machine. Local. Raises UnknownNameError: there is none of this name."""
     return CodecFacts(name=name, **asdict(measure_codec(create_codec(name), device)))
 
 
@@ -359,8 +361,8 @@ def _describe(link: LinkSpeed | None, step: StepFacts) -> str:
 class StepTimer:
     """Counts and times the steps of one rank. Local.
 
-    Between `record_gradients` and `facts` hooks record when each gradient is ready; otherwise it
-    reads the clock twice per step.
+    Between `record_gradients` and `facts`, hooks record when each gradient is ready. At other times
+    only the ends of backward passes and steps are timed.
     """
 
     def __init__(self) -> None:
@@ -374,26 +376,26 @@ class StepTimer:
         self._backward_s: list[float] = []
 
     def backward_ended(self, waited_s: float) -> None:
-        """The backward pass is over, and the exchange of its remaining gradients took this long."""
+        """Note the end of a backward pass, in which ``waited_s`` were spent on the exchange."""
         self._waited_s += waited_s
         if self._began is not None:
             self._backward_s.append(time.perf_counter() - waited_s - self._began)
             self._began = None
 
     def step_ended(self) -> None:
-        """A step is over, and the next one begins."""
+        """Note that a step is over and the next one begins."""
         now = time.perf_counter()
         self.steps_s.append(now - self._since)
         self._waits_s.append(self._waited_s)
         self._since, self._waited_s = now, 0.0
 
     def restart(self) -> None:
-        """Discard the steps so far. The time since the last one is not counted."""
+        """Discard the steps so far, and the time since the last one."""
         self.steps_s, self._waits_s, self._waited_s = [], [], 0.0
         self._since = time.perf_counter()
 
     def median_s(self, num_steps: int) -> float:
-        """The median of the last ``num_steps`` steps."""
+        """The median time of the last ``num_steps`` steps."""
         return statistics.median(self.steps_s[-num_steps:])
 
     def record_gradients(self, parameters: list[NamedParameter]) -> None:
@@ -405,7 +407,7 @@ class StepTimer:
         ]
 
     def facts(self, num_steps: int) -> StepFacts:
-        """The medians of the last ``num_steps`` steps. Removes the hooks."""
+        """Return medians of the last ``num_steps`` steps, and remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -427,7 +429,10 @@ class StepTimer:
         )
 
     def _record(self, parameter: Tensor) -> None:
-        """The first gradient counts as the start of the backward pass: none is sent before it."""
+        """Record that a gradient is ready.
+
+        The first one counts as the start of the backward pass: nothing is sent before it.
+        """
         now = time.perf_counter()
         if self._began is None:
             self._began = now

@@ -1,12 +1,12 @@
-"""A model that is read in the middle of a block of local updates: a warning, once.
+"""A warning, given once, if a model is read in the middle of a block of local updates.
 
-There each rank has trained alone since the last exchange, and what a script evaluates or saves is
-one rank's model. Seen are evaluations (a forward pass in eval mode without gradients) and
-`state_dict`. Under ``torch.no_grad()`` in train mode both are part of training: samples drawn by
+There each rank has trained alone since the last exchange, so that a script evaluates or saves the
+model of a single rank. Evaluations (a forward pass in eval mode without gradients) and `state_dict`
+are noticed. In train mode under ``torch.no_grad()`` both are part of training: samples drawn by
 reinforcement learning, a moving average, a target network.
 
-A state is also saved by every rank, with that of the optimizer, to resume within a block: so the
-warning waits for the next step.
+To resume within a block every rank saves its model together with the optimizer's state. So the
+warning about `state_dict` waits for the next step.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from torchmn.exchange.schedules.base import Schedule
 
 
 class BlockReads:
-    """What the script reads of models, by ``hooks``. Local."""
+    """Notices by ``hooks`` what the script reads of models. Local."""
 
     def __init__(self, comm: Communicator, schedule: Schedule, hooks: ModelHooks) -> None:
         self._comm, self._schedule, self._hooks = comm, schedule, hooks
         self._has_warned = False
         self._owed: list[str] = []
-        """A warning of a model's state, if the optimizer's is not saved or loaded beside it: both
-        together continue the block."""
+        """The text of a warning that a model's state was read, or nothing. It is dropped if the
+        optimizer's state is saved or loaded as well, since both together continue the block."""
         self._is_checkpoint = False
-        self._at_exit = partial(_warn, self._owed)  # of a script that ends by saving
+        self._at_exit = partial(_warn, self._owed)  # no step follows if a script ends by saving
 
     def watch(self, models: Sequence[nn.Module]) -> None:
-        """Notice reads of these from now on."""
+        """Notice reads of these models from now on."""
         atexit.register(self._at_exit)
         for model in models:
             self._hooks.before_forward(model, self._forward_begins)
             self._hooks.before_state_dict(model, self._state_is_read)
 
     def note_checkpoint(self) -> None:
-        """The optimizer's state is saved or loaded."""
+        """Note that the optimizer's state is saved or loaded."""
         self._is_checkpoint = True
         self._owed.clear()
 
     def end_step(self) -> None:
-        """What was read is complete: the optimizer has stepped."""
+        """Give a warning that is due, after the optimizer has stepped."""
         self._is_checkpoint = False
         self._has_warned |= bool(self._owed)
         _warn(self._owed)
 
     def close(self) -> None:
-        """The optimizer is closed."""
+        """Give a warning that is due, and stop, as the optimizer is closed."""
         self.end_step()
         atexit.unregister(self._at_exit)
 

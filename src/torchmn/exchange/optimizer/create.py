@@ -1,4 +1,4 @@
-"""`create_multi_node_optimizer`: the one line that makes a training script parallel."""
+"""The function `create_multi_node_optimizer`, with which a training script becomes parallel."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "diloco": DiLoCo,
     "parameter_server": ParameterServer,
 }
-"""Those by name have their defaults: blocks of 512 samples per rank, without overlap."""
+"""The schedules by name, with their defaults: blocks of 512 samples per rank, no overlap."""
 
 
 def create_multi_node_optimizer(
@@ -66,52 +66,53 @@ def create_multi_node_optimizer(
 ) -> MultiNodeOptimizer:
     """Wrap an optimizer so that gradients are means over all ranks. *Collective.*
 
-    Parameters and buffers of rank 0 are given to all ranks, and a checksum proves it. No step is
-    lost, unlike in ChainerMN. The learning rate is left alone.
+    Parameters and buffers of rank 0 are copied to all ranks, which a checksum verifies. No step is
+    lost, unlike in ChainerMN. The learning rate is not changed.
 
     Args:
         optimizer: any `torch.optim.Optimizer`.
-        comm: the ranks, and the route between them. They hold the same parameters: where a model is
-            sharded or split over ranks, the communicator of those that hold the same part of it, as
-            ``Grid(comm, data=-1, model=2).data``. Means are over these ranks.
-        model: the module, or a list or dict of modules, that own the optimizer's parameters: names,
-            buffers, and forward passes, whose samples are counted. In place of a module, or beside
-            modules, tensors that no module owns: ``image``, ``[model, log_variances]``. Modules of
-            `fully_shard` and `parallelize_module` are given as they are: each rank exchanges its
+        comm: the ranks over which means are taken, and the route between them. All of them hold the
+            same parameters: if a model is sharded or split over ranks, pass the communicator of
+            those that hold the same part of it, such as ``Grid(comm, data=-1, model=2).data``.
+        model: the module, or a list or dict of modules, that own the optimizer's parameters; their
+            names, buffers and forward passes (to count samples) are used. Tensors that no module
+            owns may be given instead, or in addition: ``image``, ``[model, log_variances]``. Pass
+            modules of `fully_shard` and `parallelize_module` as they are: each rank exchanges its
             own part of every parameter.
         double_buffering: the same as ``schedule="double_buffering"``.
         zero_fill: give a parameter that has no gradient on any rank one of zeros, as ChainerMN did
             by default. Otherwise it keeps ``grad = None``, as in one process, and the optimizer
-            leaves it alone. One that has a gradient on some ranks counts as zeros on the others.
-            Where ranks step with their own gradients, as under local updates, each fills its own.
+            skips it. A missing gradient counts as zeros if other ranks have one. Under schedules in
+            which ranks step with their own gradients, such as local updates, each fills its own.
         codec: the form in which gradients are sent: ``float32``, ``float16``, ``bfloat16``,
             ``int8``, ``int4``, ``int2``, ``1bit``, ``power_sgd`` or an object of
             `torchmn.comm.codecs`; default: the communicator's ``allreduce_grad_dtype``. ``auto``
             chooses by measurement; `Auto` says what it may choose.
         schedule: ``every_step``, ``double_buffering``, ``periodic_average``, ``block_momentum``,
             ``diloco``, ``parameter_server`` or an object of `torchmn.schedules`. ``auto`` chooses
-            by measurement, a schedule whose gradients are a step late only with
+            by measurement; schedules whose gradients are a step late are considered only with
             ``Auto(stale=True)``.
-        weight: ``rank`` is the mean of the ranks' means; ``samples`` weights them by the number of
-            samples that the model's forward has seen; `MultiNodeOptimizer.set_weight` by anything.
-            By default it is ``rank``, but in a step that is of batches of a loader of
-            `torchmn.scatter_loader` over ``comm`` the size of this rank's parts, where gradients
-            are means of single steps. The loader may be made before or after the optimizer.
-        reduction: ``mean`` over ranks, for a loss that is a mean over the batch; ``sum``, for one
-            that is a sum over it, as torch's losses with ``reduction="sum"``. N ranks then give
-            the parameters of one. Under local updates, and with ``weight``, a sum makes no sense
-            and is refused.
-        on_nonfinite: what `step` does about a mean that is not finite, on all ranks:
-            ``raise``, ``warn`` or ``ignore``. A GradScaler leaves such a step out by itself.
+        weight: ``rank`` gives all ranks the same weight in the mean; ``samples`` weights them by
+            the number of samples that the model's forward has seen; for other weights call
+            `MultiNodeOptimizer.set_weight`. The default is ``rank``, except in steps with batches
+            of a `torchmn.scatter_loader` over ``comm``, if gradients are means of single steps:
+            there the weight is the size of this rank's part. The loader may be created before or
+            after the optimizer.
+        reduction: ``mean`` over ranks, for a loss that is a mean over the batch; ``sum``, for a
+            loss that is a sum over it, like torch's losses with ``reduction="sum"``. N ranks then
+            compute the same parameters as one. ``sum`` is refused under local updates and with
+            ``weight``, where it would be meaningless.
+        on_nonfinite: what `step` does, on all ranks, if a mean is not finite: ``raise``, ``warn``
+            or ``ignore``. A GradScaler skips such a step by itself.
         max_grad_norm: clip the mean by its global norm before each step.
-        gradient_as_bucket_view: every ``p.grad`` is the memory of the exchange, as under the option
+        gradient_as_bucket_view: every ``p.grad`` shares the memory of the exchange, like the option
             of this name of DistributedDataParallel. That saves a copy of all gradients per step,
-            and a gradient that the script keeps over `zero_grad` is overwritten by the next pass.
+            but a gradient that the script keeps over `zero_grad` is overwritten by the next pass.
 
     Raises:
         UnknownNameError, UsageError: a name or a parameter is not known.
-        RankMismatchError: the ranks' models differ.
-        UnsupportedError: a combination that makes no sense.
+        RankMismatchError: the ranks' models or optimizers differ.
+        UnsupportedError: valid arguments are in an unsupported combination.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -170,6 +171,7 @@ def create_multi_node_optimizer(
     is_counted = weight is None
     may_differ = is_counted and reduction == "mean" and chosen.traits.averages_gradients
     made = _kind(optimizer, comm, models, chosen, form, options)
+    # A chain makes a backward pass for each micro-batch, of which only the last may be exchanged.
     for chain in chains:
         chain.register_no_sync(made.no_sync)
     if may_differ or (is_counted and chosen.traits.counts_samples):
@@ -182,7 +184,7 @@ def create_multi_node_optimizer(
 
 
 def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> None:
-    """Raise UnsupportedError: one of these needs parameters that are whole on every rank."""
+    """Raise UnsupportedError if a schedule needs parameters that are whole on every rank."""
     for schedule in schedules:
         if not schedule.traits.takes_shards:
             raise UnsupportedError(
@@ -193,17 +195,17 @@ def _raise_if_whole_only(comm: Communicator, schedules: Sequence[Schedule]) -> N
 
 
 def _or_auto(value: Any) -> Any:
-    """The value, or what ``auto`` means by itself."""
+    """Return ``Auto()`` for the name ``auto``; any other value as it is."""
     return Auto() if isinstance(value, str) and value == AUTO else value
 
 
 def _search_space(
     schedule: str | Schedule | Auto, codec: str | Codec | Auto | None, comm: Communicator
 ) -> SearchSpace:
-    """What ``auto`` may choose.
+    """The schedules and codecs among which ``auto`` may choose.
 
     Raises UnsupportedError: an object is given, or a schedule without comparable steps; UsageError:
-    something is allowed that is not chosen.
+    `Auto` has an option about an argument that is not chosen by it.
     """
     if not isinstance(schedule, (str, Auto)) or not isinstance(codec, (str, Auto, type(None))):
         raise UnsupportedError(

@@ -1,17 +1,17 @@
-"""Any codec as a communication hook of torch's DistributedDataParallel (DDP).
+"""A communication hook for torch's DistributedDataParallel (DDP) that uses any codec.
 
 For each bucket, as soon as DDP has filled it, on W ranks:
 
     g_i <- g_i / W;     g <- sum over ranks of the encoded g_i      (`torchmn.comm.allreduce`)
 
 and at the end of backward `Codec.finish`, once. The sums run on the communicator's engine,
-overlapped with backward, over connections of their own: nothing of ours comes between DDP's own
+overlapped with backward, over separate connections: they never interleave with DDP's own
 collectives.
 
 Differences from the hooks of torch.distributed.algorithms: residuals are kept by the parameter's
-name, so that they outlive DDP's new buckets after the first step (its PowerSGD hook lost them
-there); they are state, and a step whose gradients are not finite leaves them as they were; all
-ranks decode the same bytes, so replicas stay bit-identical.
+name, so that they survive when DDP rebuilds its buckets after the first step (torch's PowerSGD hook
+lost them there); they are part of the state, and a step whose gradients are not finite leaves them
+unchanged; all ranks decode the same bytes, so replicas stay bit-identical.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from torchmn.exchange.resharding import reshard_codec
 
 
 class DdpHook:
-    """Made by `ddp_hook`. It serves one model, until `close`."""
+    """A communication hook created by `ddp_hook`, for one model until `close`."""
 
     def __init__(
         self, codec: str | Codec | None, comm: Communicator | None, *, timeout_s: float
     ) -> None:
-        self.__name__ = self.__qualname__ = "ddp_hook"  # DDP asks for both
+        self.__name__ = self.__qualname__ = "ddp_hook"  # DDP reads both, as of a function
         self.nonfinite: list[NonfiniteGradients] = []
-        """Every pass in which a codec met gradients that were not finite, the same on all ranks."""
+        """The passes in which a codec met nonfinite gradients; the same on all ranks."""
         self._asked = codec
         self._comm = comm
         self._is_own_comm = comm is None
@@ -76,17 +76,19 @@ class DdpHook:
         self._futures: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._num_passes = 0
         self._was_finite = True
-        self._seen: tuple[list[str], list[str]] = ([], [])  # by a codec: encoded, decoded
+        # Names of parameters of which a codec encoded, and decoded, nonfinite values.
+        self._seen: tuple[list[str], list[str]] = ([], [])
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._hooks = ModelHooks()
 
     # ---- before training, and after ----
 
     def register(self, model: DistributedDataParallel) -> DdpHook:
-        """Exchange the gradients of ``model`` from now on; returns itself. *Collective.*
+        """Exchange the gradients of ``model`` from now on; returns this hook. *Collective.*
 
-        Raises UsageError: not a DDP model, or a second one; UnsupportedError: the route cannot
-        carry the codec; RankMismatchError: ranks ask for different codecs.
+        Raises UsageError: the model is not a DDP model, or the hook has one already;
+        UnsupportedError: the route cannot carry the codec; RankMismatchError: ranks request
+        different codecs.
         """
         if not isinstance(model, DistributedDataParallel):
             raise UsageError(
@@ -106,23 +108,25 @@ class DdpHook:
         if events.observers:
             emit_forward([model], self._hooks)
         self._warm_up()
-        model.register_comm_hook(None, self)  # with the model as state neither would ever be freed
+        # The state stays None: DDP keeps it in C++, and with the model in it neither would be
+        # freed.
+        model.register_comm_hook(None, self)
         return self
 
     @property
     def communicator(self) -> Communicator:
-        """Over which the gradients go. Raises UsageError: there is none yet."""
+        """The communicator of the exchange. Raises UsageError: there is none yet."""
         if self._comm is None:
             raise UsageError("This hook serves no model yet. Call register(model) first.")
         return self._comm
 
     @property
     def codec(self) -> Codec | None:
-        """The codec of this model, with its residuals; None in float32."""
+        """The codec of this model, with its residuals; None sends float32."""
         return self._codec
 
     def state_dict(self) -> dict[str, Any]:
-        """The codec's state on this rank: save it on every rank. Local.
+        """Return the codec's state on this rank; save it on every rank. Local.
 
         It has the form of ``optimizer.state_dict()["torchmn"]["codec"]``.
         """
@@ -137,17 +141,23 @@ class DdpHook:
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
-        """The state that this rank loads, from those of all old ranks, in rank order. Local."""
+        """Return the state that this rank loads, from those of all old ranks in order. Local."""
         return reshard_codec(states, self.communicator)
 
     def close(self) -> None:
-        """End the connections, if they are its own. The model can no longer be trained. Local."""
+        """Close the connections, unless the communicator was given. Local.
+
+        The model can no longer be trained.
+        """
         self._hooks.remove()
         if self._comm is not None and self._is_own_comm:
             self._comm.finalize()
 
     def _open(self, model: object, device: torch.device) -> None:
-        """Meet the other ranks. *Collective.* Without a model names are numbers."""
+        """Connect to the other ranks. *Collective.*
+
+        If ``model`` is not a DDP model, parameters are known by numbers instead of names.
+        """
         group: Any = None  # the default one
         if isinstance(model, DistributedDataParallel):
             group = model.process_group
@@ -180,7 +190,7 @@ class DdpHook:
             )
 
     def _warm_up(self) -> None:
-        """Compile what the codec needs now, so that no step has to."""
+        """Compile the codec's kernels now, so that no step has to."""
         if self._codec is None or self.communicator.size == 1:
             return
         largest: dict[torch.dtype, tuple[str, Tensor]] = {}
@@ -193,7 +203,7 @@ class DdpHook:
             self._codec.warm_up(layout, parameter.device)
 
     def _forget_buckets(self) -> None:
-        """DDP rebuilds its buckets after the first step: drop the memory of messages."""
+        """Release the memory for messages, as DDP has rebuilt its buckets after the first step."""
         self._algorithm = self.communicator.route.allreduce_algorithm(self._codec)
         self._layouts = {}
 
@@ -201,9 +211,10 @@ class DdpHook:
 
     @not_compiled
     def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """DDP has filled a bucket: start its sum, and with the last one wait for all.
+        """Start the sum of a bucket that DDP has filled; after the last bucket, wait for all.
 
-        Waiting here, not in the futures, gives the user our error and not one of C++.
+        Called by DDP in backward. Waiting here, and not in the futures, raises our error to the
+        user instead of one of C++.
         """
         for observer in events.observers:
             observer.phase("backward", begins=True)
@@ -239,7 +250,7 @@ class DdpHook:
         self._num_passes += 1
         return future
 
-    # DDP compares with the objects, and annotations in this file are texts.
+    # DDP compares annotations with these objects; the future import makes them strings.
     __call__.__annotations__ = {"bucket": GradBucket, "return": torch.futures.Future[Tensor]}
 
     def _block(self, bucket: GradBucket, buffer: Tensor) -> ReduceBlock:
@@ -279,14 +290,14 @@ class DdpHook:
         return name
 
     def _finish(self) -> None:
-        """After the last sum of a backward pass, inside of the engine's job."""
+        """Let the codec finish, after the last sum of a pass. Called inside the engine's job."""
         codec = self._codec
         if codec is None:
             return
         found = codec.nonfinite
         self._seen = found.names("encoding"), found.names("decoding")
-        # What one rank encodes others decode, so that ranks in one group agree; a group of one
-        # leader decodes nothing and has only seen what it encoded.
+        # Ranks of one group agree, as each decodes what the others encoded. But a leader that is
+        # alone in its group decodes nothing and has seen only what it encoded.
         self._was_finite = bool(self.communicator.route.all_valid(not any(self._seen)))
         codec.finish(is_valid=self._was_finite)
 
@@ -302,7 +313,7 @@ class DdpHook:
 def ddp_hook(
     codec: str | Codec | None, *, comm: Communicator | None = None, timeout_s: float = 60
 ) -> DdpHook:
-    """A communication hook for DistributedDataParallel, with any codec. Local.
+    """Create a communication hook for DistributedDataParallel that uses any codec. Local.
 
     ``torchmn.ddp_hook("1bit").register(model)`` after ``model`` was wrapped; nothing else
     of the script changes. ``no_sync()``, ``join()``, unused parameters and GradScaler work as DDP
@@ -329,11 +340,12 @@ def ddp_hook(
 
 
 def _connect(group: Any, device: torch.device, timeout_s: float) -> Communicator:
-    """A communicator of the ranks of a process group, met through the group's store."""
+    """Create a communicator of the ranks of a process group, through its store. *Collective.*"""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     default: Any = dist.group.WORLD
     shared = store_of(group if group is not None else default)
-    number = shared.add(f"torchmn/ddp_hooks_of/{rank}", 1)  # hooks of all ranks come in one order
+    # Each rank counts its own hooks: they are created in one order, so that the numbers agree.
+    number = shared.add(f"torchmn/ddp_hooks_of/{rank}", 1)
     store = PrefixStore(f"torchmn/ddp_hook{number}", shared)
     cuda_device = device if device.type == "cuda" else None
     gpu = "" if cuda_device is None else torch.cuda.get_device_properties(cuda_device).uuid
@@ -346,7 +358,7 @@ def _connect(group: Any, device: torch.device, timeout_s: float) -> Communicator
         size,
         timeout_s=timeout_s,
         cuda_device=cuda_device,
-        # None of them shares its GPU, or NCCL was prepared for that.
+        # NCCL works if no two ranks share a GPU, or if it was configured for that.
         supports_nccl=len({gpu for _, gpu in found}) == size or may_share_gpus(os.environ),
     )
     return Communicator(

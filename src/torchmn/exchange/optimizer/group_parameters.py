@@ -23,13 +23,13 @@ _PARAMETERS = itemgetter("params")
 
 
 class GroupParameters:
-    """The parameters that a script has put into the groups of an optimizer, maybe others later.
+    """The parameters in the groups of an optimizer, which a script may replace later.
 
     Args:
         comm: the ranks.
         inner: the optimizer.
-        models: what owns the parameters.
-        asked: the options that ranks must have in common.
+        models: the modules that own the parameters.
+        asked: options that must be the same on all ranks.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class GroupParameters:
         self._comm, self._inner, self._models, self._asked = comm, inner, models, asked
         self._found: list[NamedParameter] = []
         self.ids: list[int] = []
-        """Of the parameters that were unified last, in the order of the groups."""
+        """The ``id`` of each parameter that was unified last, in the order of the groups."""
 
     def find(self) -> set[nn.Parameter]:
-        """Those that are in the groups now. Local. Raises as `named_parameters`."""
+        """The parameters that are in the groups now. Local. Raises as `named_parameters`."""
         self._found = self.named()
         return {parameter for _, parameter in self._found}
 
     def named(self) -> list[NamedParameter]:
-        """Those in the groups now by name, also if they have left the model since `find`. Local."""
+        """The parameters in the groups with names, also those that left the model since `find`."""
         return named_parameters(self._inner, self._models, self._found)
 
     def unify(self) -> None:
-        """Give all ranks rank 0's parameters, buffers and optimizer state. *Collective.*
+        """Copy rank 0's parameters, buffers and optimizer state to all ranks. *Collective.*
 
         Raises RankMismatchError: the ranks' models or optimizers differ.
         """
@@ -64,6 +64,7 @@ class GroupParameters:
         self.ids = [*map(id, parameters_of(self._inner))]
 
     def have_changed(self) -> bool:
-        """Whether others are in the groups than were unified. Local."""
+        """Whether the groups hold other parameters than those that were unified. Local."""
+        # Without a loop in Python, as this is called at each step.
         in_groups = chain.from_iterable(map(_PARAMETERS, self._inner.param_groups))
-        return [*map(id, in_groups)] != self.ids  # in C: this is asked at each step
+        return [*map(id, in_groups)] != self.ids

@@ -1,4 +1,4 @@
-"""What is looked for in models: untrained parameters, chains over ranks, equal dropout."""
+"""Checks of models: untrained parameters, chains over ranks, equal dropout masks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from torchmn.nn.chain_list import MultiNodeChainList
 
 
 def untrained_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[NamedParameter]:
-    """The models' parameters that no multi-node optimizer has, frozen ones too. Local.
+    """The models' parameters that no multi-node optimizer trains, including frozen ones. Local.
 
-    A norm over all of the model's gradients would differ between ranks if these were not exchanged,
-    and so would what is clipped by it, without anything else that would show it.
+    If their gradients were not exchanged, a norm over all of the model's gradients would silently
+    differ between ranks, and so would gradients that are clipped by it.
     """
     trained = set(parameters_of(inner))
     return [
@@ -38,7 +38,7 @@ def untrained_parameters(inner: Optimizer, models: Sequence[nn.Module]) -> list[
 
 
 def warn_of_untrained_parameters(comm: Communicator, untrained: Sequence[NamedParameter]) -> None:
-    """Warn on rank 0 of parameters that are exchanged though no optimizer trains them. Local."""
+    """Warn on rank 0 if parameters are exchanged though no optimizer trains them. Local."""
     trainable = [(name, parameter) for name, parameter in untrained if parameter.requires_grad]
     if trainable and comm.rank == 0:
         more = f" and {len(trainable) - 1} more" if len(trainable) > 1 else ""
@@ -56,7 +56,7 @@ def warn_of_untrained_parameters(comm: Communicator, untrained: Sequence[NamedPa
 def find_chains(
     models: Sequence[nn.Module], comm: Communicator, max_grad_norm: float | None
 ) -> list[MultiNodeChainList]:
-    """The chains in some models. Local.
+    """Find the `MultiNodeChainList` modules in some models. Local.
 
     Raises UnsupportedError, UsageError: they cannot be trained over ``comm``.
     """
@@ -80,11 +80,11 @@ def find_chains(
 
 
 def compare_random_numbers(comm: Communicator, models: Sequence[nn.Module]) -> None:
-    """Warn on rank 0 if a model draws masks and all ranks would draw the same. *Collective.*
+    """Warn on rank 0 if a model has dropout and ranks would draw the same masks. *Collective.*
 
-    Ranks that are threads of one process share one generator and count as one. Those that share
-    their numbers until training begins will draw different masks; they continue from rank 0's
-    numbers, of which it may have drawn some alone.
+    Ranks that are threads of one process share one generator and count as one. Ranks that share
+    random numbers until training begins (`seed_ranks`) will draw different masks; they all continue
+    from rank 0's position in these numbers, as rank 0 may have drawn some alone.
     """
     if comm.size == 1:
         return

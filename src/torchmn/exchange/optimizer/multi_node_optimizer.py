@@ -1,4 +1,4 @@
-"""The optimizer that users see: theirs, with gradients that are means over all ranks."""
+"""The multi-node optimizer: wraps a user's optimizer, whose gradients become means over ranks."""
 
 from __future__ import annotations
 
@@ -54,18 +54,18 @@ from torchmn.nn.clipping import clip_grad_norm_
 
 
 class MultiNodeOptimizer(WrappedOptimizer):
-    """Made by `create_multi_node_optimizer`. It is a `torch.optim.Optimizer`.
+    """A `torch.optim.Optimizer` over several ranks, created by `create_multi_node_optimizer`.
 
     ``param_groups``, ``state`` and ``defaults`` are the inner optimizer's own objects, and reading
-    them never waits. When ``backward()`` returns, every ``p.grad`` holds the mean over ranks (under
-    double buffering the mean of the step before; under local updates it is the rank's own).
+    them never waits. When ``backward()`` returns, every ``p.grad`` holds the mean over ranks (with
+    double buffering the mean of the previous step; with local updates the rank's own gradient).
 
     Attributes:
         inner: the optimizer that was wrapped.
         communicator: the ranks, and the route between them.
         schedule: when ranks exchange gradients or parameters.
-        reducer: sums the gradients.
-        tuner: with ``auto`` the schedule, which selects schedule and codec; else None.
+        reducer: sums the gradients over ranks.
+        tuner: with ``auto`` the object that selects schedule and codec; otherwise None.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -119,7 +119,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             agreements=lambda: _agreements(inner),
             owner=self,
         )
-        loaders.facts.append(ref(self.reducer.replicas))
+        loaders.facts.append(ref(self.reducer.replicas))  # weak: loaders outlive an optimizer
         self.sample_weights = SampleWeights(
             models,
             self._hooks,
@@ -161,10 +161,11 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether `step` unscales by itself: it does not. Read by ``torch.amp.GradScaler.step``.
+        """Whether `step` unscales gradients itself: always False.
 
-        Local. Raises UnsupportedError: a mean of another step has been scaled by another factor;
-        UsageError: the scaler would find no gradients, and could not follow those of other ranks.
+        ``torch.amp.GradScaler.step`` reads it before each step, so that scalers are noticed here.
+        Local. Raises UnsupportedError: the gradients are of an earlier step, and have its scale;
+        UsageError: this rank has no gradients, so that its scaler could not decide as the others.
         """
         self._meet_scaler()
         reducer = self.reducer
@@ -197,10 +198,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     @not_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As the inner optimizer's; a mean that no step has applied is dropped. Local."""
+        """Clear gradients as the inner optimizer does, and drop means not yet applied. Local."""
         self.reducer.on_zero_grad()
         in_groups = chain.from_iterable(map(itemgetter("params"), self.inner.param_groups))
-        if self._in_groups.ids != [*map(id, in_groups)]:  # as `have_changed`, without a call
+        if self._in_groups.ids != [*map(id, in_groups)]:  # `have_changed`, without its call
             self._follow_groups()
         self.inner.zero_grad(set_to_none)
 
@@ -208,17 +209,17 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters. *Collective*: all ranks make the same number of steps.
 
-        A rank without a backward pass takes part with zeros, and takes over the gradients of a
-        rank that had one as they are now, clipped for instance. Where it cannot (shards of
-        parameters, optimizers that share a backward pass, double buffering) the other ranks raise
-        RankMismatchError if their script has changed them: use `skip_backward` there. A closure's
-        loss is averaged over ranks (added, where gradients are), so that optimizers that use it
-        (LBFGS) decide the same on all ranks. Under local updates ranks may step as often as they
-        have batches: they exchange where their samples fill a block. A closure's loss is the rank's
-        own then.
+        A rank without a backward pass takes part with zeros, and then takes over the gradients of
+        another rank as they are now, for instance clipped. Where it cannot (shards of parameters,
+        optimizers that share a backward pass, double buffering), the other ranks raise
+        RankMismatchError if their script has changed them: use `skip_backward` there. The loss of a
+        closure is averaged over ranks (or added, like gradients), so that optimizers that use it
+        (LBFGS) decide the same on all ranks. Under local updates ranks may make different numbers
+        of steps: they exchange when their samples fill a block, and the loss of a closure is the
+        rank's own.
 
         Raises:
-            UsageError: the backward pass before raised, or another optimizer took the parameters.
+            UsageError: the last backward pass raised, or another optimizer took the parameters.
             NonFiniteGradientError: with ``on_nonfinite="raise"``, a gradient is not finite.
             CommunicationError, RankMismatchError: the exchange failed.
         """
@@ -265,13 +266,13 @@ class MultiNodeOptimizer(WrappedOptimizer):
         return result
 
     def skip_backward(self) -> None:
-        """On a rank that has nothing to learn from in a step, in place of ``backward()``.
+        """Take part in a step without data; call it in place of ``backward()``.
 
-        *Collective* with the backward passes of the other ranks. Every ``p.grad`` is then their
-        mean, to which this rank adds nothing (but with the weight of `set_weight`, zeros), so that
-        what the script does to gradients, ``GradScaler.unscale_`` and clipping, it does on all
-        ranks. Without it `step` takes part, which a GradScaler cannot wait for. (One that has not
-        scaled a loss yet needs ``scaler.scale(torch.zeros(()))`` before its first step.)
+        *Collective* with the backward passes of the other ranks. Every ``p.grad`` becomes their
+        mean, to which this rank contributes nothing (or zeros with the weight of `set_weight`), so
+        that ``GradScaler.unscale_`` and clipping do the same on all ranks. Otherwise `step` takes
+        part in the exchange, which is too late for a GradScaler. (A scaler that has not scaled a
+        loss yet needs ``scaler.scale(torch.zeros(()))`` before its first step.)
         """
         reducer = self.reducer
         own = reducer.contribution
@@ -280,15 +281,15 @@ class MultiNodeOptimizer(WrappedOptimizer):
         reducer.exchange_now()
 
     def replicated_tensors(self) -> list[Tensor]:
-        """The parameters, where the schedule promises the same bits on all ranks now. Local.
+        """The parameters, if the schedule keeps them bit-identical on all ranks; else empty. Local.
 
-        Empty where replicas differ by design: what a replica check may compare.
+        These are the tensors that a replica check may compare.
         """
         self.schedule.before_access("read")
         return [*parameters_of(self.inner)] if self._are_replicas else []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the inner optimizer's. *Collective.*
+        """Add a parameter group to the inner optimizer. *Collective.*
 
         All ranks take rank 0's parameters, buffers and optimizer state. Raises UsageError: a
         parameter is not in the model; the group is then not added.
@@ -304,22 +305,21 @@ class MultiNodeOptimizer(WrappedOptimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner state, which a plain optimizer loads too; under ``torchmn`` our own.
+        """Return the inner state, which a plain optimizer can load too, and ours under ``torchmn``.
 
-        Each rank has its own: save it on every rank, between two steps or, with `no_sync`, between
-        two of the passes of one. On the same number of ranks every rank loads its own and continues
-        as if nothing had been; on another number see `reshard_state_dict`. Local; what is under way
-        is awaited.
+        The state differs between ranks: save it on every rank, between two steps or, with
+        `no_sync`, between two backward passes of one step. On the same number of ranks each loads
+        its own state and continues exactly; on another number see `reshard_state_dict`. Local;
+        waits for exchanges that are under way.
         """
         self._block_reads.note_checkpoint()
         return resume.save(self.inner, self.schedule, self.reducer)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load our own state or a plain optimizer's. All ranks must call it, or none.
+        """Load a state of this class or of a plain optimizer. All ranks must call it, or none.
 
-        Local, but *collective* under ``auto``, and where no optimizer trains some of the parameters
-        that were exchanged. Raises UsageError: the state of another schedule or of another class of
-        optimizer.
+        Local, but *collective* with ``auto``, and if parameters were exchanged that no optimizer
+        trains. Raises UsageError: the state is that of another schedule or class of optimizer.
         """
         self._block_reads.note_checkpoint()
         resume.load(state_dict, self.inner, self.schedule, self.reducer)
@@ -327,59 +327,61 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
-        """The state that this rank loads, made from `state_dict` of all old ranks. Local, pure.
+        """Return the state that this rank loads, from the `state_dict` of all old ranks. Local.
 
-        ``states`` are in rank order, and there may be more or fewer than there are ranks now.
-        Residuals, pending means, anchors and half full blocks are distributed again (see
-        `torchmn.exchange.resharding`). Where ranks' parameters differ, in the middle of a block,
-        the state holds what the parameters become, so load the models before the optimizer: any
-        old rank's.
-        Raises UsageError: the old ranks were saved at different places.
+        ``states`` are in rank order; there may be more or fewer of them than ranks now. Residuals,
+        pending means, anchors and partial blocks are distributed anew (see
+        `torchmn.exchange.resharding`). If the old ranks' parameters differed, in the middle of a
+        block, the state holds the new parameters: load the model of any old rank before the
+        optimizer. Raises UsageError: the old ranks were saved at different points.
         """
         return resume.reshard(states, comm, self.schedule, self._options.reduction)
 
     def resume_warnings(self) -> list[str]:
-        """What does not hold when a state is loaded by another number of ranks. Local."""
+        """Describe the differences if a state is loaded by another number of ranks. Local."""
         return resume.other_size_warnings(
             self.schedule, codec=self._codec_name, models=self._models
         )
 
-    # ---- what a plain optimizer has not ----
+    # ---- methods that a plain optimizer does not have ----
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients here; the first backward pass outside exchanges the sum. Local.
+        """Context in which gradients are accumulated without exchange. Local.
 
-        Without one `step` does; gradients that a script changes before, as by clipping, are this
-        rank's own then: a warning, or, if others had such a pass, RankMismatchError from `step`.
+        The first backward pass outside exchanges the sum. If no such pass follows, `step` performs
+        the exchange. Clipping done before that applies to local gradients: `step` then warns, or
+        raises RankMismatchError if other ranks made such a pass.
         """
         local = self.reducer.local_passes
         return local.no_sync()
 
     def set_weight(self, weight: float) -> None:
-        """The weight of this rank in the next mean: its number of samples or tokens. Local.
+        """Set this rank's weight in the next mean, such as its number of samples or tokens. Local.
 
         The mean over ranks is sum(w_i g_i) / sum(w_i) with g_i the local mean. Applies to the next
-        backward pass only; under local updates to the next step, where it takes the place of the
-        samples that were counted. Batch normalization over ranks follows it.
+        backward pass only; under local updates to the next step, where it replaces the number of
+        samples that was counted. Batch normalization over ranks uses the weight too.
 
-        Raises UsageError: negative or not finite, or neither 0 nor 1 where gradients are summed.
+        Raises UsageError: the weight is negative or not finite, or, if gradients are summed,
+        neither 0 nor 1.
         """
         self.sample_weights.set(weight)
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Around a loop that may end earlier on some ranks, as `torch.distributed.algorithms.Join`.
+        """Context of a loop that may end earlier on some ranks. *Collective.*
 
-        *Collective.* A rank that has left its loop takes part in the others' exchanges with weight
-        0, so that means are over the ranks that still have data.
+        As with `torch.distributed.algorithms.Join`, a rank that has left its loop takes part in the
+        exchanges of the others with weight 0, so that means are over the ranks that still have
+        data.
 
         When all have left, the ranks that ended early take parameters, buffers and optimizer state
-        from one that ran to the end; they must update what is outside the optimizer, such as a
-        learning rate scheduler, themselves. Under local updates the last, partial block is
+        from one that ran to the end. Whatever is outside the optimizer, such as a learning rate
+        scheduler, they must update themselves. Under local updates the last, partial block is
         exchanged instead, and each rank keeps its own buffers and optimizer state.
 
-        No other collective may be called inside. Raises UnsupportedError: a closure is given to
-        `step` inside.
+        No other collective may be called inside. Raises UnsupportedError: `step` is called with a
+        closure inside.
         """
         contribution = self.reducer.contribution
         contribution.is_joining = True
@@ -390,17 +392,17 @@ class MultiNodeOptimizer(WrappedOptimizer):
             contribution.is_joining = False
 
     def flush(self) -> None:
-        """Apply what was exchanged but not applied, and end a partial block. *Collective.*
+        """Apply means that are still pending, and end a partial block. *Collective.*
 
         Afterwards all ranks hold the same parameters.
         """
         self.schedule.flush()
 
     def serve(self) -> bool:
-        """On a rank that only serves (`ParameterServer`) serve until all workers have left `join`.
+        """Serve, on a rank that only serves (`ParameterServer`), until all workers left `join`.
 
-        *Collective*, with `join` on the workers. Returns whether this rank is one that serves; on
-        the others, which train, it returns at once.
+        *Collective*, with `join` on the workers. Returns whether this rank only serves; on the
+        others, which train, it returns False at once.
         """
         traits = self.schedule.traits
         if traits.serves:
@@ -411,18 +413,19 @@ class MultiNodeOptimizer(WrappedOptimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the current gradients by their global norm; returns the norm before. Local.
 
-        *Collective over the ranks of the model* where it is sharded; the norm is that of the whole.
+        *Collective over the ranks of the model* if it is sharded; the norm is that of the whole
+        model.
         """
         return clip_grad_norm_(parameters_of(self.inner), max_norm, norm_type)
 
     @property
     def nonfinite(self) -> list[NonfiniteGradients]:
-        """Every step whose gradients were not finite on some rank: step, ranks, parameters."""
+        """All steps whose gradients were not finite on some rank, with ranks and parameters."""
         exchange = self.reducer.exchange
         return exchange.nonfinite.problems
 
     def close(self) -> None:
-        """Release the model, to train it by itself or make another optimizer for it. Local."""
+        """Release the model, to train it alone or to create another optimizer for it. Local."""
         self._is_closed = True
         self._after_steps.clear()
         self._block_reads.close()
@@ -432,10 +435,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self.sample_weights.close()
         self._unhook()
 
-    # ---- other parameters in the groups ----
+    # ---- parameters that the script replaces in the groups ----
 
     def _follow_groups(self) -> None:
-        """Exchange what is in the groups now, if the script has put others in. *Collective* then.
+        """Follow parameters that the script has replaced in the groups. *Collective* then.
 
         Gaussian splatting replaces all of them between steps; other scripts append to a group.
         """
@@ -456,7 +459,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
         self.schedule.rebuild()
 
     def _take_over(self) -> None:
-        """Take over the parameters that the groups have now. *Collective.*"""
+        """Take over the parameters that are in the groups now. *Collective.*
+
+        Other optimizers that have exchanged them give them up.
+        """
         ours = self._in_groups.find()
         for reducer in owners_of(ours):
             older = reducer.owner if isinstance(reducer, GradientReducer) else None
@@ -478,7 +484,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
     @property
     def _are_replicas(self) -> bool:
-        """Whether all ranks hold the same parameters after each step."""
+        """Whether the schedule keeps parameters the same on all ranks after each step."""
         traits = self.schedule.traits
         return traits.replica_consistency == "per_step"
 
@@ -489,7 +495,10 @@ class MultiNodeOptimizer(WrappedOptimizer):
     # ---- in a step ----
 
     def _before_step(self, *_: object) -> None:
-        """Called before the inner optimizer's step, which a GradScaler skips if need be."""
+        """Prepare gradients; called before the inner optimizer's step, which a GradScaler may skip.
+
+        Raises UnsupportedError: it is called inside ``backward()``.
+        """
         passes = self.reducer.passes
         if passes.current is not None and passes.are_inside:
             raise UnsupportedError(
@@ -502,7 +511,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
             self._make_ready_for_step()
 
     def _make_ready_for_step(self) -> None:
-        """All that is done to gradients before the inner optimizer sees them."""
+        """Check, fill and clip gradients before the inner optimizer uses them."""
         reducer = self.reducer
         exchange = reducer.exchange
         if not reducer.is_needed:
@@ -518,7 +527,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
         act_on_nonfinite(self.reducer, self._options.on_nonfinite)
 
     def _warn_of_untrained(self) -> None:
-        """Once, after the first step: it is known then what is exchanged."""
+        """Warn about untrained parameters once, after the first step, when they are known."""
         reducer = self.reducer
         if reducer.is_needed:
             self._after_steps.remove(self._warn_of_untrained)
@@ -526,7 +535,7 @@ class MultiNodeOptimizer(WrappedOptimizer):
 
 
 def _agreements(inner: Optimizer) -> list[Agreement]:
-    """What ranks must have in common, beside what the reducer knows; for each set of buckets."""
+    """The agreements that the optimizer adds to those of the reducer, for one set of buckets."""
     return [LearningRates(inner)]
 
 

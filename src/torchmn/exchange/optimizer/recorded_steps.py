@@ -1,4 +1,4 @@
-"""What observers are told of the steps of a multi-node optimizer, and of its models."""
+"""Events about the steps of a multi-node optimizer, and about its models, for observers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GRADIENT_PERIOD = 500
 
 
 class RecordedSteps:
-    """The steps of one optimizer, for where there are observers. Local."""
+    """Tells observers, if there are any, about the steps of one optimizer. Local."""
 
     def __init__(
         self,
@@ -37,15 +37,15 @@ class RecordedSteps:
     ) -> None:
         self._inner, self._reducer, self._schedule = inner, reducer, schedule
         self._models = models
-        self._observers: tuple[events.Observer, ...] = ()  # those that know the settings
+        self._observers: tuple[events.Observer, ...] = ()  # observers that know the settings
         self._hooks = ModelHooks()
-        self._facts: dict[Tensor, events.Gradient] = {}  # of gradients that are timed in this step
+        self._facts: dict[Tensor, events.Gradient] = {}  # gradients that are timed in this step
         self._watches: list[RemovableHandle] = []
         self._noted: tuple[object, ...] = ()
 
     @contextmanager
     def step(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around a step."""
+        """Context of one step."""
         self.meet()
         number, ended = self._reducer.step, None
         for observer in events.observers:
@@ -60,7 +60,7 @@ class RecordedSteps:
         self._watch_gradients(number + 1)
 
     def meet(self) -> None:
-        """Look at the model from now on if there are observers, and tell new ones the settings."""
+        """Watch the model if there are observers now, and tell new observers the settings."""
         if events.observers is self._observers:
             return
         self._take_off()
@@ -71,12 +71,12 @@ class RecordedSteps:
             self._watch_gradients(self._reducer.step)
 
     def step_without_data(self, optimizer: Optimizer) -> None:
-        """A step of the other ranks, in which this rank has taken part."""
+        """Report a step of the other ranks in which this rank took part without data."""
         for observer in events.observers:
             observer.step_ended(optimizer, self._reducer.step, samples=0)
 
     def close(self, optimizer: Optimizer) -> None:
-        """Take the hooks off."""
+        """Report that the optimizer is closed, and remove all hooks."""
         for observer in events.observers:
             observer.optimizer_closed(optimizer)
         self._take_off()
@@ -108,7 +108,7 @@ class RecordedSteps:
         for observer in events.observers:
             observer.settings(reducer.step, values)
 
-    # ---- when gradients are ready, in some steps; in others, that backward has begun ----
+    # ---- in some steps, when each gradient is ready; in others, only that backward has begun ----
 
     def _watch_gradients(self, number: int) -> None:
         is_timed = number in _GRADIENT_STEPS or (number > 0 and number % _GRADIENT_PERIOD == 0)
@@ -147,7 +147,7 @@ def emit_forward(models: Sequence[nn.Module], hooks: ModelHooks) -> None:
 
 def _forward_begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling() or is_tracing() or current_graph_task_id() != -1:
-        return  # a part of a graph, or run again in backward
+        return  # a call that is traced, or run again by activation checkpointing in backward
     found = num_samples((*args, *kwargs.values())) if events.observers else None
     for observer in events.observers:
         observer.forward(found, is_training=torch.is_grad_enabled())

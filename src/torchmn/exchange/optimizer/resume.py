@@ -27,7 +27,7 @@ from torchmn.exchange.schedules.base import Schedule
 
 State = dict[str, Any]
 _NOT_THE_SCHEDULES = ("schedule", "optimizer", "codec", "progress", "accumulated", "tuner")
-"""The keys under ``torchmn`` that are not the schedule's."""
+"""The keys under ``torchmn`` that do not belong to the schedule's state."""
 
 
 def save(inner: Optimizer, schedule: Schedule, reducer: GradientReducer) -> State:
@@ -54,7 +54,8 @@ def load(state: State, inner: Optimizer, schedule: Schedule, reducer: GradientRe
         schedule.load_plan(ours.get("tuner", {}))
     own = _schedule_state(ours, schedule)
     load_inner_state(inner, {k: v for k, v in state.items() if k != "torchmn"})
-    # Before the first exchange finds them: the state has the buckets that it was saved with.
+    # The saved state includes untrained parameters in its buckets. A fresh optimizer would find
+    # them only at its first exchange.
     has_untrained = ours.get("progress", {}).get("has_untrained")
     if has_untrained and reducer.parameters.have_changed():
         reducer.rebuild()
@@ -126,7 +127,7 @@ def other_size_warnings(
 
 
 def _accumulated(reducer: GradientReducer) -> State:
-    """The gradients of the passes under no_sync() so far, by name, and their weight."""
+    """The accumulated gradients of passes under no_sync() by name, and their weight."""
     own = reducer.contribution
     return {
         "gradients": {
@@ -141,7 +142,7 @@ def _accumulated(reducer: GradientReducer) -> State:
 
 
 def _load_accumulated(reducer: GradientReducer, state: State | None) -> None:
-    """Continue from gradients of passes under no_sync(); None clears nothing but their weight."""
+    """Continue from accumulated gradients of no_sync(); None resets only their weight."""
     own = reducer.contribution
     own.reset()
     reducer.local_passes.may_exist = state is not None
@@ -156,9 +157,10 @@ def _load_accumulated(reducer: GradientReducer, state: State | None) -> None:
 
 
 def _shared_out(accumulated: Sequence[State], num_new: int, reduction: Reduction) -> State:
-    """Gradients of unfinished steps: each new rank has their mean, and an equal part of weights.
+    """Distribute the accumulated gradients of unfinished steps among new ranks.
 
-    Where gradients are summed it has an equal part of the sum.
+    Each new rank gets their mean and an equal part of the weights, or, if gradients are summed, an
+    equal part of the sum.
     """
     weights = [state["weight"] for state in accumulated]
     gradients = mean_state([state["gradients"] for state in accumulated], weights)

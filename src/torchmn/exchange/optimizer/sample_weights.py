@@ -1,4 +1,4 @@
-"""By what a rank's gradient is weighted in the mean: its samples, or what the script says."""
+"""The weight of a rank's gradient in the mean: its number of samples, or a number that is set."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class SampleWeights:
     """Counts the samples of a model's batches for its optimizer, if they are needed. Local.
 
     Args:
-        models: those that are trained; the samples of the first one are counted.
-        hooks: until they are removed.
-        reducer: of the gradients.
+        models: the models that are trained; samples of the first one are counted.
+        hooks: the hooks to which those for counting are added.
+        reducer: the reducer of the gradients.
         has_own_steps: whether each rank steps with its own gradients.
-        before_count: called before a model is, where its samples are counted.
+        before_count: called before each forward pass whose samples are counted.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SampleWeights:
         self._is_closed = False
 
     def count(self) -> None:
-        """Count the samples that the first model sees, from the first call of this on."""
+        """Begin to count the samples that the first model sees; later calls do nothing."""
         if self.are_counted:
             return
         self.are_counted = True
@@ -67,9 +67,9 @@ class SampleWeights:
         self._weigh_losses()
 
     def follow_loaders(self) -> None:
-        """Weight the ranks by their parts of batches, in steps that are of a loader's.
+        """Weight ranks by the sizes of their parts in steps with batches of `scatter_loader`.
 
-        Batch normalization over ranks follows it. See `torchmn.scatter_loader`.
+        Batch normalization over ranks uses these weights too.
         """
         own = self._contribution
         own.follows_batches = True
@@ -77,9 +77,9 @@ class SampleWeights:
             own.loaders.when_used(self, SampleWeights._loader_is_there)
 
     def close(self) -> None:
-        """The optimizer is closed."""
+        """Stop, as the optimizer is closed."""
         self._is_closed = True
-        self._before_count = _nothing  # which has this
+        self._before_count = _nothing  # the method belongs to the optimizer, which refers to this
 
     def _loader_is_there(self) -> None:
         if self._is_closed:
@@ -91,10 +91,10 @@ class SampleWeights:
 
     @not_compiled
     def _weigh_losses(self) -> None:
-        """Let layers that communicate in backward use the weight, if it is known."""
+        """Let layers that communicate in backward use the weight, as soon as it is known."""
         if self._has_own_steps:
             return
-        found = ref(self._contribution)  # layers live longer than an optimizer
+        found = ref(self._contribution)  # weak, as layers outlive the optimizer
 
         def loss_weight() -> float | None:
             contribution = found()
@@ -105,4 +105,4 @@ class SampleWeights:
 
 
 def _nothing(*_: object) -> None:
-    """In place of a function of an optimizer that is closed."""
+    """Stands in for a function of an optimizer that is closed."""

@@ -1,4 +1,4 @@
-"""What an optimizer trains, as modules: a script may also train tensors that no module owns."""
+"""The objects that an optimizer trains, as modules: tensors that no module owns are wrapped."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from torchmn.base.errors import UsageError
 from torchmn.comm import Communicator
 
 Trained = Union[nn.Module, Tensor, "Sequence[Trained]", "Mapping[str, Trained]"]
-"""Modules and tensors, alone or in lists and dicts."""
+"""Modules and tensors, single or in nested lists and dicts."""
 
 
 class TrainedTensors(nn.Module):
-    """Tensors without a module: an image, latent codes, the weights of several losses."""
+    """A module for tensors that no module owns: an image, latent codes, weights of losses."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
         self._tensors = list(tensors)
 
     def named_parameters(self, prefix: str = "", *_: Any, **__: Any) -> Iterator[Any]:
-        """Each tensor, which need not be an `nn.Parameter`, by its number."""
+        """Yield each tensor, which need not be an `nn.Parameter`, with a numbered name."""
         for number, tensor in enumerate(self._tensors):
             yield f"{prefix}{'.' if prefix else ''}tensor_{number}", tensor
 
 
 def modules_of(trained: Trained, comm: Communicator) -> list[nn.Module]:
-    """The modules, and one more for all tensors. Local. Raises UsageError: something else."""
+    """Return the modules, and one more that holds all tensors. Local.
+
+    Raises UsageError: there is an object of another class, or nothing.
+    """
     found = list(_leaves(trained, comm))
     modules = [each for each in found if isinstance(each, nn.Module)]
     tensors = [each for each in found if isinstance(each, Tensor)]

@@ -1,4 +1,4 @@
-"""Steps that are not the usual one: with a closure, in `join`, with samples that nobody counted."""
+"""Unusual steps: with a closure, inside `join`, or with samples that were not counted."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ if TYPE_CHECKING:
     from torchmn.exchange.optimizer.multi_node_optimizer import MultiNodeOptimizer
 
 _MAX_STEPS = 10
-"""In a row: a script may step more than once with a gradient."""
+"""Consecutive steps without a count before the error; a few are legal, as a script may step more
+than once with a gradient."""
 
 
 class UncountedSteps:
-    """Steps whose samples no forward pass has counted, under a schedule that needs their number.
+    """Detects steps whose samples were not counted, under a schedule that needs their number.
 
-    Blocks of local updates would never end. Local.
+    Blocks of local updates would never end with them. Local.
     """
 
     def __init__(self, schedule: str, inner: Optimizer, reducer: GradientReducer) -> None:
         self._schedule, self._inner, self._reducer = schedule, inner, reducer
         self._num_steps = 0
-        """In a row."""
+        """Number of consecutive steps without a count."""
 
     def before_step(self) -> None:
-        """Raise UsageError if nothing was counted, and no loader knows the samples."""
+        """Raise UsageError if no samples were counted, and no loader knows their number."""
         reducer = self._reducer
         own = reducer.contribution
-        is_own_step = reducer.is_suspended  # else exchanges have taken what was counted
+        is_own_step = reducer.is_suspended  # otherwise an exchange has taken the count already
         if is_own_step:
             own.begin_exchange(reducer.step, has_backward=True)
         if own.is_known or (own.was_ever_known and not is_own_step):
@@ -60,10 +61,10 @@ class UncountedSteps:
 def over_ranks(
     closure: Callable[[], float], reducer: GradientReducer, before_step: Callable[[], None]
 ) -> Callable[[], float]:
-    """The closure with gradients that are means, and its loss put together as they are.
+    """Return a closure whose gradients, and loss, are means (or sums) over ranks. Local.
 
-    What it returns is *collective*. A rank without a backward pass in it takes part in the
-    exchange. ``before_step`` is called when the gradients are there.
+    Calling the returned closure is *collective*. A rank that makes no backward pass in it takes
+    part in the exchange. ``before_step`` is called when the gradients are complete.
     """
     given = reducer.contribution.given
 
@@ -76,7 +77,7 @@ def over_ranks(
         is_shared = reducer.is_needed
         if is_shared and reducer.num_passes == 0:  # no backward pass on this rank
             reducer.exchange_now(is_late=True)
-        if is_shared and reducer.exchange.num_sets == 1:  # the means are those of this exchange
+        if is_shared and reducer.exchange.num_sets == 1:  # p.grad holds the means of this pass
             share_with_late_ranks(reducer)
         before_step()
         return _loss_over_ranks(loss, reducer) if is_shared else loss
@@ -85,7 +86,7 @@ def over_ranks(
 
 
 def _loss_over_ranks(loss: float, reducer: GradientReducer) -> float:
-    """The ranks' losses, put together as their gradients were. *Collective.*"""
+    """The mean or sum of the ranks' losses, combined like their gradients. *Collective.*"""
     weight = reducer.passes_weight
     value = loss.detach() if isinstance(loss, Tensor) else loss
     part = float(value) * weight if weight else 0.0  # the loss of nothing may be NaN

@@ -1,4 +1,4 @@
-"""What makes a wrapper of an optimizer a `torch.optim.Optimizer`."""
+"""The base class of optimizers that wrap another `torch.optim.Optimizer`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torchmn.base.torch_private import STEP_HOOKS
 
 
 class WrappedOptimizer(Optimizer):
-    """Has the groups, state, defaults and other attributes of ``inner``, and none of its own.
+    """An optimizer that shares the groups, state, defaults and other attributes of ``inner``.
 
     A subclass sets ``inner`` first, and does not call ``__init__`` of `torch.optim.Optimizer`,
-    which would make groups and state.
+    which would create groups and state.
     """
 
     inner: Optimizer
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's own. Local; it never waits."""
+        """The inner optimizer's groups. Local; never waits."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -32,7 +32,7 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's own. Local; it never waits."""
+        """The inner optimizer's state. Local; never waits."""
         return self.inner.state
 
     @state.setter
@@ -41,11 +41,11 @@ class WrappedOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's own."""
+        """The inner optimizer's defaults."""
         return self.inner.defaults
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # not there yet: __init__ has not run, as in copying
+        if name == "inner":  # not set yet: copying creates objects without __init__
             raise AttributeError(name)
         return getattr(self.inner, name)
 
@@ -56,14 +56,17 @@ class WrappedOptimizer(Optimizer):
         )
 
 
-# A function that is called before the step of an optimizer, also of one that wraps another.
+# Calling a function before the step of an optimizer, even of one that wraps another.
 #
-# Torch calls hooks in the ``step`` of classes whose ``__init__`` called that of
-# `torch.optim.Optimizer`. A wrapper such as Lookahead often has only the attributes that it makes.
+# torch calls step hooks only in classes whose ``__init__`` called that of `torch.optim.Optimizer`.
+# A wrapper such as Lookahead often does not call it, and has only attributes of its own.
 
 
 def raise_if_it_has_no_hooks(optimizer: Optimizer) -> None:
-    """Raise UnsupportedError: an optimizer by name only, which may make gradients in its step."""
+    """Raise UnsupportedError if torch's step hooks do not exist in an optimizer. Local.
+
+    It may be a wrapper that computes gradients inside its step, after the exchange.
+    """
     if hasattr(optimizer, STEP_HOOKS[0]):
         return
     name = type(optimizer).__name__
@@ -76,11 +79,12 @@ def raise_if_it_has_no_hooks(optimizer: Optimizer) -> None:
 
 
 def before_step(optimizer: Optimizer, function: Callable[..., None]) -> Callable[[], None]:
-    """Call ``function`` before each step, until what is returned is called. Local.
+    """Call ``function`` before each step of ``optimizer``. Local.
 
-    Its arguments, if any, are those of a hook of `torch.optim.Optimizer`.
+    Its arguments, if any, are those of a step hook of `torch.optim.Optimizer`. Returns a function
+    that ends this.
     """
-    if getattr(type(optimizer).step, "hooked", False):
+    if getattr(type(optimizer).step, "hooked", False):  # torch's mark of a step that calls hooks
         return optimizer.register_step_pre_hook(function).remove
     own = vars(optimizer)
     before, plain = own.get("step"), optimizer.step

@@ -1,4 +1,4 @@
-"""The schedule: when ranks exchange gradients or parameters."""
+"""The base class of schedules, which decide when ranks exchange gradients or parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchmn.exchange.reducer import GradientReducer
 from torchmn.exchange.weights import Contribution
 
 ReplicaConsistency = Literal["per_step", "per_block", "none"]
-"""How long ranks' parameters may differ, at most: when they hold the same bits again."""
+"""When all ranks hold bit-identical parameters: after each step, each block, or never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What others must know of a schedule.
+    """The properties of a schedule that other parts of torchmn depend on.
 
     >>> from torchmn.exchange.schedules import DoubleBuffering
     >>> DoubleBuffering().traits.staleness_steps
@@ -31,31 +31,32 @@ class Traits:
 
     name: str
     num_sets: int = 1
-    """Sets of buckets that must exist side by side; 0 where gradients stay the rank's own."""
+    """Number of bucket sets that it uses in turns; 0 if gradients are not exchanged."""
     takes_shards: bool = True
-    """Whether it takes parameters that are DTensors, of which each rank holds a part."""
+    """Whether it accepts DTensor parameters, of which each rank holds a part."""
     serves: bool = False
-    """Whether this rank only serves the others and trains nothing."""
+    """Whether this rank only serves the others and does not train."""
     averages_gradients: bool = True
-    """Whether it takes means of the ranks' gradients of a step, in a phase at least."""
+    """Whether it uses means of the ranks' gradients of a step, at least in one phase."""
     has_own_steps: bool = False
-    """Whether each rank steps with its own gradients, in a phase at least."""
+    """Whether each rank steps with its own gradients, at least in one phase."""
     staleness_steps: int = 0
-    """How many steps late a gradient is applied: 0 where ``p.grad`` is of this backward."""
+    """Number of steps by which a gradient is applied late; 0 if ``p.grad`` is that of the last
+    backward pass."""
     counts_samples: bool = False
-    """Whether it needs the samples that the model's forward has seen."""
+    """Whether it needs the number of samples that the model's forward has seen."""
     replica_consistency: ReplicaConsistency = "per_step"
-    """What it promises about the parameters of the ranks, from now on."""
+    """When all ranks hold the same parameters, from now on."""
     is_within_block: bool = False
-    """Whether ranks have trained alone since they last had the same parameters."""
+    """Whether ranks have trained alone since they last held the same parameters."""
 
 
 class Schedule(ABC):
-    """When ranks exchange gradients or parameters.
+    """Decides when ranks exchange gradients or parameters.
 
     A schedule defines `traits`, `backward_ended` and `step`; `EveryStep` is the simplest. All other
-    methods have a default. They are *collective*, that is every rank calls them in the same order,
-    unless they are called local.
+    methods have a default. Methods are *collective*, that is, every rank calls them in the same
+    order, unless their description says local.
 
     >>> from torchmn.exchange.schedules import EveryStep, Schedule
     >>> isinstance(EveryStep(), Schedule), EveryStep().name
@@ -72,50 +73,57 @@ class Schedule(ABC):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """As they are now. Where they never change this is an attribute of the class."""
+        """The current properties. A schedule whose traits never change has a class attribute."""
 
     @property
     def name(self) -> str:
-        """The name under which a state is saved."""
+        """The name of the schedule, which is saved with its state."""
         return self.traits.name
 
     def attach(
         self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
     ) -> None:
-        """Called once, when the multi-node optimizer is made. ``models`` own the parameters."""
+        """Connect to an optimizer; called once, when the multi-node optimizer is created.
+
+        ``inner`` is the optimizer that was wrapped, and ``models`` own its parameters.
+        """
         self._reducer, self._exchange, self._inner = reducer, reducer.exchange, inner
         self._comm, self._contribution = reducer.comm, reducer.contribution
         self._local_passes = reducer.local_passes
 
     @abstractmethod
     def backward_ended(self) -> None:
-        """All gradients of this backward pass are packed: exchange them, set ``p.grad``."""
+        """Exchange the gradients of a backward pass, and set ``p.grad``.
+
+        Called by the reducer at the end of the pass, when all gradients are packed.
+        """
 
     @abstractmethod
     def step(self, closure: Callable[[], float] | None) -> float | None:
-        """In place of the local optimizer's step.
+        """Make a step; called in place of the inner optimizer's step, and returns the same.
 
-        Inside of `GradientReducer.without_data` this rank has left its loop: take part in a step of
-        the others with weight 0, so that the exchange's ``num_active`` says how many had data.
+        Inside `GradientReducer.without_data` this rank has left its loop: it must take part in a
+        step of the others with weight 0, and leave the number of ranks that had data in the
+        exchange's ``num_active``.
         """
 
     def flush(self) -> None:  # noqa: B027 - a default
-        """Apply what was exchanged but not applied, and exchange what was not exchanged."""
+        """Apply means that are still pending, and exchange changes that were not exchanged yet."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What outlives a step: tensors and numbers."""
+        """Return the state that outlives a step: tensors and numbers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - a default
         """Continue from `state_dict`; an empty dict starts from scratch."""
 
-    # ---- what few schedules need ----
+    # ---- optional: few schedules need these ----
 
     def before_access(self, access: Literal["read", "load"]) -> None:  # noqa: B027 - a default
-        """The script is about to read parameters, or to load a state into a model. Local."""
+        """Called before the script reads parameters, or loads a state into a model. Local."""
 
     def rebuild(self) -> None:  # noqa: B027 - a default
-        """The optimizer has other parameters than before, and replicas are equal."""
+        """Called when the optimizer's parameters were replaced; all ranks hold the same ones."""
 
     def close(self) -> None:  # noqa: B027 - a default
-        """Close what it has opened, such as connections and threads. Local."""
+        """Release resources such as connections and threads. Local."""

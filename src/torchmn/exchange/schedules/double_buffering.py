@@ -46,16 +46,16 @@ class DoubleBuffering(Schedule):
     """Gradients are applied one step late, and their exchange overlaps with a whole step.
 
     Args:
-        eager: compute each gradient after a step with the rank's own gradient of the step before.
-            A short training run is then 0.6 points of accuracy below `EveryStep` with
-            ``codec="int8"``, in place of 2.2 (``docs/explain/recipes.md``). It costs a second step
-            of the optimizer and copies of gradients, parameters and the optimizer's state.
-            Parameters are those after that step from a call of the model, with gradients enabled,
-            to the end of `backward`; at any other time all ranks hold the same. Call the model that
-            `create_multi_node_optimizer` was given, not parts of it. Hooks of the optimizer see
-            steps with means only. Not for parameters of which ranks hold parts.
+        eager: compute each gradient after a trial step with the rank's own previous gradient. With
+            ``codec="int8"`` a short training run then ends 0.6 points of accuracy below
+            `EveryStep`, instead of 2.2 (``docs/explain/recipes.md``). It costs a second step of the
+            optimizer and copies of gradients, parameters and the optimizer's state. The trial step
+            is in the parameters from a call of the model, with gradients enabled, to the end of
+            `backward`; at any other time all ranks hold the same parameters. Call the model that
+            was passed to `create_multi_node_optimizer`, not parts of it. Hooks of the optimizer see
+            steps with means only. Not supported if ranks hold parts of parameters.
         delay_compensation: lambda of the term lambda * g * g * (w - w_then) that is added to a
-            late mean g, where w_then are the parameters for which it was computed; 0 adds none.
+            late mean g, where w_then are the parameters at which it was computed; 0 adds none.
             It costs a copy of the parameters, and cannot be combined with ``eager``, which
             `recommended` uses (``docs/explain/recipes.md``).
 
@@ -83,18 +83,18 @@ class DoubleBuffering(Schedule):
         self.delay_compensation = delay_compensation
         self._pending: Sums | None = None
         self._has_mean = False
-        """Whether the exchange of this step has left a mean in ``p.grad``."""
+        """Whether ``p.grad`` holds a mean that the next step applies."""
         self._late: LateMeans
         self._own: dict[Tensor, Tensor] = {}
-        """This rank's gradients of the last backward pass, if eager."""
+        """This rank's own gradients of the last backward pass, if eager."""
         self._assigned: list[GradientState] = []
-        """The means as `backward` has left them; empty if none was made in this step."""
+        """The state of the gradients when `backward` returned; empty if it assigned no means."""
         self._was_changed = False
-        """Whether the script has changed them before the last step."""
+        """Whether the script changed those gradients before the last step."""
 
     @classmethod
     def recommended(cls) -> DoubleBuffering:
-        """The settings that were measured to cost the least accuracy: ``eager``."""
+        """The settings with the least measured loss of accuracy: ``eager=True``."""
         return cls(eager=True)
 
     def attach(
@@ -102,8 +102,8 @@ class DoubleBuffering(Schedule):
     ) -> None:
         """See `Schedule.attach`.
 
-        Raises UnsupportedError: eager, and ranks hold parts; delay compensation of sparse
-        gradients; LBFGS.
+        Raises UnsupportedError: ``eager`` with a model of which ranks hold parts, delay
+        compensation with sparse gradients, or LBFGS.
         """
         if isinstance(inner, LBFGS):
             raise UnsupportedError(
@@ -115,7 +115,7 @@ class DoubleBuffering(Schedule):
         exchange, parameters = self._exchange, reducer.parameters
         rank_label = self._comm.rank_label
         self._late = LateMeans(inner)
-        # How many gradients a result adds up.
+        # The number of ranks whose gradients are added without being divided.
         self._num_added = reducer.comm.size if exchange.reduction == "sum" else 1
         if self.delay_compensation:
             if parameters.sparse:
@@ -186,7 +186,7 @@ class DoubleBuffering(Schedule):
         return loss
 
     def _step_without_data(self) -> None:
-        """Take part in a step of the others. *Collective.*"""
+        """Take part in a step of the other ranks. *Collective.*"""
         self._late.forget()
         if self._pending is not None:
             self._pending.wait()
@@ -195,7 +195,9 @@ class DoubleBuffering(Schedule):
         if self._pending is not None:
             self._exchange.discard(self._pending)
         sums.wait()
-        if sums.num_active:  # in the same turns as the others: their buckets belong together
+        # Bucket sets alternate, and all ranks must use the same one in an exchange. An exchange in
+        # which no rank had data does not count: its set is filled again.
+        if sums.num_active:
             self._pending = sums
         else:
             self._exchange.take_back(sums)
@@ -215,10 +217,10 @@ class DoubleBuffering(Schedule):
         self._inner.step()
 
     def _assign(self, means: Sums) -> None:
-        """Make every ``p.grad`` its late mean, corrected if asked for.
+        """Set every ``p.grad`` to its late mean, with the correction that was asked for.
 
-        Raises RankMismatchError: in the step in which these means were started, the script has
-        changed the gradients of this rank, and some rank had none then.
+        Raises RankMismatchError: in the step in which the exchange of these means began, the script
+        changed this rank's gradients, and some other rank had none to change.
         """
         self._exchange.assign(means)
         if means.footer.get(LateRanks).are_some_late and self._was_changed:
@@ -230,10 +232,10 @@ class DoubleBuffering(Schedule):
         self._late.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Schedule.state_dict`: the mean that the next step will apply, by name.
+        """See `Schedule.state_dict`: the means that the next step will apply, by name.
 
-        If eager, also what a step with this rank's own gradient changes; with delay compensation,
-        the parameters for which the mean was computed.
+        With ``eager`` also the change of a step with this rank's own gradient; with delay
+        compensation the parameters at which the means were computed.
         """
         if self._pending is None:
             return {}
@@ -247,7 +249,7 @@ class DoubleBuffering(Schedule):
     def reshard_state_dict(
         self, states: Sequence[dict[str, Any]], comm: Communicator
     ) -> dict[str, Any]:
-        """See `Resharding`: an own gradient of fewer or more samples is left out."""
+        """See `Resharding`: the eager step is left out, as a rank's part of a batch has changed."""
         return {key: value for key, value in states[0].items() if key != "ahead"}
 
     def resume_warnings(self) -> list[str]:

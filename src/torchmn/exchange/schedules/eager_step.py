@@ -1,13 +1,14 @@
-"""A step with a rank's own gradient, until the mean of all ranks is there.
+"""Eager steps: a step with a rank's own gradient, applied until the mean of all ranks arrives.
 
-The expectation of a rank's own gradient is that of the mean, so that a step with it is right but
-for noise. A schedule that waits for the mean adds what it would change for one forward and backward
-pass, so that the next gradient is computed at about the parameters that the mean will give. Before
-and after these passes parameters are those of steps with means, the same on all ranks: what scripts
-read, average, save, evaluate and change. Nothing is left in the optimizer (see `trial_step`).
+A rank's own gradient has the same expectation as the mean, so a step with it is right except for
+noise. A schedule that waits for the mean adds the change of such a step to the parameters for one
+forward and backward pass, so that the next gradient is computed close to where the mean will lead.
+Before and after these passes the parameters are those of steps with means, the same on all ranks:
+these are what scripts read, average, save, evaluate and change. The optimizer itself is left
+unchanged (see `trial_step`).
 
-The own gradient is made no longer than the last mean. It is noisier than the mean, and the mean
-may have been clipped.
+The own gradient is scaled down to the norm of the last mean if it is longer: it is noisier than the
+mean, and the mean may have been clipped.
 
 Source: the eager updates of Kale et al., *Eager Updates For Overlapped Communication and
 Computation in DiLoCo*, 2025, which do the same with blocks and keep the own part of the mean.
@@ -45,7 +46,7 @@ _NOT_COMPILED = (
 class EagerStep(LateMeans):
     """Makes steps with own gradients, and adds them when one of ``models`` is called to train it.
 
-    ``trained`` returns the parameters that are exchanged, by name.
+    ``trained`` returns the exchanged parameters with their names.
     """
 
     def __init__(
@@ -59,15 +60,15 @@ class EagerStep(LateMeans):
         self._trained, self._rank_label, self._models = trained, rank_label, list(models)
         self._hooks = ModelHooks()
         self._changes: dict[str, Tensor] = {}
-        """What the next passes add, by the parameter's name."""
+        """The change that the next passes apply, by the parameter's name."""
         self._before: list[tuple[str, nn.Parameter, Tensor]] = []
-        """The parameters and their values without it, while it is added."""
+        """The parameters with their values without the change, while it is applied."""
         self._fingerprints: list[Tensor] = []
-        """Of the parameters with it."""
+        """Fingerprints of the parameters with the change applied."""
         self._mean_norm = 0.0
-        """Of the last means that the optimizer has seen."""
+        """The norm of the last means, as the optimizer has seen them."""
         self._num_missed = 0
-        """Passes for which it was not added."""
+        """Number of passes for which the change was not applied."""
         for model in models:
             self._hooks.before_forward(model, self._forward_begins, prepend=True)
 
@@ -86,10 +87,11 @@ class EagerStep(LateMeans):
             self._forward_begins()
 
     def step(self, own: Mapping[Tensor, Tensor], scale: float) -> None:
-        """Step with the means in ``p.grad``; note what a step with own gradients would change.
+        """Step with the means in ``p.grad``; note the change that own gradients would make.
 
-        The latter are multiplied by ``scale``, or by less: their norm becomes no larger than that
-        of the means. Without any, or not only finite ones, nothing is noted. ``p.grad`` stays.
+        Own gradients are multiplied by ``scale``, or by less, so that their norm does not exceed
+        that of the means. If there are none, or some are not finite, nothing is noted. ``p.grad``
+        is left as it is.
         """
         self._mean_norm = 0.0
         hook = self._inner.register_step_pre_hook(self._measure)  # after all hooks that clip
@@ -104,7 +106,7 @@ class EagerStep(LateMeans):
         self._mean_norm = _norm([p.grad for p in parameters_of(self._inner)])
 
     def pass_ended(self) -> None:
-        """Drop the step: its passes are over. Raises UsageError: see `remove`."""
+        """Undo and discard the step at the end of a pass. Raises UsageError: see `remove`."""
         if self._changes and not self._before:
             self._num_missed += 1
             if self._num_missed == 1:  # the script may train it in eval(), or call its layers
@@ -115,9 +117,9 @@ class EagerStep(LateMeans):
         self.forget()
 
     def remove(self) -> None:
-        """Take the step back; the next forward pass adds it again.
+        """Undo the step; the next forward pass applies it again.
 
-        Raises UsageError: the script has changed parameters meanwhile. The change is taken back.
+        Raises UsageError: the script changed parameters meanwhile; its change is undone as well.
         """
         before, self._before = self._before, []
         changed = self._changed(before)
@@ -133,12 +135,12 @@ class EagerStep(LateMeans):
             )
 
     def forget(self) -> None:
-        """Drop the step. Raises UsageError: see `remove`."""
+        """Undo and discard the step. Raises UsageError: see `remove`."""
         self._changes = {}
         self.remove()
 
     def close(self) -> None:
-        """Drop the step and stop watching. What the script has changed meanwhile stays."""
+        """Undo and discard the step, and stop watching; changes made by the script stay."""
         self._hooks.remove()
         before, self._before, self._changes = self._before, [], {}
         changed = set(self._changed(before))
@@ -147,7 +149,7 @@ class EagerStep(LateMeans):
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next passes add, by name. It is not added then."""
+        """The change that the next passes apply, by name. It is undone first."""
         self.remove()
         return {"ahead": {name: change.clone() for name, change in self._changes.items()}}
 
@@ -221,12 +223,12 @@ def _norm(gradients: Sequence[Tensor | None]) -> float:
 
 
 def _fingerprint(parameter: Tensor) -> Tensor:
-    """A sum of its bits: not the same if any one element is changed. Local."""
+    """The sum of a parameter's bit patterns, which differs if any single element changes. Local."""
     return bits_of(parameter).sum(dtype=torch.int64)
 
 
 def _differ(then: Sequence[Tensor], now: Sequence[Tensor]) -> list[bool]:
-    """Which of the fingerprints are not the same any more. A device is waited for once. Local."""
+    """Whether each fingerprint has changed. The host waits for the device only once. Local."""
     if len({each.device for each in (*then, *now)}) > 1:
         then, now = [each.cpu() for each in then], [each.cpu() for each in now]
     found: list[bool] = (torch.stack(list(then)) != torch.stack(list(now))).tolist() if then else []

@@ -26,8 +26,8 @@ class EveryStep(Schedule):
     """Gradients are averaged at each backward pass.
 
     Args:
-        exact: send gradients as they are, also where the optimizer has a codec: for a phase of
-            `Phases` in which a codec or the steps of single ranks would cost accuracy.
+        exact: send gradients unencoded even if the optimizer has a codec, for a phase of `Phases`
+            in which a codec or local steps would cost accuracy.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -86,16 +86,16 @@ class EveryStep(Schedule):
         return self._inner.step(closure)
 
     def flush(self) -> None:
-        """See `Schedule.flush`: nothing is pending, but on a GPU the last checks are."""
+        """See `Schedule.flush`: only the checks of the last exchange may be pending, on a GPU."""
         self._reducer.settle()
 
 
 # ---- ranks that have no backward pass in a step, and so exchange in `step` only ----
 #
-# A rank whose part of a batch is empty may leave ``backward()`` out. What its script does between
-# ``backward()`` and ``step()``, such as clipping, then meets no gradients there, and the means on
-# the other ranks. After such an exchange the late ranks take over the gradients of one that was not
-# late, as they are when it steps.
+# A rank whose part of a batch is empty may leave ``backward()`` out. What the script does between
+# ``backward()`` and ``step()``, such as clipping, then changes the means on the other ranks, but
+# finds no gradients on this one. So after such an exchange the late ranks take over the gradients
+# of a rank that was not late, as they are when it steps.
 
 _CHANGED = (
     "gradients were changed before they were exchanged, as by clip_grad_norm_: the last backward "
@@ -114,13 +114,15 @@ _NOT_SHARED = (
 
 
 def share_with_late_ranks(reducer: GradientReducer) -> None:
-    """Give late ranks the gradients of another rank, if there are both. *Collective* then.
+    """Give late ranks the gradients of another rank, if only some ranks are late.
 
-    To be called after the exchange of a step, before the optimizer uses its means. Raises
-    RankMismatchError: gradients were changed where they cannot be shared, that is with shards of
-    parameters, which no other rank has, and with optimizers that share a backward pass: late ranks
-    exchange for one after another, so that this would come in another order than on others. On all
-    ranks: a late rank's own gradients were changed.
+    *Collective* then; otherwise nothing is sent. Called after the exchange of a step, before the
+    optimizer uses its means.
+
+    Raises RankMismatchError: on all ranks, if a late rank's own gradients were changed; on a rank
+    that changed its gradients, if they cannot be shared. Shards of parameters cannot, as no other
+    rank has them. Nor can gradients of optimizers that share a backward pass: a late rank exchanges
+    for one optimizer after another, so that its collectives would come in another order.
     """
     comm, exchange, local = reducer.comm, reducer.exchange, reducer.local_passes
     if not exchange.are_late_on_some:
@@ -149,7 +151,7 @@ def share_with_late_ranks(reducer: GradientReducer) -> None:
 
 
 def _sent(gradient: Tensor | None) -> list[Tensor]:
-    """A gradient as dense tensors: itself, or rows and values of a sparse one."""
+    """A gradient as dense CPU tensors: the gradient itself, or row indices and values."""
     if gradient is None:
         return []
     if gradient.layout is torch.strided:

@@ -1,4 +1,4 @@
-"""What is done about means of the step before: nothing, or a correction to first order.
+"""Corrections of gradients that are applied a step late: none, or delay compensation.
 
 A late gradient g is corrected for how far the parameters have moved since it was computed:
 
@@ -26,45 +26,49 @@ from torchmn.exchange.buckets import NamedParameter
 
 
 class LateMeans:
-    """Applies late means as they are. All methods are local."""
+    """Applies late means without a correction. All methods are local."""
 
     def __init__(self, inner: Optimizer) -> None:
         self._inner = inner
 
     def mean_assigned(self) -> None:
-        """Every ``p.grad`` is its late mean."""
+        """Called when every ``p.grad`` holds its late mean."""
 
     def pass_ended(self) -> None:
-        """A backward pass has ended, whose mean will come a step late."""
+        """Called when a backward pass has ended, whose mean will be applied a step late."""
 
     def step(self, own: Mapping[Tensor, Tensor], scale: float) -> None:
-        """Apply the means. ``own``: this rank's gradients of the pass after; see `EagerStep`."""
+        """Apply the means.
+
+        ``own`` and ``scale`` are used by `EagerStep`: this rank's gradients of the following pass,
+        and their size relative to a mean.
+        """
         self._inner.step()
 
     def remove(self) -> None:
-        """Parameters are about to be read: make them those that all ranks hold."""
+        """Restore the parameters that all ranks hold, before they are read."""
 
     def forget(self) -> None:
-        """This rank makes no step with its own gradients of the last pass."""
+        """Discard a step with this rank's own gradients of the last pass."""
 
     def close(self) -> None:
         """Stop watching."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What belongs to the pending mean."""
+        """Return the state that belongs to the pending mean."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`; without one nothing is noted."""
+        """Continue from `state_dict`; an empty dict starts from scratch."""
 
 
 class DelayCompensation(LateMeans):
-    """Keeps where gradients are computed, and corrects ``p.grad``.
+    """Keeps the parameters at which gradients are computed, and corrects ``p.grad``.
 
     Args:
-        inner: steps with them.
-        factor: lambda; where gradients are sums over ranks, divided by the number of ranks.
-        trained: returns the parameters that are exchanged, by name.
+        inner: the optimizer.
+        factor: lambda, divided by the number of ranks if gradients are sums over ranks.
+        trained: returns the exchanged parameters with their names.
     """
 
     def __init__(
@@ -73,11 +77,11 @@ class DelayCompensation(LateMeans):
         super().__init__(inner)
         self._factor, self._trained = factor, trained
         self._then: dict[str, Tensor] = {}
-        """By name, the parameters for which the pending gradient was computed."""
+        """The parameters at which the pending gradient was computed, by name."""
 
     @torch.no_grad()
     def mean_assigned(self) -> None:
-        """Correct every ``p.grad`` that was computed at the noted parameters."""
+        """Correct every ``p.grad``, which was computed at the parameters kept by `pass_ended`."""
         for name, parameter in self._trained():
             gradient, then = parameter.grad, self._then.get(name)
             if gradient is not None and then is not None and then.shape == parameter.shape:
@@ -85,7 +89,7 @@ class DelayCompensation(LateMeans):
 
     @torch.no_grad()
     def pass_ended(self) -> None:
-        """The next gradient to be corrected was computed here."""
+        """Keep the parameters: the next gradient to be corrected was computed at them."""
         before, self._then = self._then, {}
         for name, parameter in self._trained():
             kept = before.get(name)
@@ -94,7 +98,7 @@ class DelayCompensation(LateMeans):
             self._then[name] = kept.copy_(parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """The noted parameters, by name."""
+        """The kept parameters, by name."""
         return {"then": {name: then.clone() for name, then in self._then.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,7 +109,7 @@ class DelayCompensation(LateMeans):
 
 
 def compensate_(gradient: Tensor, drift: Tensor, factor: float) -> None:
-    """Add ``factor`` g g ``drift`` to a gradient g, in place. ``drift`` is used up."""
+    """Add ``factor * g * g * drift`` to a gradient g, in place. ``drift`` is overwritten."""
     # |g|^2 for complex numbers, so that the diagonal stays real.
     square = (gradient * gradient.conj()).real if gradient.is_complex() else gradient * gradient
     gradient.add_(drift.mul_(square), alpha=factor)

@@ -1,9 +1,9 @@
-"""One schedule after another, by the number of samples over all workers.
+"""Phases: one schedule after another, by the number of samples over all workers.
 
-Post-local SGD exchanges at every step first and trains by blocks then: at first gradients are large
-and change quickly, and ranks that train alone move apart. The other way round, blocks first and
-every step at the end, saves the bytes where the learning rate is high, and the noise that blocks
-leave is averaged away at the end.
+Post-local SGD exchanges at every step first, and trains in blocks afterwards: at first gradients
+are large and change quickly, so that ranks that train alone move apart. The other way round, blocks
+first and every step at the end, saves communication while the learning rate is high, and the noise
+that blocks leave is averaged out at the end.
 
 Sources: Lin et al., *Don't Use Large Mini-Batches, Use Local SGD*, 2020 (post-local SGD); Wang and
 Joshi, *Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in
@@ -37,20 +37,20 @@ Phase = EveryStep | LocalUpdateSchedule
 
 
 class Phases(Schedule):
-    """Several schedules, each from a number of samples over all workers on.
+    """Several schedules, each used from a given number of samples over all workers on.
 
-    The number of samples is part of each exchange, so that all ranks switch at the same one. From
-    blocks to every step it is the first end of a block at which the samples are processed: the
-    ranks then flush, and continue with the mean of their optimizers' states (momenta and the like).
+    The number of samples is part of each exchange, so that all ranks switch at the same exchange. A
+    phase of blocks ends with the block in which that number is reached: the ranks then flush, and
+    before a phase of every step they take the mean of their optimizers' states (momenta and such).
 
     Args:
-        phases: the schedules, `EveryStep` or a `LocalUpdateSchedule`, by the number of samples over
-            all workers from which on they are used. The first one begins at 0. Each has the codec
-            of the optimizer, without residuals of the phase before; ``EveryStep(exact=True)`` has
+        phases: the schedules, each `EveryStep` or a `LocalUpdateSchedule`, by the number of samples
+            over all workers at which they begin. The first one begins at 0. Each uses the codec
+            of the optimizer, without residuals of the phase before; ``EveryStep(exact=True)`` uses
             none.
 
     Raises UsageError: a number is not finite or negative, none is 0, or an object is given twice;
-    UnsupportedError: another schedule.
+    UnsupportedError: a schedule is of another class.
 
     Example:
         >>> from torchmn.exchange.schedules import EveryStep, PeriodicAverage
@@ -66,28 +66,28 @@ class Phases(Schedule):
 
     def __init__(self, phases: Mapping[float, Phase]) -> None:
         self.starts = sorted(phases)
-        """From how many samples on each phase is used."""
+        """The number of samples at which each phase begins."""
         self.schedules = [phases[start] for start in self.starts]
         _check(self.starts, self.schedules)
         self._name = "+".join(schedule.name for schedule in self.schedules)
         self.began_at = [0.0]
-        """Samples over all workers at which each phase so far has begun."""
+        """The number of samples at which each phase so far actually began."""
         self._num_every_step_samples = 0.0
-        """Of this phase, if it is one of every step."""
+        """Samples over all workers in the current phase, if that is `EveryStep`."""
         self._unapplied: EveryStep | None = None
-        """The phase whose last mean is in ``p.grad``, where the next one has begun already."""
+        """The previous phase, if ``p.grad`` still holds its last mean though the next has begun."""
         self._is_stepping = False
         self._num_missed_steps = 0
-        """Steps of phases of every step since this rank left its loop."""
+        """Number of `EveryStep` steps of the other ranks since this rank left its loop."""
 
     @property
     def current(self) -> Phase:
-        """The schedule of the phase under way. The same on all ranks."""
+        """The schedule of the current phase. The same on all ranks."""
         return self.schedules[len(self.began_at) - 1]
 
     @property
     def num_samples(self) -> float:
-        """Over all workers, in all exchanges so far. The same on all ranks."""
+        """Samples over all workers in all exchanges so far. The same on all ranks."""
         phase = self.current
         if isinstance(phase, LocalUpdateSchedule):
             return self.began_at[-1] + phase.num_samples
@@ -95,7 +95,7 @@ class Phases(Schedule):
 
     @property
     def traits(self) -> Traits:
-        """See `Schedule.traits`: parameters are as the phase under way has them."""
+        """See `Schedule.traits`: what they say about parameters applies to the current phase."""
         return replace(
             self.current.traits,
             name=self._name,
@@ -121,14 +121,15 @@ class Phases(Schedule):
 
     def backward_ended(self) -> None:
         """See `Schedule.backward_ended`."""
-        if not self._exchange.num_in_step:  # its mean was dropped, by zero_grad
+        if not self._exchange.num_in_step:  # zero_grad has dropped the mean
             self._unapplied = None
         phase = self.current
         phase.backward_ended()
         if isinstance(phase, EveryStep):
             self._num_every_step_samples += self._exchange.num_samples
-            # Not in step(), which a GradScaler may skip; but a closure may be called again, and
-            # late ranks first take over the gradients of this phase, in step().
+            # Switch here and not in step(), which a GradScaler may skip on some steps. But not if a
+            # closure may be called again, or late ranks take over gradients of this phase in
+            # step(): then step() switches.
             if not (self._is_stepping or self._exchange.are_late_on_some) and self._is_over():
                 self._begin_next()
                 self._unapplied = phase
@@ -158,7 +159,7 @@ class Phases(Schedule):
         return result
 
     def _step_without_data(self) -> None:
-        """Take part in a step of the others. *Collective.*"""
+        """Take part in a step of the other ranks. *Collective.*"""
         self._unapplied = None
         phase, exchange = self.current, self._exchange
         if isinstance(phase, EveryStep) and not self._reducer.is_needed:
@@ -200,14 +201,14 @@ class Phases(Schedule):
     # ---- from one phase to the next ----
 
     def _is_over(self) -> bool:
-        """Whether the samples from which on the next phase is used are processed."""
+        """Whether as many samples are processed as the next phase begins at."""
         following = self.starts[len(self.began_at) :]
         return bool(following) and self.num_samples >= following[0]
 
     def _begin_next(self) -> int:
-        """Begin the next phase, or the one after it if that is due as well. *Collective.*
+        """Begin the next phase, or a later one if that is due as well. *Collective.*
 
-        Returns, after blocks, how many ranks have not left their loops.
+        Returns the number of ranks that have not left their loops, if the phase before had blocks.
         """
         before, num_in_loops = self.current, 0
         # All ranks end their blocks in one exchange: those that were flushing have done so already.
@@ -226,7 +227,7 @@ class Phases(Schedule):
         return num_in_loops
 
     def _open(self) -> None:
-        """Exchange as the current phase does. *Collective.*"""
+        """Configure the reducer for the current phase. *Collective.*"""
         phase = self.current
         if isinstance(phase, LocalUpdateSchedule):
             phase.begin(self._num_missed_steps)
@@ -264,7 +265,7 @@ class Phases(Schedule):
         return {**states[0], "current": current}
 
     def resume_warnings(self) -> list[str]:
-        """Those of all phases, each once."""
+        """The warnings of all phases, each once."""
         found = [text for schedule in self.schedules for text in warnings_of(schedule)]
         return list(dict.fromkeys(found))
 
@@ -302,19 +303,19 @@ def _check(starts: Sequence[float], schedules: Sequence[Schedule]) -> None:
         raise UsageError("A schedule object holds the state of one phase. Make one for each phase.")
 
 
-# The inner optimizers' states after blocks, where ranks continue with the same steps.
+# Averaging the inner optimizers' states after blocks, when all ranks begin to make the same steps.
 #
-# Parameters are equal after a flush, but each rank's momenta are those of its own gradients.
+# Parameters are equal after a flush, but each rank's momenta come from its own gradients.
 
 
 @torch.no_grad()
 def average_inner_state(comm: Communicator, inner: Optimizer, *, is_active: bool) -> None:
     """Make the optimizer's state the same on all ranks: the mean of its tensors. *Collective.*
 
-    Counts of steps become rank 0's. Where only some ranks have a state for a parameter, rank 0's
-    is taken. ``is_active``: whether this rank is still in its loop.
+    Step counts become those of rank 0, and so does the whole state if the ranks do not have state
+    for the same parameters. ``is_active``: whether this rank is still in its loop.
 
-    Raises RankMismatchError on all ranks: those in their loops have different learning rates.
+    Raises RankMismatchError on all ranks: ranks in their loops have different learning rates.
     """
     _raise_if_rates_differ(comm, inner, is_active=is_active)
     tensors: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Steps of an optimizer that are tried out: afterwards it is as it was, but for the parameters."""
+"""Trial steps: they change parameters, and leave the optimizer itself as it was before."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _PARAMETERS = "params"
 
 @contextmanager
 def trial_step(optimizer: Optimizer) -> Iterator[None]:
-    """Steps inside change parameters alone: no state, no option of a group, no count. Local.
+    """Context in which steps change only parameters: no state, group option or count. Local.
 
-    They call no hooks of the optimizer: these may keep counts and averages of their own.
+    Hooks of the optimizer are not called, as they may keep counts and averages of their own.
     """
     state = optimizer.state
     known = list(state)
@@ -48,7 +48,7 @@ def trial_step(optimizer: Optimizer) -> Iterator[None]:
 
 @torch.no_grad()
 def _restored(value: object, copied: object) -> object:
-    """The same tensor with its values of before: compiled steps have its address."""
+    """The old value; a tensor is restored in place, as compiled steps refer to its address."""
     if isinstance(value, Tensor) and isinstance(copied, Tensor):
         return value.copy_(copied)
     return copied

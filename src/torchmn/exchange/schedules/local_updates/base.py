@@ -1,4 +1,4 @@
-"""Every rank trains alone for a block of samples; then all agree where the next block begins.
+"""Local updates: every rank trains alone for a block of samples; then all agree on new parameters.
 
 With anchor a (the same bits on all ranks), parameters w_i of rank i, its n_i samples of the block:
 
@@ -6,32 +6,33 @@ With anchor a (the same bits on all ranks), parameters w_i of rank i, its n_i sa
     at its end:       d = sum_i n_i (a - w_i) / sum_i n_i,    N = sum_i n_i
                       a <- outer_step(a, d, N),    w_i <- a
 
-d is the mean pseudo-gradient. The outer step makes the schedule: `PeriodicAverage`,
-`BlockMomentum`, `DiLoCo`. A rank's block ends at the step in which its samples since the last one
-reach block_size / W. A block that ends before it is full (`flush`, loops of different lengths, the
-first block of a fragment) takes a part of the outer step: see `take_partial_step`.
+d is the mean pseudo-gradient. The outer step distinguishes the schedules: `PeriodicAverage`,
+`BlockMomentum`, `DiLoCo`. With W ranks, a rank's block ends at the step in which its samples since
+the last block reach block_size / W. A block that ends before it is full (`flush`, loops of
+different lengths, the first block of a fragment) takes a part of the outer step: see
+`take_partial_step`.
 
 Overlap (``overlap_steps=k``): at step t rank i contributes a - w_i(t) and continues; at t + k
 
     a <- outer_step(a, d, N),    w_i <- a + (w_i(t+k) - w_i(t))
 
-so that what was learned meanwhile belongs to the next block. At most one exchange is pending: the
-next one waits for it. With ``eager=True`` a rank continues from w_i(t) moved by what the outer step
-would do if d were 0, which all ranks know at t: the momentum of the blocks before (see
-`outer_momentum`). What arrives k steps late is then the mean of this block alone.
+so that changes made meanwhile belong to the next block. At most one exchange is pending: the next
+one waits for it. With ``eager=True`` a rank continues from w_i(t) moved by the outer step for
+d = 0, which all ranks know at t: the momentum of earlier blocks (see `outer_momentum`). Only the
+mean of this block then arrives k steps late.
 
 Fragments (``num_fragments=F``; Streaming DiLoCo, Douillard et al. 2025): the parameters are split
-into F consecutive parts; f is exchanged when (f + 1) / F of a block is full, so that the first
+into F consecutive parts; part f is exchanged when (f + 1) / F of a block is full, so that the first
 block of fragment f is shorter than all later ones. Each has its own anchor and count of samples.
 Differences: the paper puts every F-th layer into a fragment and blends ``a`` with w_i(t+k); here
-what was learned meanwhile is kept as a whole, and nothing is lost or counted twice.
+changes made meanwhile are kept entirely, and nothing is lost or counted twice.
 
-Blocks of another length (``block_size=GrowingBlocks(...)``): the exchange of the last fragment
-brings what the length of the next block depends on (see `growing_blocks`). With overlap that block
-has begun by then; only its end depends on it.
+Blocks of varying length (``block_size=GrowingBlocks(...)``): the exchange of the last fragment
+brings the learning rate that determines the length of the next block (see `growing_blocks`). With
+overlap that block has begun by then; only its end depends on it.
 
 Within nodes (``intra_node="every_step"``): the ranks of a node train as one worker, with the mean
-of their gradients at every step, and blocks are agreed on between nodes.
+of their gradients at every step, and blocks are exchanged between nodes.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ from torchmn.exchange.schedules.local_updates.within_node import IntraNodeAverag
 
 IntraNode = Literal["every_step"]
 BlockSize = float | GrowingBlocks
-"""In samples over all workers."""
+"""A number of samples over all workers, constant or growing."""
 DEFAULT_SAMPLES_PER_WORKER = 512
-"""In a block if no size is given: 16 steps with batches of 32."""
+"""Samples of each worker in a block if no size is given: 16 steps with batches of 32."""
 
 
 class LocalUpdateSchedule(Schedule):
@@ -88,9 +89,9 @@ class LocalUpdateSchedule(Schedule):
 
     Args:
         block_size: in samples over all workers, or `GrowingBlocks`; default: 512 per worker.
-        overlap_steps: steps during which the exchange is pending; 0 waits for it.
+        overlap_steps: number of steps during which the exchange is pending; 0 waits for it.
         num_fragments: number of parts of the parameters, exchanged one after another.
-        eager: with ``overlap_steps``, take the momentum of the outer step before the exchange.
+        eager: with ``overlap_steps``, apply the momentum of the outer step before the exchange.
         intra_node: ``every_step`` averages gradients at every step among the ranks of a node.
 
     Every floating-point parameter of the optimizer is exchanged, frozen ones included; to save
@@ -105,7 +106,7 @@ class LocalUpdateSchedule(Schedule):
 
     name: str
     resets_momentum = False
-    """Whether the inner optimizer's first moments become zero at the start of each block."""
+    """Whether the inner optimizer's first moments are set to zero at the start of each block."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class LocalUpdateSchedule(Schedule):
         self.num_samples = 0.0
         """Samples over all workers in all exchanges so far. The same on all ranks."""
         self.anchors: dict[str, Tensor] = {}
-        """Where the block began, by the parameter's name. The same on all ranks."""
+        """The parameters at which the block began, by name. The same on all ranks."""
         self.is_flushed = False
         """Whether all ranks ended their blocks in the last exchange. The same on all ranks."""
         self._node: IntraNodeAverage | None = None
@@ -140,11 +141,12 @@ class LocalUpdateSchedule(Schedule):
         """The fragment whose exchange is pending."""
         self._has_anchors = self._are_anchors_verified = False
         self._num_missed_steps = 0
-        """Steps of a warm-up in which this rank had left its loop."""
+        """Number of steps of an earlier phase that this rank missed, as it had left its loop."""
         self._known = ParameterSample([])
-        """Of parameters before a model has loaded a state."""
+        """A sample of the parameters, taken when a model is about to load a state."""
         self._is_resumed = False
-        """Whether no step was made since `load_state_dict`: the model's state belongs to it."""
+        """Whether no step was made since `load_state_dict`: a state that a model loads is then part
+        of the same checkpoint."""
 
     @property
     def traits(self) -> Traits:
@@ -163,13 +165,14 @@ class LocalUpdateSchedule(Schedule):
 
     @abstractmethod
     def outer_step(self, pseudo_gradients: Sequence[PseudoGradient], num_samples: float) -> None:
-        """Move anchors to where the next block begins, in place, identically on all ranks.
+        """Move the anchors in place to where the next block begins. Local.
 
-        ``num_samples``: over all ranks, in this block of these parameters. Gradients are off.
+        The result must be identical on all ranks. ``num_samples`` is that of all ranks in this
+        block of these parameters. Called with gradients disabled.
         """
 
     def partial_outer_step(self, pseudo_gradients: Sequence[PseudoGradient], part: float) -> None:
-        """The same for a block that ended when ``part`` of it was full, above 0 and below 1."""
+        """Make the outer step of a block of which only ``part``, above 0 and below 1, is full."""
         take_partial_step(pseudo_gradients, part, self._full_step, self.outer_state_tensors)
 
     def outer_state_tensors(self, pseudo_gradients: Sequence[PseudoGradient]) -> OuterState:
@@ -177,10 +180,10 @@ class LocalUpdateSchedule(Schedule):
         return {}
 
     def on_anchors_created(self) -> None:
-        """Called when `anchors` is complete, though without values; known ones are kept."""
+        """Called when all tensors of `anchors` exist. New ones have no values yet."""
 
     def outer_state_dict(self) -> dict[str, Any]:
-        """The state of the outer step: tensors and numbers."""
+        """Return the state of the outer step: tensors and numbers."""
         return {}
 
     def load_outer_state_dict(self, state: dict[str, Any]) -> None:
@@ -191,7 +194,11 @@ class LocalUpdateSchedule(Schedule):
     def attach(
         self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
     ) -> None:
-        """See `Schedule.attach`. Raises UsageError, UnsupportedError: does not suit this world."""
+        """See `Schedule.attach`.
+
+        Raises UsageError: a block has less than one sample per worker; UnsupportedError: the
+        transport cannot make two exchanges at a time, which these options need.
+        """
         super().attach(reducer, inner, models)
         comm, self._codec = reducer.comm, reducer.codec
         self._length = BlockLength(self.block_size or DEFAULT_SAMPLES_PER_WORKER * comm.size)
@@ -214,8 +221,8 @@ class LocalUpdateSchedule(Schedule):
     def begin(self, num_missed_steps: int = 0) -> None:
         """Stop the exchange of gradients; the first block begins with the next step. *Collective.*
 
-        ``num_missed_steps``: steps of other ranks that this one has not made: it copies parameters
-        and optimizer state before the first exchange.
+        ``num_missed_steps``: number of steps of the other ranks that this rank did not make. If
+        there are any, it copies parameters and optimizer state before the first exchange.
         """
         self._num_missed_steps = num_missed_steps
         if self._node is not None:
@@ -265,9 +272,10 @@ class LocalUpdateSchedule(Schedule):
         return result
 
     def _step_without_data(self) -> int:
-        """Take part in a step of the others; what this rank has learned belongs to the next block.
+        """Take part in a step of the other ranks. *Collective.*
 
-        Returns how many ranks had data.
+        Changes that this rank has made contribute to the next block. Returns the number of ranks
+        that had data.
         """
         node = self._node
         if node is not None and self._reducer.is_needed and not node.has_left:
@@ -294,8 +302,8 @@ class LocalUpdateSchedule(Schedule):
         """See `Schedule.flush`. Ends the partial block of every fragment.
 
         Ranks may have made different numbers of steps: a rank that flushes takes part in the
-        exchanges of the others until all ranks flush. Afterwards all may change parameters in the
-        same way, or load a state.
+        exchanges of the others until all ranks flush. Afterwards the script may change parameters,
+        identically on all ranks, or load a state.
         """
         while self._exchange_without_data():
             pass
@@ -311,31 +319,35 @@ class LocalUpdateSchedule(Schedule):
 
     @property
     def current_block_size(self) -> float:
-        """Of the block under way, in samples over all workers. The same on all ranks."""
+        """The size of the current block in samples over all workers. The same on all ranks."""
         return self._length.current
 
     @property
     def _num_sharing(self) -> int:
-        """How many ranks train as one worker with this one, itself included."""
+        """The number of ranks that train as one worker together with this one, including it."""
         return 1 if self._node is None else self._node.num_ranks
 
     @property
     def _is_within_block(self) -> bool:
-        """With overlap a block lasts from the first step to `flush`."""
+        """Whether ranks have trained alone; with overlap, always from the first step to `flush`."""
         if not self._fragments or self._comm.size == self._num_sharing:
             return False
         return self._pending is not None or any(each.num_samples for each in self._fragments)
 
     def _size_blocks(self) -> None:
-        """Let the block under way end when `current_block_size` samples are processed."""
+        """Let the current block end when `current_block_size` samples are processed."""
         size, num_workers = self._length.current, self._comm.size
         self._order.share = size * self._num_sharing / num_workers
         for fragment in self._fragments:
-            # A power of two: sums stay near the size of pseudo-gradients, no bit of a mean changes.
+            # A power of two: sums stay near the size of pseudo-gradients, and the bits of a mean do
+            # not depend on it.
             fragment.scale = weight_scale(size / num_workers, 1)
 
     def _take_anchors(self) -> None:
-        """Begin a block, unless one is under way: before the first step or exchange of it."""
+        """Begin a block, unless one is under way. Called before its first step or exchange.
+
+        Raises UsageError: a model has loaded a state inside a block.
+        """
         self._is_resumed = False
         changed = self._known.changed()
         self._known.forget()
@@ -352,17 +364,17 @@ class LocalUpdateSchedule(Schedule):
             self._has_anchors = True
 
     def _count_samples(self, num_samples: float, mean_samples: float | None = None) -> None:
-        """This worker has processed samples; identically on all ranks of a node.
+        """Count samples that this worker has processed, identically on all ranks of a node.
 
-        ``mean_samples``: over workers, where all of them know it. Blocks then end on all of them in
-        the same step, whatever the samples of each.
+        ``mean_samples``: the mean over workers, if all of them know it. Blocks then end on all of
+        them in the same step, whatever number of samples each has.
         """
         for fragment in self._fragments:
             fragment.num_samples += num_samples
         self._order.count(num_samples if mean_samples is None else mean_samples)
 
     def _progress(self, overlap_steps: float) -> None:
-        """A step has ended: finish the pending exchange if it is due, start those that are full."""
+        """After a step, finish the pending exchange if it is due, and start those that are due."""
         if self._pending is not None:
             self._pending.steps_left -= 1
             if self._pending.steps_left <= 0:
@@ -371,9 +383,9 @@ class LocalUpdateSchedule(Schedule):
             self._start_exchange(overlap_steps, is_active=self._reducer.is_active)
 
     def _exchange_without_data(self) -> int:
-        """Take part in one exchange of other ranks; if no rank is left, end the partial blocks.
+        """Take part in one exchange of the other ranks. *Collective.*
 
-        Returns the number of ranks that continue.
+        Returns the number of ranks that continue; if there is none, all partial blocks are ended.
         """
         self._take_anchors()
         num_active = self._start_exchange(0, is_active=False)
@@ -387,17 +399,20 @@ class LocalUpdateSchedule(Schedule):
         return num_active
 
     def _start_exchange(self, overlap_steps: float, *, is_active: bool) -> int:
-        """Exchange the next fragment. Without overlap returns the number of ranks that continue.
+        """Exchange the next fragment. *Collective.*
 
-        All ranks end one exchange before they start the next, so that collectives are called in one
-        order whatever the number of steps between them.
+        All ranks finish one exchange before they start the next, so that collectives are called in
+        the same order, whatever the number of steps between them. Returns the number of ranks that
+        continue, if there is no overlap.
         """
         self._finish_exchange()
         self._verify_anchors()
         self.is_flushed = False
         fragment = self._fragments[self._order.advance()]
         weight, node = fragment.num_samples, self._node
-        if node is not None:  # the ranks of a node have counted the samples of all of them
+        # Each rank of a node has counted the samples of all its ranks. One that missed steps has
+        # outdated parameters and contributes nothing.
+        if node is not None:
             weight = 0.0 if node.num_missed_steps else weight / max(1, node.num_active)
         rate = highest_rate(self._inner)
         fragment.pack(weight, rate, is_active=is_active, step=self._reducer.step)
@@ -411,7 +426,7 @@ class LocalUpdateSchedule(Schedule):
         return fragment.sums.num_active
 
     def _momentum(self, zeros: Sequence[PseudoGradient]) -> list[Tensor]:
-        """What the next outer step will do to anchors even if nothing was learned. Local."""
+        """The change of the anchors in the next outer step for pseudo-gradients of zero. Local."""
         if not self.outer_state_tensors(zeros):
             return []
         return take_partial_step(zeros, 0, self._full_step, self.outer_state_tensors)
@@ -420,7 +435,7 @@ class LocalUpdateSchedule(Schedule):
         self.outer_step(pseudo_gradients, self.current_block_size)
 
     def _finish_exchange(self) -> None:
-        """Wait for the pending exchange and take the outer step."""
+        """Wait for the pending exchange, if there is one, and make the outer step. *Collective.*"""
         fragment, self._pending = self._pending, None
         if fragment is None:
             return
@@ -447,7 +462,7 @@ class LocalUpdateSchedule(Schedule):
             self._size_blocks()
 
     def _discard_block(self, fragment: Fragment) -> None:
-        """The block was not finite on some rank: all ranks return to its beginning."""
+        """Return to the anchors on all ranks, as the block was not finite on some rank."""
         fragment.reset_to_anchors()
         fragment.num_samples = 0.0
         reset_momentum_(self._inner.state, fragment.parameters)
@@ -455,9 +470,10 @@ class LocalUpdateSchedule(Schedule):
         self._reducer.act_on_nonfinite()
 
     def _verify_anchors(self) -> None:
-        """Once, before the first exchange: all ranks start from the same bits. *Collective.*
+        """Check once, before the first exchange, that anchors are bit-identical. *Collective.*
 
-        A rank that left its loop during a warm-up copies the anchors of the others.
+        A rank that had left its loop in an earlier phase copies the anchors of another rank. Raises
+        RankMismatchError on all ranks: the anchors differ.
         """
         if self._are_anchors_verified:
             return
@@ -519,7 +535,7 @@ class LocalUpdateSchedule(Schedule):
         """See `Schedule.load_state_dict`. Raises UsageError: other parameters or fragments."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.sums.drain()  # its memory is used again
+            pending.sums.drain()  # the engine may still write its buckets, which are used again
         self._check_state(state)
         self._known.forget()
         self._is_resumed = True
@@ -558,7 +574,7 @@ class LocalUpdateSchedule(Schedule):
 
 
 def _is_concurrent(comm: Communicator) -> bool:
-    """Whether two communicators of a rank may exchange at the same time."""
+    """Whether two communicators of a rank may exchange at the same time, unlike over MPI."""
     transport = comm.world.transport
     return transport.is_concurrent
 

@@ -40,13 +40,13 @@ class BlockMomentum(LocalUpdateSchedule):
     """Blocks of ``block_size`` samples with momentum from block to block.
 
     Args:
-        block_size: see `LocalUpdateSchedule`, as for the last four.
+        block_size: see `LocalUpdateSchedule`, also for the last four arguments.
         block_momentum_as_time_constant: T in samples over all workers; 0: no momentum. The default
-            follows the size of blocks where these grow.
-        nesterov: look ahead.
+            follows the size of blocks if they grow.
+        nesterov: whether to use Nesterov momentum.
         reset_sgd_momentum_after_aggregation: set the inner optimizer's first moments
             (``momentum_buffer``, ``exp_avg``) to zero at the start of each block.
-        block_learning_rate: scales what is added to the moving average.
+        block_learning_rate: factor of the mean pseudo-gradient that is added to the average.
 
     Raises UsageError: an argument is out of range.
 

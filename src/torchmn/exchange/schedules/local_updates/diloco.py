@@ -28,7 +28,7 @@ from torchmn.exchange.schedules.local_updates.outer_momentum import OuterState
 from torchmn.exchange.schedules.trial_step import trial_step
 
 RECOMMENDED_OVERLAP = 6
-"""Steps, of the 16 of a block."""
+"""Number of steps of overlap that is recommended for blocks of 16 steps."""
 MakeOptimizer = Callable[[list[Tensor]], Optimizer]
 
 
@@ -46,9 +46,10 @@ class DiLoCo(LocalUpdateSchedule):
     """Blocks of ``block_size`` samples, each ended by a step of an outer optimizer.
 
     Args:
-        block_size: see `LocalUpdateSchedule`, as for the last four.
-        outer: makes the outer optimizer for a list of tensors, the anchors. The same on all ranks.
-            It is then available as ``outer``, for instance for a learning rate scheduler.
+        block_size: see `LocalUpdateSchedule`, also for the last four arguments.
+        outer: creates the outer optimizer for a list of tensors, the anchors, and must do the same
+            on all ranks. The attribute ``outer`` then holds the optimizer, for instance for a
+            learning rate scheduler.
 
     Raises UsageError: an argument is out of range.
 
@@ -90,14 +91,14 @@ class DiLoCo(LocalUpdateSchedule):
         num_fragments: int = 1,
         intra_node: IntraNode | None = None,
     ) -> DiLoCo:
-        """Overlapped blocks that cost less accuracy than the settings of the paper, but some.
+        """Settings for overlapped blocks that lose less accuracy than those of the paper.
 
         With ``codec="int8"`` a short training run loses 0.6 points (0.0 to 1.2) of test accuracy
-        against `EveryStep`, in place of 2.7. Use `EveryStep` where none may be lost.
+        compared with `EveryStep`, instead of 2.7. Use `EveryStep` if none may be lost.
 
-        The outer momentum is 0.7 in place of the paper's 0.9, and eager. Give fewer steps of
-        overlap where the link needs fewer: about the time of an exchange over that of a step.
-        How it was chosen and measured: ``docs/explain/recipes.md``.
+        The outer momentum is 0.7 instead of the paper's 0.9, and is applied eagerly. Use fewer
+        steps of overlap if the link allows it: about the time of an exchange divided by that of a
+        step. ``docs/explain/recipes.md`` tells how these settings were chosen and measured.
         """
         return cls(
             block_size,

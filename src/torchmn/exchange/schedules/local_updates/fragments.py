@@ -1,8 +1,8 @@
-"""Parts of a model whose blocks end together, and the exchange of what was learned in a block.
+"""Fragments: parts of a model whose blocks end together, and the exchange of pseudo-gradients.
 
-A fragment has an anchor, the point from which all ranks start, with the same bits on every rank. At
-the end of a block each rank i contributes its pseudo-gradient ``anchor - w_i``, weighted by the
-number of its samples.
+A fragment has an anchor, the point from which all ranks start, bit-identical on every rank. At the
+end of a block each rank i contributes its pseudo-gradient ``anchor - w_i``, weighted by the number
+of its samples.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchmn.exchange.sums import Sums, load_means
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PseudoGradient:
-    """One parameter at the end of a block: its anchor takes the place of the parameter.
+    """The anchor and the mean pseudo-gradient of one parameter at the end of a block.
 
     >>> from torchmn.exchange.schedules.local_updates.fragments import PseudoGradient
     >>> block = PseudoGradient(name="weight", anchor=torch.ones(2), mean=torch.full((2,), 0.5))
@@ -41,19 +41,19 @@ class PseudoGradient:
 
     name: str
     anchor: Tensor
-    """Where the block began. The outer step moves it, in place, to where the next one begins."""
+    """The value at which the block began; the outer step moves it in place to that of the next."""
     mean: Tensor
     """The mean of ``anchor - w_i`` over ranks, weighted by samples; the shape of the anchor."""
 
 
 class _BlockRate(Agreement):
-    """The learning rates of ranks, of which the mean is of use: at the end of a block they differ.
+    """The mean of the ranks' learning rates at the end of a block.
 
-    Ranks may have made different numbers of steps.
+    The rates may differ, as ranks may have made different numbers of steps; nothing is checked.
     """
 
     rate = 0.0
-    """That of this rank."""
+    """The learning rate of this rank."""
 
     @property
     def mean(self) -> float:
@@ -66,10 +66,10 @@ class _BlockRate(Agreement):
 
 
 class Fragment:
-    """Some parameters, their anchors, and the buckets in which their pseudo-gradients are reduced.
+    """Some parameters, their anchors, and the buckets in which their pseudo-gradients are summed.
 
-    At most one exchange is pending. With overlap the parameters at its start are kept, so that
-    what is learned while it is pending becomes part of the next block.
+    At most one exchange is pending. With overlap a copy of the parameters at its start is kept, so
+    that changes made while it is pending become part of the next block.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Fragment:
         self.parameters = [parameter for _, parameter in parameters]
         self.anchors = [anchors[name] for name in self.names]
         self.num_samples = 0.0
-        """What this rank (or its node) has seen since the last exchange of this fragment."""
+        """Samples of this rank (or its node) since the last exchange of this fragment."""
         self.steps_left = 0.0
-        """Until the pending exchange is waited for."""
+        """Number of steps after which the pending exchange is waited for."""
         self._starts: list[Tensor] | None = None
         """The parameters when the pending exchange started; None without overlap."""
         self._rate = _BlockRate()
@@ -108,7 +108,7 @@ class Fragment:
         self._comm, self._buckets = comm, buckets
         self._packing: Packing | None = None
         self.sums: Sums
-        """Those of the exchange that was started last."""
+        """The sums of the exchange that was started last."""
         self.scale = 1.0
         """The `weight_scale` of the next exchange, the same on all ranks."""
         self._anchor_of = dict(zip(self.names, self.anchors, strict=True))
@@ -119,7 +119,7 @@ class Fragment:
 
     @torch.no_grad()
     def take_anchors(self) -> None:
-        """Start a block here: the anchors become copies of the parameters."""
+        """Begin a block: the anchors become copies of the current parameters. Local."""
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             anchor.copy_(parameter)
 
@@ -127,8 +127,8 @@ class Fragment:
     def pack(self, weight: float, rate: float, *, is_active: bool, step: int) -> None:
         """Begin an exchange and write this rank's part. *Collective*, but does not wait.
 
-        A weight of zero contributes nothing, even where the parameters are NaN. ``rate``: the
-        learning rate of this rank.
+        A weight of zero contributes nothing, even if parameters are NaN. ``rate`` is the learning
+        rate of this rank.
         """
         self._rate.rate = rate
         context = PassContext(step=step, weight=weight, num_samples=weight, is_active=is_active)
@@ -142,9 +142,9 @@ class Fragment:
 
     @torch.no_grad()
     def move(self, changes: Sequence[Tensor]) -> None:
-        """Change the parameters; the pending exchange does not see it, and its end undoes it.
+        """Add ``changes`` to the parameters, after `pack` and before `start`. Local.
 
-        Without any changes they stay.
+        They are not part of the exchange, and its end undoes them. An empty list changes nothing.
         """
         for parameter, change in zip(self.parameters, changes, strict=bool(changes)):
             parameter.add_(change)
@@ -159,26 +159,27 @@ class Fragment:
 
     @property
     def mean_rate(self) -> float:
-        """The mean over ranks of the learning rate, in the exchange that was waited for."""
+        """The mean over ranks of the learning rate in the exchange that was waited for."""
         return self._rate.mean
 
     def pseudo_gradients(self) -> list[PseudoGradient]:
-        """The means, after the exchange was waited for."""
+        """The anchors with the mean pseudo-gradients of the exchange that was waited for."""
         return self._pseudo_gradients
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Continue from the anchors, with what was learned while the exchange was pending."""
+        """Continue from the anchors, and keep the changes made while the exchange was pending."""
         starts, self._starts = self._starts, None
         if starts is None:
             self.reset_to_anchors()
             return
+        # anchor + (parameter - start), computed in the memory of start.
         for anchor, parameter, start in zip(self.anchors, self.parameters, starts, strict=True):
             parameter.sub_(start.sub_(anchor))
 
     @torch.no_grad()
     def reset_to_anchors(self) -> None:
-        """Continue from the anchors and discard what was learned since."""
+        """Continue from the anchors, and discard all changes since."""
         self._starts = None
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             parameter.copy_(anchor)
@@ -187,8 +188,9 @@ class Fragment:
 
     def state_dict(self, *, is_pending: bool, has_anchors: bool) -> dict[str, Any]:
         """The state of this rank. A pending exchange is waited for, and stays pending."""
-        exchange = self._exchange_state() if is_pending else {}  # first: it waits for the codec
-        changed = {}  # what this rank has learned in the block: another number of ranks shares it
+        # First: waiting for the exchange completes the codec's state, which is saved below.
+        exchange = self._exchange_state() if is_pending else {}
+        changed = {}  # parameters that left their anchors, for loading on another number of ranks
         if has_anchors:
             rows = zip(self.names, self.parameters, self.anchors, strict=True)
             changed = {n: p.detach().clone() for n, p, a in rows if not torch.equal(p, a)}
@@ -250,9 +252,10 @@ class Fragment:
 def new_codecs(
     codec: Codec | None, parts: Sequence[Sequence[NamedParameter]], before: Sequence[Fragment]
 ) -> list[Codec | None]:
-    """A codec for each fragment, as their exchanges end at different times.
+    """Return a codec for each fragment, as their exchanges end at different times. Local.
 
-    The residuals of the fragments ``before`` are kept: each takes those of its parameters.
+    The new codecs take over the residuals of the fragments ``before``, each those of its
+    parameters.
     """
     if codec is None:
         return [None] * len(parts)
@@ -267,7 +270,7 @@ def new_codecs(
 
 
 def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The states of codecs of different parameters as one, with all their residuals."""
+    """Merge the states of codecs for different parameters into one with all residuals."""
     merged: dict[str, Any] = {}
     for state in states:
         for key, value in state.items():
@@ -281,7 +284,7 @@ def _merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _of_parameters(state: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The state of a codec with the residuals of these parameters alone."""
+    """A codec state that is reduced to the residuals of the named parameters."""
     if "residuals" not in state:
         return state
     own = [entry for entry in state["residuals"] if entry["name"] in names]
@@ -291,9 +294,9 @@ def _of_parameters(state: dict[str, Any], names: Collection[str]) -> dict[str, A
 def split_into_fragments(
     parameters: Sequence[NamedParameter], num_fragments: int
 ) -> list[list[NamedParameter]]:
-    """Consecutive parts of about the same number of bytes, none empty.
+    """Split parameters into consecutive parts of about the same number of bytes, none empty.
 
-    Raises UsageError: there are fewer parameters than parts.
+    Local. Raises UsageError: there are fewer parameters than parts.
     """
     if num_fragments > len(parameters):
         raise UsageError(
@@ -320,13 +323,13 @@ def averageable(parameters: Sequence[NamedParameter]) -> list[NamedParameter]:
 
 
 MOMENTUM_BUFFERS = ("momentum_buffer", "exp_avg")
-"""The names of first moments in torch's optimizers: SGD and RMSprop; Adam and its variants."""
+"""The names of first moments in torch's optimizers: of SGD and RMSprop, and of Adam's variants."""
 
 
 def reset_momentum_(
     state: Mapping[Tensor, Mapping[str, object]], parameters: Sequence[nn.Parameter]
 ) -> None:
-    """Set the first moments of an optimizer to zero. Second moments and step counts stay. Local."""
+    """Set an optimizer's first moments to zero, but not second moments or step counts. Local."""
     for parameter in parameters:
         for name in MOMENTUM_BUFFERS:
             value = state.get(whole_of(parameter), {}).get(name)
@@ -338,10 +341,11 @@ def reset_momentum_(
 def restart_where_not_finite_(
     state: Mapping[Tensor, MutableMapping[str, Any]], parameters: Sequence[nn.Parameter]
 ) -> None:
-    """Let an optimizer begin again with parameters whose second moments are not finite. Local.
+    """Reset the optimizer state of parameters where some of it is not finite. Local.
 
-    One gradient that is not finite would make every later step so. Such tensors become zero, and
-    the count of steps of their parameter as well, from which Adam corrects its moments.
+    One gradient that is not finite would otherwise make every later step nonfinite. Such tensors
+    become zero, and so does the step count of their parameter, from which Adam corrects its
+    moments.
     """
     for parameter in parameters:
         own = state.get(whole_of(parameter), {})
@@ -356,8 +360,8 @@ def restart_where_not_finite_(
 class FragmentSchedule:
     """Counts the samples of a worker and decides which fragment's block is full. Local.
 
-    Of F fragments, f is due when ``(f + 1) / F`` of ``share`` samples were counted, the worker's
-    share of a block; then the count starts again from zero.
+    ``share`` is the number of samples of this worker in a block. Of F fragments, number f is due
+    when ``(f + 1) / F`` of it was counted; after the last one the count starts again from zero.
     """
 
     def __init__(self, num_fragments: int, share: float) -> None:
@@ -382,13 +386,13 @@ class FragmentSchedule:
                 position, self._samples = 0, 0.0
 
     def take_due(self) -> bool:
-        """Whether the next fragment is due. Each fragment is reported once."""
+        """Whether the next fragment is due; reports each fragment once."""
         is_due = self._num_due > 0
         self._num_due -= is_due
         return is_due
 
     def advance(self) -> int:
-        """The index of the next fragment to exchange; moves on to the one after it."""
+        """Return the index of the next fragment to exchange, and move on to the one after it."""
         index = self._next
         self._next = (index + 1) % self.num_fragments
         return index

@@ -30,7 +30,8 @@ from torch.optim import Optimizer
 from torchmn.base.errors import UsageError
 
 _FALL = 0.999
-"""Of the highest learning rate, at most, once it falls: sums of ranks are rounded."""
+"""A learning rate counts as falling below this fraction of the highest one: sums over ranks are
+rounded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +39,12 @@ class GrowingBlocks:
     """A block size that grows as the learning rate falls, for any local-update schedule.
 
     Args:
-        block_size: of the first blocks, in samples over all workers.
+        block_size: size of the first blocks, in samples over all workers.
         rate: the learning rate below which blocks grow. With several parameter groups it is
             compared with the highest of their rates.
-        power: 2 is the quadratic rule; 1 lets the size grow as 1 / rate.
-        max_growth: how many times ``block_size`` a block has at most. What is sent is then a
-            small part of what was sent at first, and the last blocks end before the run does.
+        power: 2 is the quadratic rule; with 1 the size grows as 1 / rate.
+        max_growth: the largest size of a block, as a multiple of ``block_size``. By then little is
+            sent, and a limit lets the last blocks end before the run does.
 
     Blocks have ``block_size`` samples as long as the rate rises (a warm-up) or is at its highest.
 
@@ -77,9 +78,9 @@ class GrowingBlocks:
 
 
 class BlockLength:
-    """How many samples the block under way has. The same on all ranks, from the same numbers.
+    """The length of the current block in samples, computed identically on all ranks. Local.
 
-    ``size`` is the constant one, or how it grows.
+    ``size`` is a constant length, or the rule by which it grows.
     """
 
     def __init__(self, size: float | GrowingBlocks) -> None:
@@ -88,13 +89,16 @@ class BlockLength:
         self.restart()
 
     def restart(self) -> None:
-        """As at the beginning."""
+        """Return to the state at the beginning of training."""
         self.current = float(self._first)
         """Samples over all workers."""
         self._highest_rate = 0.0
 
     def block_ended(self, rate: float) -> bool:
-        """The next block begins at this learning rate; returns whether it has another length."""
+        """Set the length of the next block, which begins at this learning rate.
+
+        Returns whether it differs from the length of the last one.
+        """
         if self._rule is None:
             return False
         before, self._highest_rate = self.current, max(self._highest_rate, rate)
@@ -103,7 +107,7 @@ class BlockLength:
         return self.current != before
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers; none where the length is constant."""
+        """The current length and the highest rate; empty if the length is constant."""
         if self._rule is None:
             return {}
         return {"current": self.current, "highest_rate": self._highest_rate}
@@ -116,5 +120,5 @@ class BlockLength:
 
 
 def highest_rate(inner: Optimizer) -> float:
-    """The highest learning rate of the groups; 0 if they have none. Local."""
+    """The highest learning rate of an optimizer's groups; 0 if they have none. Local."""
     return max((float(group.get("lr", 0.0)) for group in inner.param_groups), default=0.0)

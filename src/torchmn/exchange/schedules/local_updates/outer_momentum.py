@@ -1,4 +1,4 @@
-"""An outer step that is taken a part of the way: of a short block, or before its mean is known.
+"""Partial outer steps: for a block that is not full, or before its mean is known.
 
 An outer step moves an anchor a by the mean pseudo-gradient d of a block of B samples and updates
 its own state s: (a, s) <- full(a, s, d). In N < B samples, u = N / B, the ranks have moved about
@@ -44,13 +44,14 @@ def take_partial_step(
 ) -> list[Tensor]:
     """Move anchors and outer state by a part of a full block's outer step, in place. Local.
 
-    Returns how far the whole step would move each anchor.
+    Returns the change of each anchor that the full step would make.
 
     Args:
-        pseudo_gradients: of the partial block; where ``part`` is 0 their means are not read.
-        part: u, between 0 and 1; 0 changes nothing.
-        step: the outer step of a full block.
-        state: the tensors that ``step`` changes; one that does not exist yet counts as zeros.
+        pseudo_gradients: those of the partial block; with ``part`` 0 their means are not read.
+        part: u, from 0 to 1; 0 changes nothing.
+        step: makes the outer step of a full block.
+        state: returns the tensors that ``step`` changes; one that does not exist yet counts as
+            zeros.
     """
     before = {key: tensor.clone() for key, tensor in state(pseudo_gradients).items()}
     anchors = [each.anchor.clone() for each in pseudo_gradients]

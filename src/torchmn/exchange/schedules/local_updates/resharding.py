@@ -1,4 +1,4 @@
-"""A block that was saved before it was full, on another number of workers.
+"""Resharding a block that was saved before it was full, for another number of workers.
 
 Old rank i has parameters w_i and n_i samples of the block that began at anchor a; W' new ranks:
 
@@ -6,9 +6,10 @@ Old rank i has parameters w_i and n_i samples of the block that began at anchor 
     w = sum_i n_i w_i / n                       where every new rank continues
     n / W'                                      the samples counted by each of them
 
-The end of a block moves along d = sum_j n'_j (a - w'_j) / sum_j n'_j: at this point d and n would
-be those of the old ranks. So what each of them has learned counts as before, with its weight, and
-the block is as full. As all new ranks start from the same point, nothing is left out of the mean.
+The end of a block moves along d = sum_j n'_j (a - w'_j) / sum_j n'_j: at this point d and n are
+those of the old ranks. So the changes made by each of them count as before, with its weight, and
+the block is as full as it was. As all new ranks start from the same point, nothing is missing in
+the mean.
 
 With a pending exchange: w_i(t), from which each rank continues, is averaged with the same weights
 n_i, those of the samples since t, so that the mean of w_i - w_i(t) is kept. The mean
@@ -30,10 +31,10 @@ State = dict[str, Any]
 
 
 def reshard_blocks(states: Sequence[State], comm: Communicator, *, num_sharing: int) -> State:
-    """The state of a `LocalUpdateSchedule` that this rank loads, from those of all old ranks.
+    """Return the `LocalUpdateSchedule` state that this rank loads, from those of all old ranks.
 
-    Local. ``num_sharing``: how many ranks train as one worker with this one, itself included.
-    Raises UsageError: ranks were saved at different exchanges.
+    Local. ``num_sharing``: the number of ranks that train as one worker together with this one,
+    including it. Raises UsageError: the old ranks were saved at different exchanges.
     """
     first = states[0]
     if not all("fragments" in state for state in states):
@@ -62,7 +63,10 @@ def _reshard_fragment(
     share: float,
     comm: Communicator,
 ) -> State:
-    """One fragment of all old ranks. A rank that does not list a parameter has it at its anchor."""
+    """Reshard the states of one fragment.
+
+    A rank whose state does not list a parameter has it at its anchor.
+    """
     counts = [part["num_samples"] / n for part, n in zip(parts, sharing, strict=True)]
     exchange = parts[0]["exchange"]
     if exchange and exchange["starts"] is not None:
@@ -99,6 +103,6 @@ def _raise_if_apart(states: Sequence[State], comm: Communicator) -> None:
 
 
 def _pending(state: State) -> int | str:
-    """The fragment whose exchange is pending, by index."""
+    """The index of the fragment whose exchange is pending, or "none"."""
     pending = [i for i, fragment in enumerate(state["fragments"]) if fragment["exchange"]]
     return pending[0] if pending else "none"

@@ -18,17 +18,17 @@ class IntraNodeAverage(EveryStep):
     def __init__(
         self, reducer: GradientReducer, inner: Optimizer, models: Sequence[nn.Module]
     ) -> None:
-        """*Collective.*"""
+        """Create the communicator of the node, and attach to the reducer. *Collective.*"""
         super().__init__()
         comm = reducer.comm
         self.comm = comm.split(comm.inter_rank, comm.intra_rank)
         self.num_ranks = self.comm.size
         self.num_missed_steps = 0
-        """Steps of the node since this rank left its loop."""
+        """Number of steps of the node since this rank left its loop."""
         self.has_left = False
         """Whether all ranks of the node have left their loops."""
         self.num_active = 1
-        """How many ranks share the samples of the last step."""
+        """Number of ranks of the node that had data in the last step."""
         self.attach(reducer, inner, models)
 
     def begin(self) -> None:
@@ -36,7 +36,10 @@ class IntraNodeAverage(EveryStep):
         self._reducer.reconfigure(self.comm, None)
 
     def leave(self, parameters: Sequence[Tensor]) -> None:
-        """All ranks of the node have left: copy from one that made every step. *Collective.*"""
+        """Called when all ranks of the node have left their loops. *Collective.*
+
+        If some have missed steps, parameters and optimizer state are copied from one that made all.
+        """
         self.has_left = True
         missed = self.comm.allgather_obj(self.num_missed_steps)
         if any(missed):
@@ -45,7 +48,7 @@ class IntraNodeAverage(EveryStep):
         self.num_missed_steps, self.num_active = 0, self.comm.size
 
     def restart(self) -> None:
-        """The ranks of the node enter their loops again. Local."""
+        """Prepare for the ranks of the node to enter their loops again. Local."""
         self.has_left, self.num_missed_steps = False, 0
 
     def close(self) -> None:

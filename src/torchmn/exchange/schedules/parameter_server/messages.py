@@ -1,10 +1,10 @@
 """Requests of workers to servers, over a transport that nothing else uses.
 
-A worker sends a request to each server and gets one response to it: a kind, an object, and the
-gradients or parameters in memory that both sides have. A server that cannot answer within a quarter
-of the time limit says so, again and again: so a worker can tell slow workers from a dead server.
-Requests have one tag, responses another. A server has a thread for each worker of another rank; its
-own rank calls it, on the thread of an engine.
+A worker sends a request to each server and gets one response. Both consist of a kind, an object,
+and gradients or parameters, for which both sides have memory. A server that cannot answer yet sends
+a "wait" every quarter of the time limit, so that a worker can tell a server that waits for slow
+workers from a dead one. Requests have one tag, responses another. A server has a thread for each
+worker on another rank; its own rank calls it directly, on the thread of an engine.
 """
 
 import threading
@@ -35,20 +35,23 @@ _YEAR_S = 365 * 86400.0
 _PAUSE_S = 0.001
 _WITH_PARAMETERS = ("push", "skip", "finish")  # requests whose response has the parameters
 _ERRORS = {"TimeLimitError": TimeLimitError, "PeerLostError": PeerLostError}
-# A kind, an object, and buffers whose sizes the receiver knows from the kind.
+# A kind, an object, and buffers; the receiver knows their sizes from the kind.
 Message = tuple[str, Any, Sequence[Tensor]]
 
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages to and from other ranks. Threads may use it at once, each for ranks of its own."""
+    """Messages to and from other ranks.
+
+    Several threads may use it at the same time, if each talks to ranks of its own.
+    """
 
     transport: Transport
     timeout_s: float
     trust: object_codec.Trust
 
     def send(self, tag: int, messages: Mapping[int, Message], limit_s: float | None = None) -> None:
-        """Send one message to each of these ranks."""
+        """Send one message to each rank in ``messages``. Local."""
         sends = []
         for peer, (kind, content, buffers) in messages.items():
             packed = object_codec.pack(content, self.trust, note=kind)
@@ -64,10 +67,10 @@ class Messages:
         buffers: Callable[[int, str], Sequence[Tensor]],
         first: TimeLimit,
     ) -> dict[int, tuple[str, Any]]:
-        """Wait for one message of each of these ranks: its kind and object.
+        """Wait for one message from each of ``peers``; returns its kind and object by rank. Local.
 
-        ``buffers(peer, kind)`` receive what comes with it. ``first`` limits the wait for it to
-        begin.
+        ``buffers(peer, kind)`` returns the memory for the buffers that follow. ``first`` limits the
+        wait for the message to begin.
         """
         exchange, host = self.transport.exchange, torch.device("cpu")
         sizes = {peer: torch.zeros(1, dtype=torch.int64, device=host) for peer in peers}
@@ -102,7 +105,7 @@ class WorkerThread(threading.Thread):
         self._server, self._worker, self._messages = server, worker, messages
         self._memory = ShardMemory(server.parameters)
         self._gradients = SentGradients(self._memory, decoder_of(codec))
-        # If the transport polls, every thread of this rank does: together not too often.
+        # If the transport polls, every thread of this rank does: the pause grows with their number.
         self._pause_s = _PAUSE_S * messages.transport.size
         self._limit: TimeLimit | None = None
         self._is_ended = False
@@ -126,13 +129,13 @@ class WorkerThread(threading.Thread):
                     self._send("result", answer, self._memory.buffers if is_pulled else ())
         except TorchmnError as error:
             server.leave(worker, str(error))
-        except BaseException as error:  # of torch: no worker may wait
+        except BaseException as error:  # such as one of torch: no worker may be left waiting
             failure = server.fail(error)
             with suppress(Exception):  # the connection may be what failed
                 self._send("error", [type(failure).__name__, str(failure)])
 
     def end(self) -> None:
-        """Make it end instead of waiting for a request. From another thread."""
+        """Make the thread end instead of waiting for a request. Called from another thread."""
         self._is_ended = True
         if self._limit is not None:
             self._limit.end()
@@ -141,8 +144,9 @@ class WorkerThread(threading.Thread):
         self._messages.send(_RESPONSE, {self._worker: (kind, content, buffers)})
 
     def _receive(self) -> tuple[str, Any]:
+        # Practically no limit: a worker may compute for long between two requests.
         self._limit = BackoffTimeLimit(_YEAR_S, self._pause_s)
-        if self._is_ended:
+        if self._is_ended:  # `end` may have been called before this limit was set
             self._limit.end()
         received = self._messages.receive(
             _REQUEST,
@@ -157,10 +161,10 @@ class WorkerThread(threading.Thread):
 
 
 class ServerClient:
-    """The worker's end, for all servers. One thread at a time.
+    """The worker's end of the connections to all servers. Used by one thread at a time.
 
-    ``memory[server]`` holds the gradients of a push, then the parameters that came back.
-    ``own_server`` is that of this rank, None if it has none.
+    ``memory[server]`` holds the gradients of a push, then the parameters of the response.
+    ``own_server`` is the server of this rank, None if it has none.
     """
 
     def __init__(
@@ -179,7 +183,10 @@ class ServerClient:
         self._broken: CommunicationError | None = None
 
     def encode(self) -> list[str]:
-        """Encode the gradients for servers of other ranks; returns names of those out of range."""
+        """Encode the gradients for servers on other ranks.
+
+        Returns the names of parameters whose gradients are out of the codec's range.
+        """
         codec = self._codec
         if codec is None:
             return []
@@ -190,10 +197,10 @@ class ServerClient:
         return names
 
     def request(self, kind: str, fields: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
-        """Send a request to all servers and return what they answer: `Reply`, or the state.
+        """Send a request to all servers and return their answers by rank: a `Reply`, or the state.
 
-        Raises PeerLostError, TimeLimitError: a server is lost or silent, or reports this of a
-        worker.
+        Raises PeerLostError, TimeLimitError: a server is lost or silent, or reports that a worker
+        is.
         """
         if self._broken is not None:
             raise CommunicationError(
@@ -202,6 +209,7 @@ class ServerClient:
         try:
             return self._request(kind, fields)
         except CommunicationError as error:
+            # Responses to this request may still arrive: the next one would take them for its own.
             self._broken = type(error)(f"{self._rank_label}: {error}")
             raise self._broken from error
 
@@ -209,7 +217,9 @@ class ServerClient:
         own, rank = self._own_server, self._rank
         answers: dict[int, Any] = {}
         work = None
-        if own is not None:  # at once: other servers wait for what this rank sends to its own
+        # At the same time as the requests below: if workers asked one server after another, they
+        # could wait for each other in a circle.
+        if own is not None:
             request = (kind, rank, fields[rank], self._memory[rank], lambda: None)
             work = self._own_engine.submit(partial(own.answer, *request))
         for server, what, answer in self._responses(kind, fields, answers):
@@ -227,7 +237,11 @@ class ServerClient:
     def _responses(
         self, kind: str, fields: Mapping[int, dict[str, Any]], answers: Mapping[int, Any]
     ) -> Iterator[tuple[int, str, Any]]:
-        """Send a request to other ranks; yields what comes back until all are in ``answers``."""
+        """Send a request to servers on other ranks, and yield responses.
+
+        Yields the server, the kind and the object of each response until the caller has put the
+        results of all servers into ``answers``.
+        """
         messages, outgoing, memory = self._messages, self._outgoing, self._memory
         if not outgoing:
             return
@@ -252,7 +266,7 @@ class ServerClient:
             ) from error
 
     def leave(self, limit_s: float) -> None:
-        """Tell all servers that this worker leaves; servers that are lost are ignored."""
+        """Tell all servers that this worker leaves. Local; servers that are lost are ignored."""
         if self._own_server is not None:
             self._own_server.leave(self._rank)
         if self._broken is not None:

@@ -61,13 +61,15 @@ class ParameterServer(Schedule):
     """The schedule ``parameter_server``: servers own the parameters, workers train asynchronously.
 
     Args:
-        servers: ``"all"`` ranks serve and train, or the last ``servers`` ranks only serve.
+        servers: ``"all"``: all ranks serve and train; a number: the last ``servers`` ranks serve
+            and do not train.
         max_staleness: no worker begins a step more than this many steps ahead of the slowest live
             one. 0 is synchronous, though updates are applied one after another.
-        pipeline: compute the next gradient while the last one is pushed and parameters are pulled;
-            they are then one step older, which counts: ``max_staleness`` must be at least 1.
-        delay_compensation: lambda of the term lambda * g * g * (w - w_pulled); 0 is none. The
-            servers then keep what every worker has pulled.
+        pipeline: compute the next gradient while the last one is pushed and parameters are pulled.
+            The parameters are then one step older, which counts as staleness: ``max_staleness``
+            must be at least 1.
+        delay_compensation: lambda of the term lambda * g * g * (w - w_pulled); 0 adds none. The
+            servers then keep a copy of the parameters that each worker has pulled.
 
     Raises UsageError: an argument is out of range.
 
@@ -76,7 +78,7 @@ class ParameterServer(Schedule):
         'parameter_server'
     """
 
-    # Nothing is stale in p.grad; how late the parameters are tells `staleness`.
+    # No p.grad is stale: it is the rank's own. `staleness` tells how old the parameters are.
     traits = Traits(
         name="parameter_server",
         num_sets=0,
@@ -109,7 +111,7 @@ class ParameterServer(Schedule):
         self.pipeline = pipeline
         self.delay_compensation = delay_compensation
         self.versions: dict[int, int] = {}
-        """Of each server's parameters, when this rank last pulled them. They only increase."""
+        """The version of each server's parameters that this rank last pulled. Only increases."""
         self.lost: set[int] = set()
         """Ranks that died or left early; training continued without them."""
         self._updates_late: Counter[int] = Counter()
@@ -122,7 +124,7 @@ class ParameterServer(Schedule):
         self._is_finished_by_join = False
         self._is_closed = False
         self._had_gradients: set[str] = set()
-        """Parameters of which a gradient was pushed."""
+        """Names of parameters of which a gradient was ever pushed."""
         self._server: ShardServer | None = None
         self._threads: list[WorkerThread] = []
 
@@ -135,7 +137,7 @@ class ParameterServer(Schedule):
         return f"{text}\n{staleness}" if staleness.workers else text
 
     def staleness(self) -> Staleness:
-        """The staleness so far: of this worker up to now, of all as of the last flush."""
+        """The staleness so far: of this worker until now, of all others until the last flush."""
         own = self._updates_late, self._max_steps_ahead
         return report(self.max_staleness, self._reported | {self._comm.rank: own})
 
@@ -183,7 +185,7 @@ class ParameterServer(Schedule):
         )
         self._engine = Engine(torch.device("cpu"))
         self._forget_close = comm.on_finalize(self.close)
-        # Before the interpreter takes down its threads, and before MPI is finalized.
+        # At exit the threads must end before the interpreter does, and before MPI is finalized.
         atexit.register(self.close)
 
     def _start_server(self, shard: list[NamedParameter]) -> None:
@@ -209,7 +211,7 @@ class ParameterServer(Schedule):
     def close(self) -> None:
         """Disconnect from all servers and stop this rank's own. Local; may be called again.
 
-        Waits up to two seconds for the other ranks to do the same.
+        Waits up to two seconds for the other ranks to disconnect as well.
         """
         if self._is_closed:
             return
@@ -217,7 +219,9 @@ class ParameterServer(Schedule):
         atexit.unregister(self.close)
         self._forget_close()
         is_stuck = self._work is not None and not self._work.done
-        if not is_stuck:  # else an error ended the loop while a request waits for its responses
+        # Stuck: an error ended the loop while a request still waits for its responses. The client
+        # serves one thread at a time, so it cannot send another message then.
+        if not is_stuck:
             self._client.leave(_GRACE_S)
         if self._server is not None:
             self._server.close(f"{self._comm.rank_label} has ended its training.")
@@ -229,8 +233,8 @@ class ParameterServer(Schedule):
             for thread in self._threads:
                 thread.end()
             abort_pending_receives(transport)
-            # A thread that returns from a wait while the interpreter exits would end the process
-            # with a signal; by now all of them return.
+            # A thread that returns from a wait in C++ while the interpreter exits would kill the
+            # process by a signal. Now that their receives are aborted, all of them return.
             for thread in self._threads:
                 thread.join(5 * _GRACE_S)
         self._engine.close()
@@ -244,11 +248,11 @@ class ParameterServer(Schedule):
         """See `Schedule.backward_ended`: gradients stay this rank's own until `step`."""
 
     def step(self, closure: Callable[[], float] | None) -> float | None:
-        """See `Schedule.step`. Local, but for the bound on staleness.
+        """See `Schedule.step`. Local, except that it waits if this worker is too far ahead.
 
         Hooks of the inner optimizer's step are called here, around the push. A gradient that is
         not finite is never sent to the servers, whatever ``on_nonfinite`` is. Raises UsageError:
-        the script has changed parameters since the last step, which servers would not see.
+        the script has changed parameters since the last step, which servers would not notice.
         """
         if not self._reducer.is_active:  # it has left its loop, or only serves
             self._finish()
@@ -278,14 +282,14 @@ class ParameterServer(Schedule):
         return None
 
     def _pack(self) -> dict[int, dict[str, Any]]:
-        """Copy the gradients into the servers' memory; returns the metadata of each push."""
+        """Copy the gradients into the memory of each push; returns its metadata by server."""
         zero_fill, codec = self._exchange.zero_fill, self._codec
         keeps_residuals = codec is not None and codec.keeps_residuals
         metadata: dict[int, dict[str, Any]] = {server: {} for server in self._memory}
         is_waiting = False
         for server, name, parameter, slot in self._places:
             grad = parameter.grad
-            # A residual is sent with the next push, also of zeros.
+            # Zeros are pushed as well if the codec may hold a residual, which is sent with them.
             counts_as_zeros = zero_fill or (keeps_residuals and name in self._had_gradients)
             if grad is None and parameter.requires_grad and counts_as_zeros:
                 slot.zero_()
@@ -301,6 +305,7 @@ class ParameterServer(Schedule):
                 self._had_gradients.add(name)
                 slot.copy_(grad.detach(), non_blocking=True)
                 is_waiting = is_waiting or grad.is_cuda
+        # Servers and codecs read this host memory: the queued copies must have arrived.
         if is_waiting:
             torch.cuda.current_stream().synchronize()
         hyper = hyper_parameters(self._inner)
@@ -353,7 +358,7 @@ class ParameterServer(Schedule):
             )
 
     def _open(self) -> None:
-        """Begin an episode: this rank's server may copy the values of model and optimizer."""
+        """Begin an episode, so that this rank's server may copy model and optimizer. Local."""
         if self._is_open:
             return
         self._is_open, self._is_finished_by_join = True, False
@@ -365,7 +370,7 @@ class ParameterServer(Schedule):
     # ---- the end of an episode ----
 
     def flush(self) -> None:
-        """See `Schedule.flush`: wait until all workers call it, and install the final version.
+        """See `Schedule.flush`: wait until all workers call it, and pull the final parameters.
 
         All ranks then hold the same parameters and the whole optimizer state.
         """
@@ -418,7 +423,7 @@ class ParameterServer(Schedule):
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Schedule.load_state_dict`: servers copy model and state at the next step."""
+        """See `Schedule.load_state_dict`; servers copy the model and the state at the next step."""
         if self._work is not None:
             work, self._work = self._work, None
             work.wait()
@@ -428,7 +433,10 @@ class ParameterServer(Schedule):
     # ---- inside ----
 
     def _act_on(self, nonfinite: list[str]) -> None:
-        """Call the hooks before the step: one of them raises or warns, by ``on_nonfinite``."""
+        """Record nonfinite gradients, and call the hooks before a step.
+
+        One of these is ours, which raises or warns as ``on_nonfinite`` says.
+        """
         problem, nonfinite_log = None, self._exchange.nonfinite
         if nonfinite:
             problem = NonfiniteGradients(self._reducer.step, {self._comm.rank: nonfinite})
@@ -436,7 +444,7 @@ class ParameterServer(Schedule):
         self._call_hooks(STEP_HOOKS[0])
 
     def _call_hooks(self, which: str) -> None:
-        """Those of the inner optimizer's step, which is not called on a worker."""
+        """Call hooks of the inner optimizer's step, as a worker does not call that step itself."""
         for hook in [*getattr(self._inner, which).values()]:
             hook(self._inner, (), {})
 

@@ -1,4 +1,4 @@
-"""A server: it owns some parameters and applies the workers' pushes, one at a time.
+"""The server of a shard: it owns some parameters and applies the workers' pushes, one at a time.
 
     push k of worker i, gradient g:   v <- v + 1;   w <- update(w, g~)
     reply, once the slowest live worker has pushed k + lead - s times:   w, v
@@ -8,11 +8,11 @@ else 0. With delay compensation (Zheng et al. 2017)
 
     g~ = g + lambda * g * g * (w - w_i)      w_i: what worker i had pulled to compute g
 
-Training is divided into episodes, each ended by all live workers. When all live workers have
-reached a new episode, the server copies parameters and optimizer state from its own rank's model
-and optimizer, so that whatever was loaded or changed in between takes effect.
+Training is divided into episodes, each of which all live workers end together. When all live
+workers have reached a new episode, the server copies parameters and optimizer state from its own
+rank's model and optimizer, so that whatever was loaded or changed in between takes effect.
 
-Called from one thread per worker; everything happens under one lock.
+Each worker is served by a thread of its own; one lock guards the whole state.
 """
 
 import threading
@@ -35,18 +35,18 @@ from torchmn.exchange.schedules.parameter_server.shards import (
     optimizer_like,
 )
 
-# Tells a waiting worker that its server is alive; called without the lock.
+# Tells a waiting worker that its server is alive. Called without the lock, as it sends a message.
 Stay = Callable[[], None]
 
 # What a worker pulled: the version, and the values if they are needed again.
 _Pulled = tuple[int, ShardMemory | None]
 _NO_WORKER = 2**62
-_SIGNS_PER_LIMIT = 4  # how often a waiting worker is told so within the time limit
+_SIGNS_PER_LIMIT = 4  # number of such messages to a waiting worker within the time limit
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a worker receives besides the parameters."""
+    """The answer that a worker receives besides the parameters."""
 
     version: int
     num_updates_late: int = 0
@@ -56,7 +56,7 @@ class Reply:
 
 
 class ShardServer:
-    """The server of ``parameters``, this rank's shard; see above."""
+    """The server of ``parameters``, this rank's shard; see the description of the module."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class ShardServer:
     # ---- this rank's own thread ----
 
     def open(self, episode: int) -> None:
-        """This rank's model and optimizer hold the initial values of the episode."""
+        """Note that this rank's model and optimizer hold the initial values of the episode."""
         with self._changed:
             self._opened = episode
             self._notify()
@@ -117,7 +117,7 @@ class ShardServer:
     def fail(self, error: BaseException) -> CommunicationError:
         """Reject all requests, as an error may have left an update half done. Returns the reason.
 
-        From any thread.
+        Called from any thread.
         """
         with self._changed:
             if self._closed is None:
@@ -134,9 +134,10 @@ class ShardServer:
     def answer(
         self, kind: str, worker: int, fields: dict[str, Any], memory: ShardMemory, stay: Stay
     ) -> Any:
-        """Do what a worker requests: `push` (or ``skip``), `finish`, `confirm` or `state`.
+        """Perform a request of a worker: `push` (or ``skip``), `finish`, `confirm` or `state`.
 
-        Raises what they raise; from an error of the user's optimizer the server does not recover.
+        Raises the errors of these methods. After an error of the user's optimizer the server
+        rejects all requests.
         """
         try:
             if kind == "state":
@@ -151,7 +152,7 @@ class ShardServer:
             )
         except TorchmnError:
             raise
-        except BaseException as error:  # no worker may wait
+        except BaseException as error:  # no worker may be left waiting
             raise self.fail(error) from error
 
     def push(
@@ -168,10 +169,18 @@ class ShardServer:
     ) -> Reply:
         """Apply a push; return when the worker may continue, with the parameters in ``memory``.
 
-        ``clock`` is the number of steps of the worker in this episode, this one included,
-        ``hyper`` its options of the groups and ``absent`` the parameters without a gradient, which
-        are not updated. Raises TimeLimitError: it may not continue, and no worker made progress
-        for ``timeout_s``.
+        Args:
+            worker: the rank of the worker.
+            episode: the number of the episode.
+            clock: number of steps of the worker in this episode, including this one.
+            memory: holds the gradients, and receives the parameters.
+            stay: called from time to time while the worker has to wait.
+            hyper: the worker's options of the parameter groups.
+            absent: names of parameters without a gradient, which are not updated.
+            has_gradients: whether there are gradients to apply.
+
+        Raises TimeLimitError: the worker may not continue, and no worker made progress for
+        ``timeout_s``.
         """
         with self._changed:
             self._arrive(worker, episode)
@@ -193,7 +202,7 @@ class ShardServer:
     def finish(
         self, worker: int, episode: int, memory: ShardMemory, record: Any, stay: Stay
     ) -> Reply:
-        """The worker is done with this episode; return when all are, with the last parameters."""
+        """End this episode for a worker; return when all have, with the last parameters."""
         with self._changed:
             self._arrive(worker, episode)
             self._wait(lambda: self._has_begun(episode), episode, stay)
@@ -205,9 +214,9 @@ class ShardServer:
             return Reply(version=self._version, lost=tuple(self.lost), records=dict(self._records))
 
     def confirm(self, worker: int, episode: int, stay: Stay) -> None:
-        """The worker has all results of this episode; return when all workers have.
+        """Note that a worker has all results of this episode; return when all workers have.
 
-        So no rank exits, and ends its server, while another still requests the state.
+        This keeps a rank from exiting, and ending its server, while another requests the state.
         """
         with self._changed:
             self._confirmed[worker] = episode
@@ -216,14 +225,14 @@ class ShardServer:
             self._wait(lambda: all(confirmed[w] >= episode for w in self._alive), episode, stay)
 
     def state(self) -> dict[str, Any]:
-        """The optimizer state of the shard, by parameter name. A copy."""
+        """Return a copy of the optimizer state of the shard, by parameter name."""
         with self._changed:
             self._raise_if_closed()
             states = self._optimizer.state
             return {n: host_copy(states[p]) for n, p in self._copies.items() if p in states}
 
     def leave(self, worker: int, why: str | None = None) -> None:
-        """The worker has left, or is lost because of ``why``. It is no longer waited for."""
+        """Stop waiting for a worker that has left, or is lost because of ``why``."""
         with self._changed:
             self._alive.discard(worker)
             if why is None and self._arrived[worker] > self._done[worker]:
@@ -247,6 +256,7 @@ class ShardServer:
         self._progress_s = time.monotonic()
         self._changed.notify_all()
 
+    # Any thread that finds all workers arrived begins the episode, with the lock that it holds.
     def _has_begun(self, episode: int) -> bool:
         if self._episode < episode <= self._opened and all(
             self._arrived[worker] >= episode for worker in self._alive
@@ -255,7 +265,7 @@ class ShardServer:
         return self._episode >= episode
 
     def _begin(self, episode: int) -> None:
-        """Copy the values of this rank: all live workers have arrived, none is being served."""
+        """Copy this rank's values, when all live workers have arrived and none is being served."""
         states, initial, slots = self._optimizer.state, self._inner.state, self._values.slots
         for name, parameter in self.parameters:
             slots[name].copy_(parameter.detach())
@@ -272,7 +282,7 @@ class ShardServer:
         self._notify()
 
     def _keep(self, free: ShardMemory | None) -> _Pulled:
-        """Keep the values that a worker pulls now, in memory that is free again."""
+        """Keep the values that a worker pulls now; ``free`` is memory that may be used for it."""
         if not self._delay_compensation:
             return self._version, None
         values = free or ShardMemory(self.parameters)
@@ -299,7 +309,7 @@ class ShardServer:
         self._version += 1
 
     def _slowest(self) -> int:
-        """The clock of the slowest live worker that is not done with this episode."""
+        """The clock of the slowest live worker that has not ended this episode."""
         active = [w for w in self._alive if self._arrived[w] == self._episode > self._done[w]]
         return min((self._clocks[worker] for worker in active), default=_NO_WORKER)
 
@@ -308,6 +318,7 @@ class ShardServer:
         sign_s = time.monotonic() + limit_s / _SIGNS_PER_LIMIT
         while not is_ready():
             self._raise_if_closed()
+            # Progress of any worker extends the limit: it tells that the job still runs.
             now, end_s = time.monotonic(), self._progress_s + limit_s
             if now >= end_s:
                 self._time_limit_error = TimeLimitError(self._describe_wait(episode))
@@ -315,6 +326,7 @@ class ShardServer:
             if now < sign_s:
                 self._changed.wait(min(sign_s, end_s) - now)
                 continue
+            # Sending may block for long, and other workers need the lock meanwhile.
             self._changed.release()
             try:
                 stay()

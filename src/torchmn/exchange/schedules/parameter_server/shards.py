@@ -16,7 +16,7 @@ from torchmn.comm.codecs import ErrorFeedback, StripeCodec
 from torchmn.comm.codecs.base import NonfiniteTracker
 from torchmn.exchange.buckets import NamedParameter, plan_buckets
 
-# The plain options of every parameter group, such as the learning rate.
+# The options of each parameter group that are plain values, such as the learning rate.
 Hyper = list[dict[str, Any]]
 
 # Options of a group that refer to tensors, or to how a device computes the update.
@@ -26,11 +26,11 @@ _NOT_SENT = {"params", "param_names", "foreach", "fused", "capturable", "differe
 def assign_shards(
     parameters: Sequence[NamedParameter], num_servers: int
 ) -> list[list[NamedParameter]]:
-    """Whole parameters for each server, about the same number of bytes.
+    """Distribute whole parameters among servers, about the same number of bytes to each. Local.
 
-    The largest goes first, each to the server that has least so far, so that no server has more
-    than 4/3 of the best (Graham 1969). A pure function: the same on all ranks. Within a shard
-    parameters keep their order. There may be empty shards.
+    In order of decreasing size, each parameter goes to the server with the fewest bytes so far, so
+    that no server has more than 4/3 of the optimum (Graham 1969). A pure function with the same
+    result on all ranks. Within a shard parameters keep their order. Shards may be empty.
     """
     nbytes = [0] * num_servers
     owners: dict[str, int] = {}
@@ -42,9 +42,9 @@ def assign_shards(
 
 
 class ShardMemory:
-    """Host memory for the values, or the gradients, of some parameters; flat, by dtype.
+    """Host memory for the values, or the gradients, of some parameters; a flat buffer per dtype.
 
-    ``slots[name]`` has the parameter's shape and is a view of one of ``buffers``.
+    ``slots[name]`` has the parameter's shape and shares memory with one of ``buffers``.
     """
 
     def __init__(self, parameters: Sequence[NamedParameter]) -> None:
@@ -63,7 +63,7 @@ class ShardMemory:
 
 
 class SentGradients:
-    """The gradients of a push as they are sent: the memory itself, or what a codec makes of it."""
+    """The gradients of a push as they are sent: the memory itself, or encoded by a codec."""
 
     def __init__(self, memory: ShardMemory, codec: StripeCodec | None) -> None:
         self._codec = codec
@@ -75,22 +75,22 @@ class SentGradients:
         self._rows = [row for row in rows if row[1].numel]
 
     def encode(self) -> None:
-        """Write what is sent."""
+        """Encode the gradients into the buffers that are sent."""
         if self._codec is not None:
             for buffer, layout, encoded in self._rows:
                 self._codec.encode_stripe(buffer, layout, encoded)
 
     def decode(self) -> None:
-        """Read what has arrived."""
+        """Decode the gradients from the buffers that have arrived."""
         codec = self._codec
         if codec is not None:
             for buffer, layout, encoded in self._rows:
                 codec.decode_stripe(encoded, layout, buffer)
-            codec.nonfinite.clear()  # the worker has checked
+            codec.nonfinite.clear()  # the worker has checked them before it sent them
 
 
 def decoder_of(codec: StripeCodec | None) -> StripeCodec | None:
-    """A codec for decoding on another thread: the state of a codec is not thread-safe."""
+    """Return a codec to decode on another thread, as the state of a codec is not thread-safe."""
     if codec is None:
         return None
     decoder = copy.copy((codec.codec if isinstance(codec, ErrorFeedback) else codec).new_instance())
@@ -104,9 +104,9 @@ def _on_host(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def optimizer_like(inner: Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> Optimizer:
-    """An optimizer of the same class and options, for copies of some parameters.
+    """Return an optimizer of the same class and options for copies of some parameters. Local.
 
-    It has no state and no hooks. It has all groups; some may be empty.
+    It has no state and no hooks. It has all groups, of which some may be empty.
     """
     clone: Optimizer = object.__new__(type(inner))
     # Not by its constructor: the arguments of a user's class are unknown.
@@ -127,7 +127,7 @@ def optimizer_like(inner: Optimizer, copies: Mapping[Tensor, nn.Parameter]) -> O
 
 
 def hyper_parameters(inner: Optimizer) -> Hyper:
-    """The options of the optimizer's groups that are sent: plain values and tuples of them."""
+    """The options of the optimizer's groups to be sent: plain values, and tuples of them."""
     return [_plain_options(group) for group in inner.param_groups]
 
 
@@ -146,7 +146,7 @@ def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of an optimizer's state of one parameter, on the CPU."""
+    """Copy an optimizer's state of one parameter to the CPU."""
     return {
         key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
         for key, value in state.items()
@@ -154,7 +154,10 @@ def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def device_copy(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """The same on the parameter's device; single numbers, such as Adam's step, stay on the CPU."""
+    """Copy an optimizer's state of one parameter to the parameter's device.
+
+    Scalars, such as Adam's step count, stay on the CPU.
+    """
     return {
         key: value.to(parameter.device)
         if isinstance(value, Tensor) and value.shape == parameter.shape and value.dim()

@@ -1,4 +1,4 @@
-"""Staleness: how many updates came between the pull and the push of a gradient."""
+"""Staleness: the number of updates between the pull and the push of a gradient."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStaleness:
-    """The staleness of one worker since its optimizer was made.
+    """The staleness of one worker since its optimizer was created.
 
     >>> from torchmn.exchange.schedules.parameter_server.staleness import WorkerStaleness
     >>> WorkerStaleness(num_updates=10, mean=0.5, max=2, max_steps_ahead=1).max
@@ -16,15 +16,17 @@ class WorkerStaleness:
 
     num_updates: int
     mean: float
-    """Updates, its own too, between the pull on which a gradient was taken and its push."""
+    """Mean number of updates, including its own, between the pull of the parameters at which a
+    gradient was computed and its push."""
     max: int
+    """Largest such number."""
     max_steps_ahead: int
-    """Ahead of the slowest worker, when this one began its next step."""
+    """Largest number of steps ahead of the slowest worker, when this one began its next step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """The bound, every worker by rank, and the number of updates with each staleness.
+    """The staleness of all workers by rank, its bound, and a histogram of updates.
 
     >>> from torchmn.exchange.schedules.parameter_server.staleness import Staleness, WorkerStaleness
     >>> one = WorkerStaleness(num_updates=2, mean=0.5, max=1, max_steps_ahead=1)
@@ -47,8 +49,8 @@ class Staleness:
         return "\n".join(lines)
 
 
-# Of one worker: the number of its pushes by how many updates they were late, and the most steps
-# that it was ahead.
+# For one worker: the number of its pushes by how many updates they were late, and the largest
+# number of steps that it was ahead.
 StalenessRecord = tuple[Counter[int], int]
 
 
