@@ -66,7 +66,7 @@ class Observer:
     """
 
     ends_lost_ranks = False
-    """Whether the job is supervised: processes whose peers are lost are ended from outside."""
+    """Whether a launcher supervises the job and ends processes whose peers are lost."""
 
     # ---- what is done ----
 
