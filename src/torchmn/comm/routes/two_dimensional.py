@@ -1,4 +1,4 @@
-"""Route ``two_dimensional``: sums within nodes, then between equal places of all nodes."""
+"""Route ``two_dimensional``: sums within nodes, then between equal local ranks of all nodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class TwoDimensionalRoute(BetweenNodes):
     """For nodes with several network adapters (ChainerMN's `two_dimensional`).
 
     Reduce-scatter in the node, all-reduce of each stripe with the ranks of the same intra_rank on
-    the other nodes, all-gather in the node. All nodes need the same number of ranks, which
-    ChainerMN did not check. A codec encodes only what passes between nodes.
+    the other nodes, all-gather in the node. All nodes must have the same number of ranks, which
+    ChainerMN did not check. A codec encodes only messages between nodes.
     """
 
     name = "two_dimensional"
