@@ -131,6 +131,7 @@ def raise_if_no_count(name: str, value: object, what: str, *, least: int = 1) ->
 
     ``what`` describes the argument in the message, such as "a number of samples".
     """
+    # Not isinstance(): True and False are ints, too.
     if type(value) is not int or value < least:
         raise UsageError(f"{name}={value!r} must be {what}, at least {least}.")
 

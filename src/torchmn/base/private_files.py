@@ -23,6 +23,7 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o600) -> None:
     """Write a file atomically: readers see the old or the new content. Raises OSError."""
     # rename() is atomic within one file system, so the draft is made in the same folder.
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    # O_EXCL: a file or link that appears there meanwhile is an error and never written to.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         draft.unlink(missing_ok=True)

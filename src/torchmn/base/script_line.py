@@ -33,6 +33,7 @@ def script_frame() -> FrameType | None:
 
 @cache
 def _libraries() -> tuple[str, ...]:
+    # Without importing torch, which takes seconds.
     found = importlib.util.find_spec("torch")
     return str(Path(__file__).parents[1]), *(
         found.submodule_search_locations or () if found else ()

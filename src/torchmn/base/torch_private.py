@@ -106,6 +106,7 @@ layout_of: Callable[[Any], Any] = attrgetter("_spec")
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The shape of this rank's part of a DTensor, and its offset in the whole tensor."""
+    # Imported here, because only scripts with DTensors need it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     whole = tensor.shape, tensor.device_mesh, tensor.placements

@@ -123,6 +123,7 @@ class CompressedAllReduce:
 
     def sum_(self, group: Group, block: ReduceBlock) -> None:
         if group.size == 1:
+            # Nothing is encoded, so residuals, such as those of a checkpoint, are added completely.
             sides: tuple[Side, ...] = ("worker", "owner")
             for side in sides:
                 self.codec.flush_residual_into(block.buffer, block.layout, side)
@@ -135,6 +136,7 @@ class CompressedAllReduce:
         """Does nothing: the block has to be encoded before it can be sent."""
 
     def _stripes(self, group: Group, block: ReduceBlock) -> _StripeMessages:
+        # Buckets keep their layouts between steps, so memory is allocated in the first one only.
         key = (block.layout, group.size, group.rank, block.num_exact)
         stripes = self._messages.get(key)
         if stripes is None:
@@ -163,12 +165,15 @@ class CompressedAllReduce:
             total = buffer[mine.begin : mine.end].to(mine.wide_dtype)
             wide = mine.moved(-mine.begin, mine.wide_dtype)
         if mine.numel:
+            # Only the owner computes this sum, and all ranks use the bytes that it encodes, so the
+            # order of addition may differ between owners.
             with events.during("decode"):
                 codec.flush_residual_into(total, wide)
                 for peer in group.others:
                     arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
                     codec.decode_stripe(arrived, wide, total, add=True)
         if block.num_exact:
+            # Every rank adds these itself. In rank order, so that all ranks get the same bits.
             footers = [
                 block.exact.clone()
                 if peer == group.rank
@@ -264,6 +269,7 @@ class _GroupOfRanks:
             name="scatter_factors",
         )
         arrived[self.rank] = mine
+        # In rank order, so that the sum does not depend on which rank computes it.
         return torch.stack([arrived[peer] for peer in range(self.size)]).sum(0)
 
     def allgather(self, x: Tensor) -> list[Tensor]:

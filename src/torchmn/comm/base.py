@@ -158,6 +158,8 @@ class Communicator(Collectives):
         training_start.begin()  # in a loop without a multi-node optimizer
         grads = self.engine.call(self._jobs.multi_node_mean_grad(model, zero_fill))
         for grad in grads.values():
+            # A contiguous copy, because routes sum flat buffers of real numbers; gradients may be
+            # complex and have any strides.
             mean = grad.clone(memory_format=torch.contiguous_format).div_(self.size)
             self.route.sum_((torch.view_as_real(mean) if mean.is_complex() else mean).view(-1))
             grad.copy_(mean)
@@ -226,6 +228,7 @@ class Communicator(Collectives):
             job_ranks=[self.flight_recorder.job_ranks[rank] for rank in ranks],
         )
         share_training_steps(self, part)
+        # One listener answers for all communicators of a rank, so the part asks the same peers.
         part.flight_recorder.peers = self.flight_recorder.peers
         return part
 
@@ -249,6 +252,7 @@ class Communicator(Collectives):
         Call it on every rank: over MPI it waits for the others. The communicator cannot be used
         afterwards.
         """
+        # One at a time, because a callback may cancel others.
         while self._on_finalize:
             entry = self._on_finalize.pop()
             callback = entry.pop()

@@ -96,7 +96,7 @@ class CallCheck:
             heads, _ = self._exchange(name, text, _REJECTED, 0, b"")
             self._raise_on_all(name, text, heads, error)
         except CommunicationError as late:
-            if late is error:
+            if late is error:  # the rejection itself, which may be of this class
                 raise
             raise type(late)(f"{late} This rank rejected its own call: {error}") from error
 

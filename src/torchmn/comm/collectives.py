@@ -286,7 +286,7 @@ class Collectives:
         """
         total, *others = self.engine.call(self._jobs.allgather_obj(obj, "allreduce_obj"))
         for other in others:
-            total = total + other
+            total = total + other  # += could change the caller's own object in place
         return total
 
     def sum_over_ranks(self, *values: Tensor | float) -> Any:

@@ -188,6 +188,8 @@ def create_communicator(
     routes = candidate_routes(topology, device, has_nccl=world.supports_nccl)
     worlds = {world.name: world}
     if transport == "auto" and len(topology.nodes) > 1:
+        # MPI accepts pickles, gloo only with a secret. With one for both, what may be sent does not
+        # depend on which of them is faster.
         worlds |= _other_worlds(world, first_s)
         if len(worlds) > 1:
             secret = _shared_secret(world, first_s)

@@ -287,6 +287,7 @@ class Engine:
         with self._condition:
             self._queue.append(cast("Work[object]", work))
             if self.is_threaded and self._thread is None:
+                # A daemon: a wait for a lost peer does not keep the process from exiting.
                 self._thread = threading.Thread(
                     target=self._loop, name="torchmn-exchange", daemon=True
                 )
@@ -377,6 +378,7 @@ class Engine:
             self._run(self._queue.popleft())
 
     def _run(self, work: Work[object]) -> None:
+        # The other ranks may be in a different exchange by now, so queued jobs must not start.
         if self._broken is not None:
             work._job, work._ready, work._error = None, (), self._broken
             work._done.set()

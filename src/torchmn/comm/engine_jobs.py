@@ -46,6 +46,7 @@ def _rejecting(make: Maker[Arguments, Result]) -> Maker[Arguments, Result]:
         try:
             job = make(jobs, *args, **kwargs)
         except Exception as error:
+            # Not raised here: the other ranks are in the collective, or will be, and would wait.
             return jobs.rejected(name, error)
         if name.endswith("_obj") or not any(map(_records_gradients, args)):
             return job
@@ -120,6 +121,7 @@ class CollectiveJobs:
         reduction = Reduction(op, prescale_factor, postscale_factor)
         source = dense("allreduce", x)
         reduction.raise_if_unfit(source)
+        # Copied now, because the caller may change `x` as soon as the job is submitted.
         result = source.clone(memory_format=torch.contiguous_format)
         is_bool = result.dtype == torch.bool
         flat = (result.to(torch.uint8) if is_bool else result).view(-1)
@@ -135,12 +137,14 @@ class CollectiveJobs:
         """Reduce over all ranks, in place. Short tensors are sent along with the check."""
         reduction.prepare_(flat, self.size)
         if self.size > 1:
+            # Not for a GPU, whose values the host would have to wait for.
             is_inline = flat.nbytes <= INLINE_BYTES and not flat.is_cuda
             inline = object_codec.as_bytes(flat).numpy().tobytes() if is_inline else None
             rows = self.check.compare(call, flat.nbytes, inline)
             if not is_inline:
                 self._world.all_reduce_(flat, reduction.transport_op)
-            elif flat.numel():
+            elif flat.numel():  # torch.frombuffer() refuses empty buffers
+                # Every rank has the tensors of all ranks and reduces them itself, in rank order.
                 pieces = [
                     torch.frombuffer(bytearray(cast(bytes, row.inline)), dtype=flat.dtype)
                     for row in rows
@@ -429,6 +433,7 @@ class ObjectExchange:
         size, inline = _announced(list(targets.values()))
         rows = self._check.compare(call, size, inline)
         heads = {peer: _empty_head(rows[peer]) for peer in remote}
+        # Descriptions are padded to the longest one, because a row of the check holds one size.
         sends = {} if inline is not None else {p: [_head(m, size)] for p, m in targets.items()}
         recvs = {p: [head] for p, head in heads.items() if rows[p].inline is None}
         exchange_tensors(self._group, call.name, sends, recvs)

@@ -349,6 +349,7 @@ class Groups:
         try:
             return self.world.engine.call(lambda: shared.allocate(numel, dtype, limit))
         except UnsupportedError as error:
+            # The error is raised on all ranks of the node, so all of them stop allocating there.
             self._shared_memory = None
             if shared.rank == 0:
                 warnings.warn(

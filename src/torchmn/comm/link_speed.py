@@ -87,14 +87,14 @@ def _timed(
 ) -> float:
     outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     incoming = [torch.empty_like(outgoing) for _ in sources]
-    group.barrier()
+    group.barrier()  # so that no rank's time includes the wait for a late one
     started = time.perf_counter()
     group.exchange(
         [(target, outgoing) for target in targets],
         list(zip(sources, incoming, strict=True)),
         name="measure_links",
     )
-    group.await_stream(device)
+    group.await_stream(device)  # on a GPU the exchange is only queued when it returns
     took = torch.tensor([time.perf_counter() - started], dtype=torch.float64, device="cpu")
     group.all_reduce_(took, "max")
     return float(took)

@@ -54,6 +54,7 @@ class Trust:
 
     def accepts(self, payload: bytes, seal: str) -> bool:
         """Whether a payload is known to come from a rank of this job."""
+        # Compared in constant time: the time of `==` would tell how much of a forged seal is right.
         is_sealed = bool(self.secret) and hmac.compare_digest(self.seal(payload), seal)
         return self.is_private or is_sealed
 
@@ -199,11 +200,13 @@ def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> A
     if trust is None and is_distributed(obj):
         return _describe(describe_part(obj), parts, trust, path)
     if isinstance(obj, Tensor) and _is_dense(obj) and (trust or type(obj) in _TENSORS):
+        # Lazy conjugation and negation are flags of a tensor that its memory does not show.
         parts.append(Part(path, obj.detach().resolve_conj().resolve_neg()))
         return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), obj.is_cuda]
     if (type(obj) is np.ndarray or isinstance(obj, np.generic)) and _is_plain(obj.dtype):
         array = np.ascontiguousarray(obj)
         name = "array" if isinstance(obj, np.ndarray) else "scalar"
+        # Copied, because memory of a bytes object is read-only, and torch has no such tensors.
         flat = torch.from_numpy(np.frombuffer(array.tobytes() or b"", np.uint8).copy())
         parts.append(Part(path, flat))
         return [name, array.dtype.str, list(obj.shape)]
@@ -337,6 +340,7 @@ def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
 
 
 def _class_of(trust: Trust, module: str, qualname: str, seal: str) -> Any:
+    # Importing a module runs its code, so the sender must be trusted.
     if module not in sys.modules and trust.accepts(module.encode(), seal):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

@@ -92,9 +92,11 @@ def is_rebuilt(cls: Any) -> bool:
     if issubclass(cls, Enum) or cls in (Namespace, SimpleNamespace):
         return True
     own = {getattr(getattr(cls, name, None), "__module__", None) for name in _FOR_PICKLE}
+    # A subclass of a NamedTuple that has a __dict__ may hold attributes besides its items.
     if issubclass(cls, tuple):
         return own == {None} and hasattr(cls, "_make") and not cls.__dictoffset__
     is_python = all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
+    # dataclasses itself adds __getstate__ and __setstate__ to frozen classes with slots.
     return is_dataclass(cls) and is_python and own <= {None, "dataclasses"}
 
 
@@ -118,6 +120,7 @@ def rebuild(cls: Any, content: Any) -> Any:
         return cls._make(_only(list, content))
     obj = SimpleNamespace() if cls is SimpleNamespace else object.__new__(cls)
     held = dict(_only(Attributes, content))
+    # Not by setattr(), which frozen dataclasses refuse.
     for name, slot in _slots(cls).items():
         if name in held:
             slot.__set__(obj, held.pop(name))

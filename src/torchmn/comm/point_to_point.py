@@ -105,6 +105,7 @@ class PointToPoint:
         if is_inline:
             envelope[_HEAD.size : _HEAD.size + len(message.head)] = message.head
         row = torch.frombuffer(envelope, dtype=torch.uint8)
+        # By itself: the receiver has to know the sizes before it can receive the rest.
         exchange_tensors(self._group, "send", {dest: [row]}, {}, self._envelope_tag)
         head = [] if is_inline else [torch.frombuffer(bytearray(message.head), dtype=torch.uint8)]
         exchange_tensors(self._group, "send", {dest: [*head, *message.buffers]}, {}, self._body_tag)
@@ -116,6 +117,8 @@ class PointToPoint:
 
         Raises RankMismatchError: the sender could not send the object.
         """
+        # A synchronous sender waits for a receive. If this one accepted a single source only, more
+        # than two ranks could wait for each other in a circle.
         accepts_all = self.is_synchronous and self._group.size > 2
         while True:
             for message in self._unexpected:

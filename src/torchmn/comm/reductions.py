@@ -50,6 +50,7 @@ class Reduction:
         if not is_exact and (self.prescale_factor, self.postscale_factor) != (1, 1):
             raise UsageError(f"{x.dtype} cannot be multiplied by a factor. Use .float().")
         try:
+            # An empty tensor shows whether torch supports the operation for this dtype.
             nothing = torch.empty(0, dtype=x.dtype, device="cpu")
             COMBINE[self.transport_op](nothing, nothing)
         except RuntimeError as error:

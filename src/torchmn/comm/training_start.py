@@ -40,6 +40,7 @@ class TrainingSteps:
         self.count = self.count or 0
 
 
+# Weak, so that counts do not keep communicators alive.
 _steps: WeakKeyDictionary[object, TrainingSteps] = WeakKeyDictionary()
 
 

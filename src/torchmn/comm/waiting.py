@@ -162,12 +162,14 @@ class PeerStatus:
         for recorder in FlightRecorder.made_in(self._owner):
             for entry in recorder.running():
                 if entry.wait is not None and now >= entry.wait.ask_at_s:
+                    # On another thread, because this one must keep answering the other ranks.
                     arguments = (entry, entry.wait)
                     self._asking = threading.Thread(target=self._ask, args=arguments, daemon=True)
                     self._asking.start()
                     return
 
     def _ask(self, entry: CollectiveRecord, wait: Wait) -> None:
+        # Several at once, because a rank that does not answer takes `_ANSWER_S`.
         with ThreadPoolExecutor(_NUM_ASKED_AT_ONCE) as threads:
             found = dict(zip(self._peers, threads.map(self._status_of, self._peers), strict=True))
         found[self._rank] = RankStatus.of(self.status())
@@ -191,6 +193,7 @@ class PeerStatus:
             return
         wait.ask_at_s = time.monotonic() + wait.ask_s / 2
         if about.missing and not any(found[rank].is_halted for rank in about.missing):
+            # Of all ranks that wait only the lowest one warns.
             if not wait.has_warned and self._rank == min(waiting):
                 warnings.warn(_warning(about.summary, wait), RuntimeWarning, stacklevel=1)
             wait.has_warned = True
@@ -212,6 +215,7 @@ class PeerStatus:
             try:
                 return RankStatus.of(_answer_of(f"{host}:{peer.port}", peer.secret))
             except LaunchError as error:
+                # Refused means that the host is up and that nothing listens there any more.
                 was_refused |= isinstance(error.__context__, ConnectionRefusedError)
             except (OSError, ValueError):
                 continue
@@ -221,6 +225,8 @@ class PeerStatus:
             return RankStatus(text=f"has ended ({EARLY_END})", is_halted=True, has_ended=True)
         if was_refused:
             return RankStatus(text="has ended, or closed its communicator", is_halted=True)
+        # A silent process that is neither stopped nor gone may hold the interpreter in C code. On
+        # other hosts only a monitor can know that, and it would have ended the job otherwise.
         is_alive = is_here or any(each.ends_lost_ranks for each in events.observers)
         return RankStatus(text="does not answer", is_halted=not is_alive)
 

@@ -188,6 +188,7 @@ class StripeCodec(Codec):
 
         ``values`` has at least 32 bits. A single rank flushes its whole bucket, on both sides.
         """
+        # These values are never encoded, where values that are not finite would be found.
         self.nonfinite.scan("encoding", stripe, span_of(values, stripe))
 
     def new_instance(self) -> StripeCodec:

@@ -39,6 +39,7 @@ class ReducedPrecision(StripeCodec):
     ) -> None:
         narrow = self._narrow(out, stripe)
         narrow.copy_(span_of(values, stripe))
+        # An owner's sum is scanned when all ranks, this one included, decode it.
         if side == "worker":
             self.nonfinite.scan("encoding", stripe, narrow)
 

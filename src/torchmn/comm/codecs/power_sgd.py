@@ -195,6 +195,7 @@ class PowerSGD(Codec):
         layout = Layout((Segment(name, 0, wide.numel()),), wide.dtype)
         self._residuals.scale = self.total_scale
         block = self._residuals.block("worker", layout, wide.device)
+        # In the memory of the new residual, which it becomes when `_reduce_q` subtracts P Q_i'.
         v = torch.add(wide, block.current.view_as(wide), out=block.pending.view_as(wide))
         block.is_written = True
         q = self._q.get(name)
@@ -270,7 +271,7 @@ class PowerSGD(Codec):
         sums = _parts(total, [piece.shape for piece in pieces])
         for x, own_q, q in zip(matrices, own_qs, sums, strict=False):
             kernels = kernels_for(q.device.type)
-            self._next_q[x.name] = q.clone()
+            self._next_q[x.name] = q.clone()  # q is a view, which would keep all of `total`
             kernels.subtract_outer_(x.v, x.p, own_q)
             is_direct = x.target.dtype == dtype and x.target.is_contiguous()
             result = x.target.view(x.v.shape) if is_direct else torch.empty_like(x.v)
@@ -297,6 +298,7 @@ def orthogonalise_(matrix: Tensor) -> None:
     for k in range(matrix.shape[1]):
         column, before = columns[:, k], columns[:, :k]
         length = column.norm()
+        # A single projection leaves rounding errors, which matter if little of the column remains.
         for _ in range(2):
             column -= before @ (before.T @ column)
         remaining = column.norm()

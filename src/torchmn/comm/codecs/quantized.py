@@ -115,6 +115,7 @@ class Quantized(StripeCodec):
         """Compile the kernels for such stripes, which takes about ten seconds once per machine."""
         self.plan(stripe)
         sample = Layout.of([("", 0, (self.block_length,)), ("w", 2048, (2, 1024))], stripe.dtype)
+        # Another codec, so that this one records no flags and uses no random numbers.
         probe = Quantized(
             self.spec.bits, block_length=self.block_length, stochastic=self.spec.is_stochastic
         )
@@ -160,6 +161,7 @@ class Quantized(StripeCodec):
         span = span_of(values, stripe).to(stripe.wide_dtype).contiguous()
         kernels = kernels_for(values.device.type)
         flags = kernels.encode(span, lost, out, plan, noise)
+        # An owner's sum is recorded when all ranks, this one included, decode it.
         if side == "worker":
             self.nonfinite.record_flags("encoding", stripe, flags)
 

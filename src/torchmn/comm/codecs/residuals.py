@@ -90,6 +90,7 @@ class Residuals:
         """
         block = self._blocks.get((side, stripe))
         if block is None:
+            # Its layout may leave pieces unassigned that other stripes then have to take.
             self._without.clear()
             sides: tuple[Side, ...] = (side,) if is_owner else ("worker", "owner")
             block = ResidualBlock(stripe, device, self.scale)
@@ -142,7 +143,8 @@ class Residuals:
                     torch.where(is_valid, block.pending, block.current, out=block.current)
             elif block.is_written and is_valid:
                 if block.is_flushed:
-                    del self._blocks[key]
+                    del self._blocks[key]  # it would hold zeros only
+                # Swapped and not copied: the next exchange overwrites the old residuals.
                 block.current, block.pending = block.pending, block.current
             block.is_written = block.is_flushed = False
 

@@ -41,6 +41,7 @@ class TwoDimensionalRoute(BetweenNodes):
         mine = block
         if self._node.size > 1:
             part = self._node.reduce_scatter_stripes_(block.buffer)
+            # The stripe is a view into the buffer, so its offset is its place in the block.
             start = int(part.storage_offset()) - int(block.buffer.storage_offset())
             mine = block.between(start, start + part.numel())
         algorithm.sum_(self._column, mine)
@@ -48,5 +49,6 @@ class TwoDimensionalRoute(BetweenNodes):
             self._node.all_gather_stripes_(block.buffer)
 
     def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        # With several ranks per node the stripe is known only after the reduce-scatter.
         if self._node.size == 1:
             algorithm.prefetch_send(self._column, block)

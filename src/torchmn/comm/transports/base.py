@@ -344,7 +344,7 @@ class Transport(ABC):
     def striped_all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
         """Like `all_reduce_`, by an algorithm that does not depend on the transport.
 
-        Each rank sends each stripe to its owner; owners reduce in rank order; then an all-gather.
+        Each rank sends each stripe to its owner, which reduces it by `fold`; then an all-gather.
         This sends the same number of bytes as a ring, in two rounds instead of 2(W-1) (Thakur,
         Rabenseifner, Gropp 2005, "long vector" reduce-scatter by pairwise exchange).
         """
@@ -365,7 +365,7 @@ class Transport(ABC):
             self.exchange([(root, pieces[self.rank])], [], limit)
 
     def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """Reduce stripe r of all ranks into stripe r of rank r's buffer, in rank order."""
+        """Reduce stripe r of all ranks into stripe r of rank r's buffer, in the order of `fold`."""
         pieces = self.stripes(buffer)
         mine = pieces[self.rank]
         scratch = self.scratch.take(mine.numel() * (self.size - 1), buffer.dtype, buffer.device)
@@ -377,6 +377,7 @@ class Transport(ABC):
         )
         if mine.numel() == 0:
             return
+        # Only this rank reduces the stripe, so the order of the pieces needs no agreement.
         received[self.rank] = mine
         fold(mine, [received[peer] for peer in range(self.size)], op)
 
@@ -486,6 +487,7 @@ def gather_json(transport: Transport, value: object, limit: TimeLimit) -> list[A
     Used while a communicator is set up: it needs no more than a transport.
     """
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    # The rows of an all-gather have the same length, so ranks exchange their lengths first.
     sizes = torch.zeros(transport.size, dtype=torch.int64, device="cpu")
     sizes[transport.rank] = len(own)
     transport.all_gather_stripes_(sizes, limit)
@@ -505,6 +507,7 @@ def abort_pending_receives(transport: Transport) -> None:
     may have no connection, and a receive would make one.
     """
     nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    # Copies, because the waiting threads may add peers meanwhile.
     peers = {
         p for each in transport.transports() for p in (*each.sent.copy(), *each.received.copy())
     }
@@ -520,7 +523,8 @@ def abort_pending_receives(transport: Transport) -> None:
 def fold(into: Tensor, pieces: Sequence[Tensor], op: ReduceOp) -> None:
     """Reduce ``pieces`` into ``into``, which may be one of them; the others are not changed.
 
-    16-bit floats are summed and multiplied in float32 and rounded once.
+    Pieces are combined in order, except that ``into`` comes first if it is one of them. 16-bit
+    floats are summed and multiplied in float32, always in order, and rounded once.
     """
     combine = COMBINE[op]
     if op in ("sum", "product") and into.dtype in (torch.float16, torch.bfloat16):

@@ -245,6 +245,7 @@ class TorchDistributedTransport(Transport):
             elif not poll_until(work.is_done, limit, _POLLS_BEFORE_YIELD):
                 raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
         except (RuntimeError, CommunicationError) as error:
+            # A watched operation is aborted by its `Group`, which first stops handing out results.
             if not is_watched:
                 self.abort()
             if isinstance(error, CommunicationError):

@@ -117,7 +117,9 @@ def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
             HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=has_secret
         )
     address, server = meet(launched, timeout_s)
+    # A prefix, because init_process_group() of the script may use the same server.
     store = PrefixStore("torchmn", server)
+    # Rank 0 publishes its port until the barrier: late ranks look it up until then.
     with _until_joined:
         transport = TorchDistributedTransport(
             store,

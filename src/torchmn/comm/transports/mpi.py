@@ -85,6 +85,7 @@ class MpiTransport(Transport):
             mpi = load_mpi()
         if mpi.Is_finalized():
             raise LaunchError("MPI is already finalized; a process can join it only once.")
+        # A duplicate, so that messages of torchmn never match those of the script.
         comm, request = mpi.COMM_WORLD.Idup()
         transport = cls(comm)
         transport._wait([request], TimeLimit(timeout_s), "joining MPI.COMM_WORLD")
@@ -190,6 +191,7 @@ class MpiTransport(Transport):
         with _TURN:
             group = self._comm.Get_group().Incl(list(ranks))
             try:
+                # MPI guarantees only tags up to 32767.
                 tag = int.from_bytes(key.encode()[-2:], "big") % 32768
                 comm = self._comm.Create_group(group, tag)
             finally:
@@ -234,7 +236,7 @@ def load_mpi() -> Any:
 
         if "mpi4py.MPI" not in sys.modules:  # otherwise the script has initialized MPI
             mpi4py.rc.thread_level = "serialized"
-            mpi4py.rc.finalize = False
+            mpi4py.rc.finalize = False  # `_leave` does it, after a barrier that can be limited
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UnsupportedError(

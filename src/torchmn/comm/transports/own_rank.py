@@ -34,6 +34,7 @@ def own_place() -> LauncherInfo | None:
         return read_launcher_env(os.environ)
     said = (("rank", str(rank)), ("world_size", str(size)))
     group = LauncherInfo(launcher=_GROUP, kind="agents", rank=rank, known_size=size, variables=said)
+    # A child of multiprocessing inherits variables that describe the rank of its parent.
     if has_only_size or multiprocessing.parent_process() is not None:
         return group
     launched = read_launcher_env(os.environ)

@@ -114,6 +114,8 @@ class SharedMemoryTransport(WrappingTransport):
         A failure of any rank is raised on all. The file is not needed once all ranks have mapped
         it.
         """
+        # Two rounds: the others need the address before they map the memory, and no rank may use it
+        # before all have mapped it.
         memory: SharedMemorySegment | None = None
         mapped: mmap.mmap | None = None
         address, problem = None, ""
@@ -175,6 +177,7 @@ class SharedMemoryTransport(WrappingTransport):
         else:
             for chunk in self._chunks(buffer):
                 pieces, slots = self._fold_chunk(chunk, "sum", limit)
+                # Other ranks go on: what the root still reads is overwritten two rounds later only.
                 if self.rank == root:
                     self._wait(FOLDED, limit)
                     for peer in self._others:
@@ -191,6 +194,7 @@ class SharedMemoryTransport(WrappingTransport):
             self._reach(ARRIVED, limit)
             if self.rank != root:
                 buffer.copy_(all_ranks[root][: buffer.numel()])
+            # The root may change its buffer as soon as it returns, so it waits for all readers.
             self._reach(FOLDED, limit)
         else:
             for chunk in self._chunks(buffer):
@@ -198,6 +202,7 @@ class SharedMemoryTransport(WrappingTransport):
                 if self.rank == root:
                     slot.copy_(chunk)
                 self._reach(ARRIVED, limit)
+                # No second wait: the next round uses the other slot.
                 if self.rank != root:
                     chunk.copy_(slot)
 

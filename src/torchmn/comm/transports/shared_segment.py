@@ -110,6 +110,7 @@ class SharedMemorySegment:
 
         Raises OSError: no room.
         """
+        # Not by ftruncate(), which makes a sparse file and does not fail if there is no memory.
         if end > begin:
             os.posix_fallocate(self._number, begin, end - begin)
 

@@ -111,6 +111,7 @@ class TcpTransport(WrappingTransport):
             return inner
         if inner.size > MAX_PEERS + 1:
             return cls(inner, {}, {}, f"{inner.size} ranks are more than {MAX_PEERS + 1}")
+        # Two connections per peer: the second one is for announced sums.
         both = [_connect_all(inner, limit) for _ in range(2)]
         others = [peer for peer in range(inner.size) if peer != inner.rank]
         missing = [peer for peer in others if any(peer not in each for each in both)]
@@ -221,6 +222,8 @@ class TcpTransport(WrappingTransport):
         arriving = []
         for peer, part in parts.items():
             stream = self._streams[peer] if announced is None else self._early[peer]
+            # An announced message may have been sent already. Messages announced after it need not
+            # be sent before this sum ends.
             stream.num_needed = (
                 stream.post_send(outgoing[peer], 0) if announced is None else announced.ends[peer]
             )
@@ -229,7 +232,7 @@ class TcpTransport(WrappingTransport):
             self.received[peer] += part.nbytes
         if own is buffer:
             self._run(limit)
-            COMBINE[op](buffer, scratch, out=buffer)
+            COMBINE[op](buffer, scratch, out=buffer)  # a + b and b + a have the same bits
             return
         for peer, stripe in outgoing.items():
             stream = self._streams[peer]
@@ -264,6 +267,7 @@ class TcpTransport(WrappingTransport):
         called whenever data may have arrived.
         """
         streams, poll, polled = self._by_descriptor, self._poll, self._polled
+        # In the first turn all sockets are tried without a call of poll.
         ready = [(descriptor, select.POLLIN | select.POLLOUT) for descriptor in streams]
         longest_s = self.progress_period_s or _LONGEST_POLL_S
         while True:
@@ -278,6 +282,7 @@ class TcpTransport(WrappingTransport):
                     if stream.events:
                         poll.register(descriptor, stream.events)
                     else:
+                        # Registered without events, a closed socket would still end each poll.
                         poll.unregister(descriptor)
             ready = poll.poll(min(limit.left_s, longest_s) * 1e3)
             if self.progress_period_s:

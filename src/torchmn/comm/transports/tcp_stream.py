@@ -47,6 +47,7 @@ class Stream:
         self.peer = peer
         self.socket = connection
         connection.setblocking(False)
+        # Or the kernel would hold back a short end of a message until earlier data is acknowledged.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.num_needed = 0
         """The position up to which the stream must have sent before `is_done`."""

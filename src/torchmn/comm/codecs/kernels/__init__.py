@@ -54,4 +54,5 @@ def kernels_for(device_type: str) -> Kernels:
 
 
 def _load(module: str) -> Kernels:
+    # Imported on first use: a compiler takes a second to import and may not be installed.
     return cast(Kernels, importlib.import_module(f"torchmn.comm.codecs.kernels.{module}"))

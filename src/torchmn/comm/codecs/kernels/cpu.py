@@ -44,6 +44,8 @@ _NAN = np.float32(np.nan)
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _LANES = LANES
 
+# nogil: kernels run on the thread of the exchange while another thread computes. The error model of
+# numpy: a division by zero gives infinity or NaN instead of an exception.
 _entry = njit(nogil=True, cache=True, error_model="numpy")
 _inner = njit(  # wrappers for calls from Python would take as long to compile as the functions
     nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
@@ -144,6 +146,7 @@ def _encode(
                 _add(v, residual[begin:end], w)
             low, high = _two_values(w, lanes, bits, is_stochastic, levels)
             if not (np.isfinite(low) and np.isfinite(high)):
+                # NaN as the scale makes all ranks decode NaN; the residual must not become NaN.
                 flags[s] = 1
                 floats[pair : pair + num_floats] = _NAN
                 c[:] = 0

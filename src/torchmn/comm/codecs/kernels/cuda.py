@@ -69,7 +69,7 @@ def encode(
     if noise is not None:
         keys = torch.from_numpy(noise.keys(plan.stripe).astype(np.int64))
         keys_there = torch.empty(keys.shape, dtype=keys.dtype, device=values.device)
-        streams_of(values.device).send(keys, keys_there)
+        streams_of(values.device).send(keys, keys_there)  # unlike .to(): no wait
     with torch.cuda.device_of(out):  # Triton launches on the current device
         if len(tables.blocks):
             _encode_block[(len(tables.blocks),)](
@@ -225,6 +225,7 @@ def _encode_block(
     magnitude = tl.abs(w)
     is_bad = _total((mask & _is_infinite(w)).to(tl.int32)) > 0
     largest = tl.max(tl.max(magnitude, axis=1), axis=0)
+    # tl.where() evaluates both of its values, so divisors below must never be zero.
     if BITS == 1:
         if IS_STOCHASTIC:
             low = tl.min(tl.min(tl.where(mask, w, float("inf")), axis=1), axis=0)
@@ -260,6 +261,7 @@ def _encode_block(
             codes = (w >= 0.0).to(tl.int32)
         decoded = tl.where(codes == 1, high, low)
     else:
+        # The conversion of NaN to an integer is undefined.
         scaled = tl.where(is_bad, 0.0, w * high)
         if IS_STOCHASTIC:
             scaled += chance - 0.5
@@ -277,6 +279,7 @@ def _encode_block(
     tl.store(floats + pair, tl.where(is_bad, float("nan"), low))
     if BITS == 1:
         tl.store(floats + pair + 1, tl.where(is_bad, float("nan"), high))
+    # Programs of several blocks may store to one flag at once: all store 1.
     tl.store(flags + segment, tl.full([], 1, tl.uint8), mask=is_bad)
 
 
