@@ -7,7 +7,7 @@ TorchmnError
 ├── TopologyError                      sources of ranks, nodes or devices contradict each other
 ├── LaunchError                        a job could not be started or did not start as asked
 ├── RankError                          a rank that `launch_local` started failed
-├── SharedMemoryError                    the ranks of a node cannot share memory
+├── SharedMemoryError                  the ranks of a node cannot share memory
 ├── NonFiniteGradientError             a gradient holds NaN or infinity
 ├── DataError                          a data file is missing, damaged or of another format
 └── CommunicationError                 a collective did not complete

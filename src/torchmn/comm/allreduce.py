@@ -227,7 +227,7 @@ class _StripeMessages:
 class LowRankAllReduce:
     """Sums matrices as low-rank products (`PowerSGD`) and other parameters exactly.
 
-    Needs whole parameters. Raises UnsupportedError for parts of parameters or without names.
+    Raises UnsupportedError for blocks that contain parts of parameters or have no names.
     """
 
     def __init__(self, codec: PowerSGD) -> None:

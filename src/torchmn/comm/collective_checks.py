@@ -125,6 +125,7 @@ class CallCheck:
         own_error: Exception | None,
     ) -> NoReturn:
         """Gather the calls of all ranks as text and raise the error of this rank. *Collective.*"""
+        # The rows of an all-gather have one length: that of the longest call.
         row = bytearray(max(head[2] for head in heads))
         row[: len(text)] = text
         table = self._group.all_gather_fixed(torch.frombuffer(row, dtype=torch.uint8), name=name)

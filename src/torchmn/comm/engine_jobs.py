@@ -475,6 +475,7 @@ class ObjectExchange:
         packed: dict[int, object_codec.Message] = {}
         try:
             for obj in outgoing.values():
+                # By identity: all peers of an all-gather get the same object.
                 if id(obj) not in packed:
                     packed[id(obj)] = object_codec.pack(obj, self._trust)
         except Exception as error:

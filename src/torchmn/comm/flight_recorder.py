@@ -104,6 +104,7 @@ class FlightRecorder:
         """Whether the sums of the first step are over. Ranks run at different speeds until then."""
         self.peers: PeerStatus | None = None
         """Asks the other ranks for their status; None if there is one limit for all waits."""
+        # Ranks may be threads: a recorder belongs to the rank on whose thread it is made.
         self._owner: threading.Thread | None = threading.current_thread()
         with self._making:
             self._made.add(self)

@@ -142,7 +142,7 @@ class Group:
         return self._run(name, buffer, self.transport.receive_any, buffer, tag=tag)
 
     def barrier(self) -> None:
-        """Return when every rank has arrived."""
+        """Block until all ranks have called it."""
         self._run("barrier", None, self.transport.barrier)
 
     def await_stream(self, device: torch.device) -> None:
@@ -321,6 +321,8 @@ class Groups:
         """A group of ``ranks``, including this one, for a new communicator, which closes it."""
         self.count_split()
         name = f"{kind}{self._num_splits}"
+        # `Communicator.split` makes one part per color under the same number: the first rank of a
+        # part makes its key unique.
         return self.world.engine.call(lambda: self.world.split(name, ranks, f"{name}-{ranks[0]}"))
 
     def count_split(self) -> None:

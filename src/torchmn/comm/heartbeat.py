@@ -32,7 +32,7 @@ _ERRORS: dict[str, type[TorchmnError]] = {
 
 
 class HeartbeatGather:
-    """Waits for work that every rank does for a different time. All ranks create one together.
+    """Waits for work that takes ranks different times. Every rank makes one for the same work.
 
     ``what`` names the work in messages. Each rank calls `heartbeat` repeatedly during the work, as
     often as it likes, and then either `finish` or `fail` once.

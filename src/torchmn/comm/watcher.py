@@ -68,6 +68,7 @@ class Watcher:
         with self._condition:
             self._queue.append(item)
             if self._thread is None:
+                # A daemon, because the work that it watches may never end.
                 self._thread = threading.Thread(
                     target=self._loop, name="torchmn-watcher", daemon=True
                 )

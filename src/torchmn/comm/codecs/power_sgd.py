@@ -186,6 +186,7 @@ class PowerSGD(Codec):
     def _is_worth_compressing(self, tensor: Tensor) -> bool:
         if tensor.dim() < 2 or is_small(tensor.shape):
             return False
+        # P and Q must have at most half of the elements of the matrix.
         n = tensor.shape[0]
         return 2 * self.rank * (n + tensor.numel() // n) <= tensor.numel()
 
@@ -222,6 +223,7 @@ class PowerSGD(Codec):
         return torch.where(is_empty, self._random(f"{self.seed}/{self._step}/{name}", q), q)
 
     def _random(self, key: str, like: Tensor) -> Tensor:
+        # On the CPU, so that ranks with different GPUs get the same numbers.
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(key.encode()))
         return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(
             like

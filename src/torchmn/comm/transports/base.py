@@ -369,6 +369,7 @@ class Transport(ABC):
         pieces = self.stripes(buffer)
         mine = pieces[self.rank]
         scratch = self.scratch.take(mine.numel() * (self.size - 1), buffer.dtype, buffer.device)
+        # Not strict: an empty scratch is split into a single piece.
         received = dict(zip(self._others, scratch.split(max(1, mine.numel())), strict=False))
         self.exchange(
             [(peer, pieces[peer]) for peer in self._others],

@@ -118,9 +118,8 @@ class TorchDistributedTransport(Transport):
         self.supports_nccl = supports_nccl and dist.is_nccl_available()
         self._nccl: Any = None
         self._nccl_turn = threading.Lock()
-        self._has_failed = (
-            has_failed or threading.Event()
-        )  # set for this group and all split from it
+        # Shared with all groups that are split from this one.
+        self._has_failed = has_failed or threading.Event()
         self._staging: Staging | None = None
         if cuda_device is not None and self.supports_nccl:
             self._nccl = _nccl(PrefixStore("nccl", store), rank, size)

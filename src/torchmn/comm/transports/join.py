@@ -195,6 +195,7 @@ def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPSt
 
 
 def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) -> TCPStore:
+    # torchrun's agent serves the store itself, if it sets this variable.
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = _store_listener(launched, address, port) if serves else None
     try:

@@ -53,9 +53,7 @@ from torchmn.comm.transports.shared_segment import Address, ErrorContext, Shared
 CHUNK_BYTES = 2 * MiB
 _SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller
 _SMALL_BYTES = 32 * KiB
-_CACHED_BYTES = (
-    256 * KiB
-)  # folded at a time, so that the copies to other ranks read it from the cache
+_CACHED_BYTES = 256 * KiB  # folded at a time, so that copies of it come from the cache
 _PAGE_BYTES = 4 * KiB
 _PURPOSE = ErrorContext(
     "the exchange between this node's ranks",

@@ -238,6 +238,7 @@ def _two_values(work, lanes, bits, is_stochastic, levels):
 
 @_inner
 def _fold(lanes):
+    # In halves, as in all kernels: see `wire_format.LANES`.
     width = _LANES // 2
     while width:
         for j in range(width):

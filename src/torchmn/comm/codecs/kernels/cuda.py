@@ -252,6 +252,7 @@ def _encode_block(
     low, high = low.to(tl.float32), high.to(tl.float32)
     is_bad = is_bad | _is_infinite(low) | _is_infinite(high)
     if IS_STOCHASTIC:
+        # Counters wrap around at 32 bits, as in the other kernels.
         first = (tl.load(keys + segment) + counter) & 0xFFFFFFFF
         chance = _chance(first.to(tl.uint32) + element.to(tl.uint32))
     if BITS == 1:
@@ -335,6 +336,7 @@ def _copy_small(
         x = tl.load(buffer + start + element, mask=mask, other=0.0)
     else:
         x = tl.load(encoded + place + element, mask=mask, other=0.0)
+    # x - x is NaN for infinity and NaN, and 0 for any other number.
     is_bad = tl.sum((mask & ((x - x) != 0.0)).to(tl.int32), axis=0) > 0
     tl.store(flags + segment, tl.full([], 1, tl.uint8), mask=is_bad)
     if OUT:
