@@ -1,1 +1,1 @@
-"""What every wing may import: errors, events, names, and the private side of torch and Python."""
+"""Shared by all wings: errors, events, names of components, and access to torch's private API."""

@@ -1,7 +1,8 @@
-"""What torch.compile does with torchmn's own code: nothing.
+"""Exclude torchmn's own code from torch.compile.
 
-A script may compile a function that calls ``loss.backward()`` and ``optimizer.step()``. The hooks
-that torch then calls, and the steps, would be compiled as well, with threads, locks and sockets.
+A script may compile a function that calls ``loss.backward()`` and ``optimizer.step()``. Without
+these functions the compiler would also trace torchmn's hooks and steps, which use threads, locks
+and sockets.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 def not_compiled(
     function: _Function, reason: str = "torchmn exchanges gradients there"
 ) -> _Function:
-    """Decorate a function that torch.compile leaves alone, with all that it calls.
+    """Decorator: torch.compile compiles neither the function nor anything that it calls.
 
-    Code that is being compiled calls it as it is (a graph break, which ``fullgraph=True`` refuses
-    with the ``reason``). The same as ``torch.compiler.disable``, which loads the compiler: that
-    takes seconds.
+    A call from compiled code is a graph break; with ``fullgraph=True`` the compiler raises an error
+    that contains ``reason``. Equivalent to ``torch.compiler.disable``, which is not used because it
+    imports the compiler, which takes seconds.
     """
     marked: Any = function
+    # Up to torch 2.12 a skipped frame does not protect the functions that it calls, so the compiler
+    # is switched off for this thread while the function runs.
     if torch_private.IS_SKIPPED_ALONE:
         marked = _with_compiler_off(function)
     torch_private.mark_as_disabled(marked, reason)
@@ -33,9 +36,10 @@ def not_compiled(
 
 
 def leave_to_python(*functions: Callable[..., object]) -> None:
-    """Do not compile them by themselves: compiled code cannot ask whether backward calls it.
+    """Exclude functions from being compiled on their own, as the entry point of a graph.
 
-    Where they are called by code that is compiled as a whole they are compiled with it.
+    Compiled code cannot find out whether a backward pass is running. Functions that are called from
+    code that is being compiled are still compiled as a part of it.
     """
     for function in functions:
         torch_private.skip_code(function.__code__, is_recursive=False)

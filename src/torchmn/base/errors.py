@@ -1,22 +1,22 @@
-"""Every error torchmn raises, as one tree.
+"""The exceptions that torchmn raises, as one class hierarchy.
 
 TorchmnError
-├── UsageError (ValueError)            an argument has a value that the rule forbids
+├── UsageError (ValueError)            an argument has an invalid value
 │   └── UnknownNameError               a name that is not in a registry; lists the known ones
-├── UnsupportedError                   each part is fine, the combination is refused
-├── TopologyError                      two sources of facts about the world contradict each other
+├── UnsupportedError                   valid arguments in an unsupported combination
+├── TopologyError                      sources of ranks, nodes or devices contradict each other
 ├── LaunchError                        a job could not be started or did not start as asked
 ├── RankError                          a rank that `launch_local` started failed
-├── SharedMemoryError                    the ranks of a node cannot share memory
+├── SharedMemoryError                  the ranks of a node cannot share memory
 ├── NonFiniteGradientError             a gradient holds NaN or infinity
 ├── DataError                          a data file is missing, damaged or of another format
 └── CommunicationError                 a collective did not complete
     ├── TimeLimitError                 it did not complete within its time limit
     ├── PeerLostError                  a peer closed its connection or died
-    └── RankMismatchError              ranks came to the same collective with different intentions
+    └── RankMismatchError              ranks called a collective with different arguments
 
-A message holds what was seen, what the rule is and what to do. On a communicator it also says
-which rank on which host speaks.
+A message contains the value seen, the rule that it violates and what to do about it. Errors of a
+communicator also name the rank and host that raised them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class TorchmnError(Exception):
-    """The root of the tree: catch this to catch everything torchmn raises on purpose.
+    """Base class of all exceptions that torchmn raises on purpose.
 
     Example:
         >>> try:
@@ -58,7 +58,7 @@ class TorchmnError(Exception):
 
 
 class UsageError(TorchmnError, ValueError):
-    """An argument has a value that the rule forbids."""
+    """An argument has an invalid value."""
 
 
 class UnknownNameError(UsageError):
@@ -69,11 +69,11 @@ class UnknownNameError(UsageError):
 
 
 class UnsupportedError(TorchmnError):
-    """Each part is fine by itself, the combination is refused."""
+    """Valid arguments in a combination that is not supported."""
 
 
 class TopologyError(TorchmnError):
-    """Two sources of facts about ranks, nodes or devices contradict each other."""
+    """Two sources of information about ranks, nodes or devices contradict each other."""
 
 
 class LaunchError(TorchmnError):
@@ -83,8 +83,8 @@ class LaunchError(TorchmnError):
 class RankError(TorchmnError):
     """A rank that `torchmn.launch_local` started raised an exception, or was ended.
 
-    ``rank`` is the one that failed first, ``None`` where the message alone names it. Its exception
-    is the ``__cause__`` where it could be sent to the caller.
+    ``rank`` is the rank that failed first, or ``None`` if only the message names it. The rank's
+    exception is the ``__cause__`` if it could be sent to the caller.
     """
 
     def __init__(self, text: str, *, rank: int | None = None) -> None:
@@ -97,7 +97,7 @@ class SharedMemoryError(TorchmnError):
 
 
 class NonFiniteGradientError(TorchmnError):
-    """A gradient holds NaN or infinity, on some rank: all ranks raise it."""
+    """A gradient contains NaN or infinity on at least one rank. All ranks raise this error."""
 
 
 class DataError(TorchmnError):
@@ -117,30 +117,34 @@ class PeerLostError(CommunicationError):
 
 
 class RankMismatchError(CommunicationError):
-    """Ranks came to the same collective with different intentions."""
+    """Ranks called the same collective with different arguments, or different collectives."""
 
 
 def raise_if_unknown(kind: str, name: object, known: Collection[str]) -> None:
-    """Raise UnknownNameError if a name is none of these."""
+    """Raise UnknownNameError if ``name`` is not one of the ``known`` names."""
     if name not in known:
         raise UnknownNameError(kind, name, known)
 
 
 def raise_if_no_count(name: str, value: object, what: str, *, least: int = 1) -> None:
-    """Raise UsageError if an argument is not ``what``, such as "a number of samples"."""
+    """Raise UsageError unless an argument is an int of at least ``least``.
+
+    ``what`` describes the argument in the message, such as "a number of samples".
+    """
+    # Not isinstance(): True and False are ints, too.
     if type(value) is not int or value < least:
         raise UsageError(f"{name}={value!r} must be {what}, at least {least}.")
 
 
 def require(module: str, purpose: str, package: str) -> ModuleType:
-    """Import what torchmn does not depend on.
+    """Import and return an optional dependency.
 
     Args:
-        module: its name.
-        purpose: what needs it, the beginning of a sentence.
-        package: what pip installs, such as ``torchmn[images]``.
+        module: the name of the module.
+        purpose: the feature that needs it; the message begins with this text.
+        package: the requirement to install with pip, such as ``torchmn[images]``.
 
-    Raises UnsupportedError: it cannot be imported.
+    Raises UnsupportedError: the module cannot be imported.
     """
     try:
         return importlib.import_module(module)
@@ -156,7 +160,7 @@ SAVED_STATUS = 85
 
 
 def shell_code(returncode: int) -> int:
-    """An exit code as a shell reports it: 128 + signal for a process that a signal ended."""
+    """The exit status as a shell reports it: 128 + N for a process that was ended by signal N."""
     return 128 - returncode if returncode < 0 else returncode
 
 

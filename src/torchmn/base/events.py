@@ -1,12 +1,12 @@
-"""What torchmn does, told to observers while it does it.
+"""Events: what torchmn does, reported to observers while it happens.
 
 The record of a run (`torchmn.record`) and the launcher's monitor (`script_monitor`) are observers.
-What they observe imports neither of them, and works the same without. It says so in place:
+The observed code does not import them and behaves the same without them. It calls them in place:
 
     for observer in events.observers:
         observer.phase("exchange", True)
 
-which costs nothing but a look at an empty tuple where nobody observes.
+Without observers this only iterates over an empty tuple.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ Stage = Literal["ready", "queued", "started", "ended"]
 
 
 class Communicator(Protocol):
-    """The communicator as observers see it."""
+    """The methods of a communicator that observers use."""
 
     @property
     def num_sent_nbytes(self) -> int:
-        """Bytes sent since its beginning."""
+        """Bytes sent since the communicator was created."""
 
     def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Bytes sent and received since its beginning, by the host at the other end."""
+        """Bytes sent and bytes received since the communicator was created, by remote host."""
 
 
 class Collective(Protocol):
@@ -40,18 +40,18 @@ class Collective(Protocol):
 
 
 class Collectives(Protocol):
-    """The collectives of one communicator, which any thread may read."""
+    """The collectives of one communicator. All methods may be called from any thread."""
 
     def overdue(self) -> Collective | None:
-        """A collective that has not completed within its time limit, if any."""
+        """A collective that exceeded its time limit, or None."""
 
     def describe(self) -> Sequence[Any]:
-        """The newest collective of each group."""
+        """The most recent collective of each group."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter whose gradient is final."""
+    """The size of a parameter whose gradient has been computed."""
 
     numel: int
     nbytes: int
@@ -59,88 +59,90 @@ class Gradient:
 
 
 class Observer:
-    """Is called for what happens in this process, on the thread on which it happens.
+    """Base class of observers: one method for each kind of event in this process. Local.
 
-    A method of this class does nothing, so that an observer defines those that it needs. It must
-    neither raise nor wait for another thread.
+    Methods are called on the thread on which the event happens and do nothing by default; a
+    subclass overrides those that it needs. They must neither raise nor wait for another thread.
     """
 
     ends_lost_ranks = False
-    """Whether somebody ends a process of this job whose peers are gone."""
+    """Whether a launcher supervises the job and ends processes whose peers are lost."""
 
     # ---- what is done ----
 
     def phase(self, name: str, begins: bool) -> None:
-        """The thread begins or ends a part of a step, such as ``exchange``.
+        """The current thread begins or ends a phase of a step, such as ``exchange``.
 
-        In a backward pass ``backward`` begins with a gradient, again and again, and ends with the
-        pass; ``pack`` copies a gradient into its bucket. Parts may be nested; one that raises may
-        lack its end.
+        The phase ``backward`` is reported as begun at each gradient of a backward pass and ends
+        with the pass; ``pack`` copies a gradient into its bucket. Phases may be nested. If a phase
+        raises, its end may not be reported.
         """
 
     def forward(self, num_samples: int | None, *, is_training: bool) -> None:
-        """A model that an optimizer trains is called. ``num_samples``: of its batch, if known."""
+        """The forward of a trained model is called, with a batch of ``num_samples`` if known."""
 
     def gradient(self, gradient: Gradient) -> None:
-        """A gradient is final, in some steps only."""
+        """A gradient has been computed. Reported in some steps only."""
 
     def step_begins(self, optimizer: object) -> None:
         """An optimizer begins its step."""
 
     def step_ended(self, optimizer: object, number: int | None, samples: int | None = None) -> None:
-        """An optimizer has ended its step: ``number`` is None if the step raised.
+        """An optimizer ended its step with this ``number``; None if the step raised.
 
-        ``samples``: of the step, if forward has not seen them.
+        ``samples`` is the number of samples of the step, if `forward` did not report them.
         """
 
     def optimizer_closed(self, optimizer: object) -> None:
         """An optimizer will not step again."""
 
     def settings(self, step: int, values: dict[str, str]) -> None:
-        """The training uses these settings from a step on."""
+        """Training uses these settings from step ``step`` on."""
 
     # ---- what is exchanged ----
 
     def communicator(self, comm: Communicator, begins: bool) -> None:
-        """A communicator was made, or is finalized."""
+        """A communicator was created, or is being finalized."""
 
     def exchange(self, comm: Communicator, block: Any, bucket: int | None, stage: Stage) -> None:
-        """A block is ready or queued, or its sum has started or ended.
+        """A block is ready or queued for its sum, or the sum has started or ended.
 
-        ``bucket``: its number, None for what is no bucket of gradients.
+        ``bucket`` is the number of the bucket, or None if the block is not a bucket of gradients.
         """
 
     def collectives(self, recorder: Collectives) -> None:
-        """The collectives of a new communicator can be read here, for as long as it exists."""
+        """A new communicator records its collectives in ``recorder``."""
 
     def collective(self, entry: Collective) -> None:
-        """A collective has exceeded its time limit; its error is raised next."""
+        """A collective exceeded its time limit. Called before the error is raised."""
 
     def joining(self, limit_s: float, begins: bool) -> None:
-        """This process begins to join the others, or all have joined."""
+        """This process starts to join the other ranks, or all ranks have joined."""
 
     def failed(self, error: BaseException) -> None:
-        """A communicator cannot be used any more, whether or not the script ends."""
+        """A communicator has become unusable because of ``error``; the script may still run."""
 
     def checkpoint_saved(self, step: int) -> None:
-        """All ranks have finished a checkpoint."""
+        """All ranks have saved the checkpoint of step ``step``."""
 
 
 observers: tuple[Observer, ...] = ()
-"""Those of this process, in the order in which they came. Replaced, never changed."""
+"""The observers of this process, in the order in which they were added."""
 
+# `add` and `remove` replace the tuple instead of changing a list: other threads iterate over
+# `observers` at any time, without a lock. The lock is for two changes at once.
 _changing = threading.Lock()
 
 
 def add(observer: Observer) -> None:
-    """Call an observer from now on."""
+    """Add an observer: it is called for all later events."""
     global observers
     with _changing:
         observers = (*observers, observer)
 
 
 def remove(observer: Observer) -> None:
-    """Call it no more; removing it again does nothing."""
+    """Remove an observer. Does nothing if it was removed before."""
     global observers
     with _changing:
         observers = tuple(other for other in observers if other is not observer)
@@ -148,7 +150,7 @@ def remove(observer: Observer) -> None:
 
 @contextmanager
 def during(name: str) -> Iterator[None]:
-    """What is done inside is this part of a step. Also a decorator."""
+    """Context manager and decorator that reports its body as the phase ``name``."""
     for observer in observers:
         observer.phase(name, True)
     try:

@@ -1,7 +1,7 @@
-"""The names of routes, codecs and schedules, with what is known of each without torch.
+"""The names of routes, codecs and schedules, with the properties needed without importing torch.
 
-The command line, the planner, the registries of classes and the texts of errors read these tables,
-so that a name stands in one list.
+The command line, the planner, the registries of classes and error messages all read these tables,
+so each name is listed once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AUTO = "auto"
-"""In place of a name: torchmn chooses."""
+"""Used instead of a name to let torchmn choose."""
 EVERY_STEP, DOUBLE_BUFFERING = "every_step", "double_buffering"
 FLOAT32 = "float32"
 
@@ -20,10 +20,11 @@ Model = Literal["every_step", "double_buffering", "blocks"]
 
 @dataclass(frozen=True, kw_only=True)
 class RouteTraits:
-    """What a route sends between hosts: see `torchmn.exchange.auto.predict`.
+    """The traffic of a route between hosts, for the model in `torchmn.exchange.auto.predict`.
 
-    After a sum within each node what ``nodes`` exchange; stripes to the ranks that are their
-    ``owners``; a ``ring`` of all ranks; ``none``, as it is for one host.
+    ``traffic`` is ``nodes`` (sums within each node first, then one exchange between nodes),
+    ``owners`` (stripes are sent to the ranks that own them), ``ring`` (a ring of all ranks) or
+    ``none`` (a single host).
     """
 
     traffic: Traffic
@@ -31,7 +32,7 @@ class RouteTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class CodecTraits:
-    """Whether a codec loses bits, and whether ``auto`` may choose it."""
+    """Properties of a codec: whether it is lossy, and whether ``auto`` may choose it."""
 
     is_lossy: bool = True
     is_automatic: bool = False
@@ -39,7 +40,7 @@ class CodecTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleTraits:
-    """How a step of a schedule is predicted, None if it is not; single steps are comparable."""
+    """The model that predicts the time of a step of a schedule; None if there is no such model."""
 
     model: Model | None = None
 
@@ -76,4 +77,4 @@ SCHEDULE_TRAITS = {
     "diloco": ScheduleTraits(model="blocks"),
     "parameter_server": ScheduleTraits(),
 }
-"""The plainest first."""
+"""In order of complexity, the simplest first."""

@@ -1,7 +1,7 @@
-"""The line of the user's script that runs, for the texts of errors.
+"""The line of the user's script that is being executed, for error messages.
 
-Here alone a caller's frame is looked up, and nothing is decided by it but a text; what
-`torchmn.nn.functions.recomputation` decides by frames is explained there.
+Only this module inspects the frames of callers for messages, and nothing else depends on the
+result. `torchmn.nn.functions.recomputation` inspects frames for another reason, given there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FrameType
 
 
 def script_line() -> str:
-    """The innermost line outside of torchmn and torch: ``train.py:12 in forward``. Local."""
+    """The innermost line outside torchmn and torch, as ``train.py:12 in forward``. Local."""
     frame = script_frame()
     if frame is None:
         return "an unknown line"
@@ -23,7 +23,7 @@ def script_line() -> str:
 
 
 def script_frame() -> FrameType | None:
-    """The innermost frame outside of torchmn and torch; None on a thread that has none. Local."""
+    """The innermost frame outside torchmn and torch; None if this thread has none. Local."""
     libraries = _libraries()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(libraries):
@@ -33,6 +33,7 @@ def script_frame() -> FrameType | None:
 
 @cache
 def _libraries() -> tuple[str, ...]:
+    # Without importing torch, which takes seconds.
     found = importlib.util.find_spec("torch")
     return str(Path(__file__).parents[1]), *(
         found.submodule_search_locations or () if found else ()

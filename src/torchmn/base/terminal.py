@@ -1,11 +1,11 @@
-"""The one place from which processes of torchmn write lines of their own to the terminal.
+"""Messages of torchmn's own processes on the terminal.
 
-What ranks print is shown by `torchmn.run.console`.
+The output of ranks is shown by `torchmn.run.console`.
 """
 
 import sys
 
 
 def say(text: str) -> None:
-    """Write a message of torchmn to standard error."""
+    """Print a message to standard error, prefixed with ``torchmn:``."""
     print(f"torchmn: {text}", file=sys.stderr, flush=True)

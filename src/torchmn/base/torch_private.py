@@ -1,8 +1,8 @@
-"""All of torch's private names that torchmn uses: nothing else in ``src`` may name one.
+"""All private names of torch that torchmn uses. No other module in ``src`` may use one.
 
-A private name is one with an underscore, and each may go with any release of torch: `TRIED` is the
-oldest and the newest one with which it was tried. ``torch._foreach_*`` is none: torch documents
-these functions.
+Private names are those with a leading underscore; any release of torch may remove them. `TRIED`
+holds the oldest and the newest release with which they were tested. ``torch._foreach_*`` does not
+count as private: torch documents these functions.
 """
 
 from __future__ import annotations
@@ -26,29 +26,32 @@ from torch.utils._pytree import tree_map
 __all__ = ["GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore", "tree_map"]
 
 TRIED = "2.6", "2.14"
-# What has been tried in other versions than the rest, by its name here.
+# Names of this module that were tested with other releases than the rest.
 TRIED_IN: dict[str, tuple[str, str]] = {}
 
 # ---- autograd: the backward pass that runs ----
 
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""The number of the backward pass that this thread runs; -1 outside of one."""
+"""The id of the backward pass that runs on this thread; -1 outside a backward pass."""
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-"""Whether the backward pass that runs was called with ``retain_graph=True``."""
+"""Whether the running backward pass was called with ``retain_graph=True``."""
 
 will_execute_node: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the backward pass that runs will reach a node."""
+"""Whether the running backward pass will execute a node of the graph."""
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing
-"""Whether `torch.jit.trace` records what is done now."""
+"""Whether `torch.jit.trace` is recording on this thread."""
 
 functorch_level: Callable[[], int | None] = torch._C._functorch.maybe_current_level
-"""The innermost transformation of `torch.func` that runs; None outside of one."""
+"""The level of the innermost active `torch.func` transform; None outside of any."""
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback()`` at the end of the backward pass that runs, unless it raises."""
+    """Call ``callback()`` at the end of the running backward pass.
+
+    If the pass raises, autograd drops the callback without calling it.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -60,28 +63,28 @@ def packs_saved_tensors() -> bool:
 # ---- tensors ----
 
 COUNTS_USES = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
-"""Whether this torch can say how often a tensor and its storage are used."""
+"""Whether this release of torch provides reference counts of tensors and storages."""
 
 tensor_use_count: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
-"""How often C++ uses a tensor; 0 where unknown."""
+"""The C++ reference count of a tensor; 0 if unknown."""
 
 storage_use_count: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda address: 0)
-"""How often the storage with an address is used; 0 where unknown."""
+"""The reference count of the storage at `storage_address`; 0 if unknown."""
 
 storage_address: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
-"""Where a storage's own object in C++ is."""
+"""The address of a storage's C++ object (StorageImpl), not of its data."""
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was changed in place."""
+"""The version counter of a tensor, which counts in-place changes."""
 
 gradient_hooks: Callable[[Tensor], dict[int, Callable[..., object]] | None] = attrgetter(
     "_post_accumulate_grad_hooks"
 )
-"""The hooks for when the gradient of a parameter is accumulated, in their order."""
+"""The post-accumulate-grad hooks of a tensor, in order of registration."""
 
 
 class HooksOfWhole(torch.nn.Parameter):
-    """A parameter with the gradient hooks of another one."""
+    """A parameter that shares the gradient hooks of another one, ``whole``."""
 
     whole: Tensor
 
@@ -91,18 +94,19 @@ class HooksOfWhole(torch.nn.Parameter):
 
 
 made_as: Callable[..., Any] = Tensor._make_subclass
-"""A tensor in the memory of another one, of a class whose ``__init__`` is not called."""
+"""Make an instance of a Tensor subclass from a tensor; memory is shared, ``__init__`` not run."""
 
 
 local_tensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
-"""The part of a DTensor that this rank holds, which may still be under way."""
+"""This rank's part of a DTensor; a collective that produces it may still be pending."""
 
 layout_of: Callable[[Any], Any] = attrgetter("_spec")
-"""Mesh, placements and shape of a DTensor, for the constructor of another one."""
+"""Mesh, placements and shape of a DTensor, as its constructor takes them."""
 
 
 def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which part of the whole this rank holds of a DTensor."""
+    """The shape of this rank's part of a DTensor, and its offset in the whole tensor."""
+    # Imported here, because only scripts with DTensors need it.
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     whole = tensor.shape, tensor.device_mesh, tensor.placements
@@ -124,27 +128,27 @@ MODULE_HOOKS = (
 )
 """The attributes of a module that hold hooks of the kinds that torchmn registers."""
 MODULES, PARAMETERS = "_modules", "_parameters"
-"""The attributes of a module that hold its own."""
+"""The attributes of a module that hold its direct children and its own parameters."""
 REPLICA = "_replicate_for_data_parallel"
-"""The method that makes what `torch.nn.DataParallel` puts on a device."""
+"""The method with which `torch.nn.DataParallel` copies a module to each device."""
 
 
 def replica_of(module: torch.nn.Module) -> torch.nn.Module:
-    """What `torch.nn.DataParallel` makes of a module of this class."""
+    """A copy of a module as `torch.nn.DataParallel` makes it: by the method of its class."""
     return type(module)._replicate_for_data_parallel(module)  # type: ignore[no-any-return]
 
 
 buffers_of: Callable[[torch.nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-"""The module's own buffers by their names."""
+"""A module's own buffers by name, without those of its children."""
 
 non_persistent_buffers: Callable[[torch.nn.Module], set[str]] = attrgetter(
     "_non_persistent_buffers_set"
 )
-"""The names of the module's own buffers that its state_dict leaves out."""
+"""The names of a module's own buffers that are not part of its state_dict."""
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """The DistributedDataParallel whose forward runs."""
+    """The DistributedDataParallel whose forward is running; None if there is none."""
     return DistributedDataParallel._active_ddp_module
 
 
@@ -166,12 +170,12 @@ store_of: Callable[[Any], Store] = distributed_c10d._get_process_group_store
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:
-    """Set the time limit in the options of a process group that is made next."""
+    """Set the time limit in ``options``, from which a process group is made."""
     options._timeout = timeout
 
 
 def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
-    """Options of a gloo group: its time limit, and the interfaces that it uses."""
+    """Options for a gloo process group: its time limit, and the network devices it uses."""
     gloo: Any = torch.distributed.ProcessGroupGloo
     options = gloo._Options()
     options._timeout, options._devices = timeout, devices
@@ -179,30 +183,30 @@ def gloo_options(timeout: timedelta, devices: list[Any]) -> Any:
 
 
 start_coalescing: Callable[[Any], None] = methodcaller("_start_coalescing")
-"""Begin to collect messages of an NCCL group into one operation."""
+"""Start to coalesce the sends and receives of an NCCL group into one operation."""
 
 end_coalescing: Callable[[Any], Any] = methodcaller("_end_coalescing")
-"""Start the collected messages and return their work."""
+"""Launch the coalesced operations and return their Work."""
 
 source_rank: Callable[[Any], int] = methodcaller("_source_rank")
-"""From which rank a message of `recv_anysource` has come."""
+"""The sender of a message received by ``recv_anysource``."""
 
 
 # ---- profiler and compiler ----
 
 
 def is_profiler_running() -> bool:
-    """Whether torch's profiler runs in this process, of which there can be one."""
+    """Whether torch's profiler is running in this process."""
     return bool(profiler._is_profiler_enabled)
 
 
 _frames: Any = torch._C._dynamo.eval_frame
 IS_SKIPPED_ALONE = hasattr(_frames, "skip_code")
-"""Up to torch 2.12: what a function calls is compiled although the function itself is not."""
+"""Up to torch 2.12 skipping a function does not skip what it calls, which is still compiled."""
 
 
 def set_compiler(callback: Any) -> Any:
-    """Set what compiles the frames of this thread (None: nothing) and return what did before."""
+    """Set this thread's frame compiler (None: no compilation) and return the previous one."""
     return _frames.set_eval_frame(callback)
 
 
@@ -213,7 +217,10 @@ def mark_as_disabled(function: Any, reason: str) -> None:
 
 
 def skip_code(code: CodeType, *, is_recursive: bool) -> None:
-    """Do not compile a function; with ``is_recursive`` nor what it calls (torch 2.13 and later)."""
+    """Exclude a function from compilation, and what it calls if ``is_recursive``.
+
+    Up to torch 2.12 ``is_recursive`` has no effect.
+    """
     if IS_SKIPPED_ALONE:
         _frames.skip_code(code)
         return

@@ -1,4 +1,4 @@
-"""All-reduce algorithms: sums over a group, plain, compressed by stripes, or of low rank."""
+"""All-reduce algorithms: plain sums over a group, sums of encoded stripes, and low-rank sums."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class ReduceBlock:
 
     Args:
         buffer: (n,), contiguous.
-        bucket_layout: the parameters in the buffer, or in the bucket of which the buffer is a part;
-            None where it has no parameters by name. Only codecs look at it.
-        num_exact: the last elements (weights, flags), which are no parameter's and are never
-            encoded.
+        bucket_layout: the parameters in the bucket that the buffer is, or is a part of; None if the
+            parameters have no names. Used by codecs only.
+        num_exact: the number of elements at the end (weights, flags) that belong to no parameter
+            and are never encoded.
         start: the element of the bucket at which the buffer begins.
     """
 
@@ -37,7 +37,7 @@ class ReduceBlock:
 
     @cached_property
     def layout(self) -> Layout:
-        """The parameters in the buffer."""
+        """The layout of the parameters in the buffer."""
         whole, numel = self.bucket_layout, self.buffer.numel()
         if whole is None:
             return anonymous_layout(numel - self.num_exact, self.buffer.dtype)
@@ -47,11 +47,11 @@ class ReduceBlock:
 
     @property
     def exact(self) -> Tensor:
-        """The elements that are never encoded, a view."""
+        """A view of the last ``num_exact`` elements, which are never encoded."""
         return self.buffer[self.buffer.numel() - self.num_exact :]
 
     def between(self, start: int, stop: int) -> ReduceBlock:
-        """Elements ``start`` to ``stop`` of the buffer, in the same memory."""
+        """The block of elements ``start`` to ``stop`` (exclusive) of the buffer, as a view."""
         num_after = self.buffer.numel() - stop
         return ReduceBlock(
             self.buffer[start:stop],
@@ -61,7 +61,7 @@ class ReduceBlock:
         )
 
     def with_buffer(self, buffer: Tensor) -> ReduceBlock:
-        """The same block in another buffer, such as a copy of it in other memory."""
+        """The same block in another buffer, such as a copy in host memory."""
         return ReduceBlock(buffer, self.bucket_layout, self.num_exact, self.start)
 
 
@@ -70,17 +70,17 @@ class AllReduceAlgorithm(Protocol):
 
     @property
     def codec(self) -> Codec | None:
-        """The codec, with its residuals; None for plain sums."""
+        """The codec, which holds the residuals; None for plain sums."""
 
     def sum_(self, group: Group, block: ReduceBlock) -> None:
-        """*Collective over the group.*"""
+        """Sum a block over the group, in place. *Collective over the group.*"""
 
     def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
-        """Announce the next sum; see `Transport.prefetch_send`. Local."""
+        """Announce a later sum, see `Transport.prefetch_send`. Local."""
 
 
 class NativeAllReduce:
-    """The buffer in its own dtype, by the transport's all-reduce."""
+    """Sums the buffer in its own dtype with the transport's all-reduce."""
 
     codec: Codec | None = None
 
@@ -94,10 +94,10 @@ class NativeAllReduce:
 
 
 class ReduceScatterAllGather(NativeAllReduce):
-    """Reduce-scatter and all-gather of stripes.
+    """Sums by reduce-scatter and all-gather of stripes.
 
     This is the all-reduce of ChainerMN's `inter_allreduce_gpu`: all-to-all, sum at the owner of
-    each stripe, all-gather. Two ranks take the transport's own.
+    each stripe, all-gather. Two ranks use the transport's own all-reduce.
     """
 
     def sum_(self, group: Group, block: ReduceBlock) -> None:
@@ -108,11 +108,11 @@ class ReduceScatterAllGather(NativeAllReduce):
 
 
 class CompressedAllReduce:
-    """Stripes that a codec encodes: the quantized all-reduce of CNTK (Seide et al. 2014).
+    """Sums of stripes encoded by a codec: the quantized all-reduce of CNTK (Seide et al. 2014).
 
     Every stripe is encoded for its owner. The owner adds what it receives to its own part in
     float32 (float64 buffers in float64) and encodes the sum for all ranks. Every rank, the owner
-    included, keeps the decoded bytes, so replicas stay bit-identical. `StripeCodec` documents when
+    included, uses the decoded bytes, so replicas stay bit-identical. `StripeCodec` documents when
     each of its methods is called. Each message ends with the exact elements, which every rank adds
     in rank order.
     """
@@ -123,6 +123,7 @@ class CompressedAllReduce:
 
     def sum_(self, group: Group, block: ReduceBlock) -> None:
         if group.size == 1:
+            # Nothing is encoded, so residuals, such as those of a checkpoint, are added completely.
             sides: tuple[Side, ...] = ("worker", "owner")
             for side in sides:
                 self.codec.flush_residual_into(block.buffer, block.layout, side)
@@ -132,9 +133,10 @@ class CompressedAllReduce:
         self._gather(group, block, stripes, total, wide)
 
     def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
-        """See `AllReduceAlgorithm.prefetch_send`: nothing, for it has to be encoded first."""
+        """Does nothing: the block has to be encoded before it can be sent."""
 
     def _stripes(self, group: Group, block: ReduceBlock) -> _StripeMessages:
+        # Buckets keep their layouts between steps, so memory is allocated in the first one only.
         key = (block.layout, group.size, group.rank, block.num_exact)
         stripes = self._messages.get(key)
         if stripes is None:
@@ -144,7 +146,7 @@ class CompressedAllReduce:
     def _scatter(
         self, group: Group, block: ReduceBlock, stripes: _StripeMessages
     ) -> tuple[Tensor, Layout]:
-        """Send each stripe to its owner. Returns the sum of the own stripe and its layout."""
+        """Send each stripe to its owner; returns the sum of this rank's stripe and its layout."""
         codec, buffer, footer = self.codec, block.buffer, block.exact.view(torch.uint8)
         with events.during("encode"):
             for peer in group.others:
@@ -163,12 +165,15 @@ class CompressedAllReduce:
             total = buffer[mine.begin : mine.end].to(mine.wide_dtype)
             wide = mine.moved(-mine.begin, mine.wide_dtype)
         if mine.numel:
+            # Only the owner computes this sum, and all ranks use the bytes that it encodes, so the
+            # order of addition may differ between owners.
             with events.during("decode"):
                 codec.flush_residual_into(total, wide)
                 for peer in group.others:
                     arrived = stripes.incoming[peer][: stripes.nbytes[group.rank]]
                     codec.decode_stripe(arrived, wide, total, add=True)
         if block.num_exact:
+            # Every rank adds these itself. In rank order, so that all ranks get the same bits.
             footers = [
                 block.exact.clone()
                 if peer == group.rank
@@ -186,7 +191,7 @@ class CompressedAllReduce:
         total: Tensor,
         wide: Layout,
     ) -> None:
-        """Send the encoded sum of the own stripe to all ranks and decode all sums."""
+        """Send the encoded sum of this rank's stripe to all ranks and decode all sums."""
         codec = self.codec
         if wide.numel:
             with events.during("encode"):
@@ -203,7 +208,7 @@ class CompressedAllReduce:
 
 
 class _StripeMessages:
-    """The stripes of a block and the memory for their messages, kept between steps."""
+    """The stripes of a block and the buffers for their messages, which are reused in each step."""
 
     def __init__(self, codec: StripeCodec, group: Group, block: ReduceBlock) -> None:
         self.layouts = codec.split(block.layout, group.size)
@@ -220,9 +225,9 @@ class _StripeMessages:
 
 
 class LowRankAllReduce:
-    """Matrices as products of thin ones (`PowerSGD`); other parameters unchanged.
+    """Sums matrices as low-rank products (`PowerSGD`) and other parameters exactly.
 
-    Only whole parameters can be factorised: routes that cut them are refused.
+    Raises UnsupportedError for blocks that contain parts of parameters or have no names.
     """
 
     def __init__(self, codec: PowerSGD) -> None:
@@ -243,11 +248,11 @@ class LowRankAllReduce:
             group.all_reduce_(block.exact)
 
     def prefetch_send(self, group: Group, block: ReduceBlock) -> None:
-        """See `AllReduceAlgorithm.prefetch_send`: nothing, for it has to be factorised first."""
+        """Does nothing: the block has to be factorised before it can be sent."""
 
 
 class _GroupOfRanks:
-    """A group, as `PowerSGD` uses it."""
+    """Adapts a `Group` to the collectives that `PowerSGD` needs."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -264,6 +269,7 @@ class _GroupOfRanks:
             name="scatter_factors",
         )
         arrived[self.rank] = mine
+        # In rank order, so that the sum does not depend on which rank computes it.
         return torch.stack([arrived[peer] for peer in range(self.size)]).sum(0)
 
     def allgather(self, x: Tensor) -> list[Tensor]:
@@ -282,7 +288,7 @@ class _GroupOfRanks:
 
 
 def create_allreduce(codec: Codec | None) -> AllReduceAlgorithm:
-    """The algorithm for a codec; None is the transport's own all-reduce.
+    """The algorithm for a codec; for None the transport's own all-reduce.
 
     Raises UsageError: the codec is neither a StripeCodec nor PowerSGD.
     """

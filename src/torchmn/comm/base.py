@@ -1,7 +1,7 @@
-"""The communicator: the ranks of a job and their collectives, over a route of sums.
+"""The communicator: the ranks of a job, their collectives, and a route for sums of gradients.
 
-The collectives that users call are in `collectives`, written once over groups. Sums of gradients
-are the matter of the route.
+The collectives that users call are in `collectives`, implemented once on top of groups. Sums of
+gradients are computed by the route.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Communicator(Collectives):
         codec: the codec of ``allreduce_grad_dtype``, or None.
         name, reason: the route of sums, and why ``name="auto"`` chose it; may be empty.
         flight_recorder: the last collectives of this rank.
-        route, world, groups, engine, replies, trust: what the parts of torchmn use.
+        route, world, groups, engine, replies, trust: for torchmn's own modules.
 
     Example:
         >>> comm.rank, comm.size, comm.allreduce(torch.tensor([1.0, 2.0]), "mean").tolist()
@@ -113,7 +113,7 @@ class Communicator(Collectives):
 
     @property
     def rank_label(self) -> str:
-        """How errors name this rank."""
+        """The name of this rank in error messages."""
         return f"rank {self.rank} of {self.size} on {self.host} ({socket.gethostname()})"
 
     # ---- what is recorded ----
@@ -132,8 +132,8 @@ class Communicator(Collectives):
     def traffic(self) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes sent and received so far, by the host at the other end. Local.
 
-        What passes through shared memory counts for this host, and what a library sends by an
-        algorithm of its own as if it were a ring.
+        Traffic through shared memory counts for this host. Collectives that a library runs by its
+        own algorithm are counted as if they used a ring.
         """
         return self.groups.traffic()
 
@@ -145,19 +145,21 @@ class Communicator(Collectives):
     # ---- models ----
 
     def multi_node_mean_grad(self, model: nn.Module, zero_fill: bool = False) -> None:
-        """Replace every ``p.grad`` by its mean over ranks, sorted by name, in place.
+        """Replace every ``p.grad`` by its mean over ranks, in place and in the order of names.
 
         Args:
             model: the same model on every rank.
             zero_fill: give parameters without a gradient one of zeros; otherwise they are skipped,
                 and all ranks must skip the same ones.
 
-        Raises RankMismatchError on all ranks, before anything is written: their gradients differ in
-        names, shapes or dtypes.
+        Raises RankMismatchError on all ranks, before anything is written: the gradients of the
+        ranks differ in names, shapes or dtypes.
         """
         training_start.begin()  # in a loop without a multi-node optimizer
         grads = self.engine.call(self._jobs.multi_node_mean_grad(model, zero_fill))
         for grad in grads.values():
+            # A contiguous copy, because routes sum flat buffers of real numbers; gradients may be
+            # complex and have any strides.
             mean = grad.clone(memory_format=torch.contiguous_format).div_(self.size)
             self.route.sum_((torch.view_as_real(mean) if mean.is_complex() else mean).view(-1))
             grad.copy_(mean)
@@ -170,18 +172,18 @@ class Communicator(Collectives):
         It has the class and the settings of this one. Unlike in MPI every rank needs a color, an
         integer. Call its `finalize` on all of its ranks.
 
-        Raises TypeError: ``color`` or ``key`` is no integer (RankMismatchError on other ranks).
+        Raises TypeError: ``color`` or ``key`` is not an integer (RankMismatchError on other ranks).
         """
         ranks = self.engine.call(self._jobs.split(color, key))
         return self._split_off("split", ranks)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator | None:
-        """A communicator of these ranks, in this order; None on the ranks that are not in it.
+        """A communicator of ``ranks``, in this order; None on all other ranks.
 
         *Collective over all ranks of this communicator*, with the same list. It has the class and
-        the settings of this one, and its own ranks from 0. Horovod's process sets.
+        the settings of this one, and its own ranks from 0. Compare Horovod's process sets.
 
-        Raises UsageError: no rank is given, one is given twice, or is outside of this communicator.
+        Raises UsageError: ``ranks`` is empty, has duplicates, or a rank outside this communicator.
         """
         members = self.engine.call(self._jobs.subgroup(ranks))
         if self.rank in members:
@@ -193,25 +195,25 @@ class Communicator(Collectives):
     def process_group(self) -> dist.ProcessGroup:
         """A process group of `torch.distributed` of the same ranks. *Collective* the first time.
 
-        gloo on CPUs, under MPI too; on GPUs NCCL beside it. The default world of torch.distributed
-        is made if the script has not made it. Raises UnsupportedError: ranks are threads, or their
-        order is not that of torch's default world.
+        Its backend is gloo for CPU tensors, also under MPI, and NCCL in addition on GPUs. The
+        default process group is initialized if the script has not done so. Raises UnsupportedError:
+        ranks are threads, or their order differs from that of the default process group.
         """
         if self._process_group is None:
             self._process_group = make_process_group(self)
         return self._process_group
 
     def device_mesh(self, name: str = "model") -> DeviceMesh:
-        """A mesh of one axis over these ranks, as `fully_shard` takes. *Collective.*
+        """A one-dimensional DeviceMesh of these ranks, as for `fully_shard`. *Collective.*
 
-        `Grid.device_mesh` makes those of several axes. Raises as `process_group`.
+        `Grid.device_mesh` makes meshes of several axes. Raises the same errors as `process_group`.
         """
         return mesh_of_groups(
             [self.process_group], [name], torch.empty(0, device="cpu"), self.device.type
         )
 
     def _split_off(self, kind: str, ranks: Sequence[int]) -> Communicator:
-        """A communicator of these ranks, which hold this one."""
+        """A communicator of ``ranks``, which must include this rank."""
         group = self.groups.split_off(kind, ranks)
         part = type(self)(
             type(self.route),
@@ -226,29 +228,31 @@ class Communicator(Collectives):
             job_ranks=[self.flight_recorder.job_ranks[rank] for rank in ranks],
         )
         share_training_steps(self, part)
+        # One listener answers for all communicators of a rank, so the part asks the same peers.
         part.flight_recorder.peers = self.flight_recorder.peers
         return part
 
     def on_finalize(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Register a callback to run at the start of `finalize`, last registered first. Local.
 
-        Returns a function that removes it, and the reference to its object.
+        Returns a function that unregisters the callback and drops all references to it.
         """
         entry = [callback]
         self._on_finalize.append(entry)
 
         def cancel() -> None:
-            entry.clear()  # who keeps this function may be what the callback belongs to
+            entry.clear()  # `cancel` may be kept by the object of the callback: no cycle
             self._on_finalize[:] = [each for each in self._on_finalize if each]
 
         return cancel
 
     def finalize(self) -> None:
-        """End this communicator: complete what is in flight, close its connections.
+        """End this communicator: complete pending collectives and close its connections.
 
         Call it on every rank: over MPI it waits for the others. The communicator cannot be used
-        after it.
+        afterwards.
         """
+        # One at a time, because a callback may cancel others.
         while self._on_finalize:
             entry = self._on_finalize.pop()
             callback = entry.pop()
@@ -264,7 +268,7 @@ class Communicator(Collectives):
         return self
 
     def __deepcopy__(self, memo: object) -> Communicator:
-        """Copies of a model that holds a communicator share it."""
+        """Return the communicator itself: copies of a model share it."""
         return self
 
     def __reduce__(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Checksums of tensors, and which ranks differ from which: diverged replicas are named."""
+"""Checksums of tensors, and reports of which ranks have diverged from the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_NAMED = 5
 class Difference:
     """A tensor that is not the same on all ranks.
 
-    ``groups`` are the ranks that agree with each other, the largest group first.
+    ``groups`` are the groups of ranks with equal values, the largest group first.
     """
 
     name: str
@@ -36,9 +36,9 @@ class Difference:
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """CRC-32 of the bits of some tensors: fast, for comparing replicas. Local.
+    """CRC-32 of the bits of tensors, a fast comparison of replicas. Local.
 
-    Of a DTensor those of this rank's part.
+    Of a DTensor only this rank's part counts.
     """
     total = 0
     for tensor in tensors:
@@ -48,9 +48,9 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def digest(*pieces: bytes | memoryview | Tensor) -> str:
-    """SHA-256 of bytes, or of the memory of contiguous tensors, as text. Local.
+    """SHA-256 of bytes or of the memory of contiguous tensors, as hexadecimal text. Local.
 
-    For comparing files: two tensors with the same digest are written once.
+    Checkpoints use it to write tensors with the same contents only once.
     """
     total = hashlib.sha256()
     for piece in pieces:
@@ -59,9 +59,9 @@ def digest(*pieces: bytes | memoryview | Tensor) -> str:
 
 
 def differences(by_rank: Sequence[Mapping[str, int | str]]) -> list[Difference]:
-    """What is not the same on all ranks, from the checksums by name of all ranks. Local.
+    """The tensors that differ between ranks, given the checksums by name of each rank. Local.
 
-    Ranks without a name are not compared for it.
+    A name is compared only between the ranks that have it.
     """
     found = []
     for name in dict.fromkeys(name for sums in by_rank for name in sums):
@@ -76,7 +76,7 @@ def differences(by_rank: Sequence[Mapping[str, int | str]]) -> list[Difference]:
 
 
 def describe_differences(found: Sequence[Difference], step: int | None = None) -> str:
-    """The text of an error or a warning about some differences."""
+    """The message of an error or warning about differences."""
     when = "" if step is None else f" after step {step}"
     text = f"replicas differ{when} in {'; '.join(str(each) for each in found[:_MAX_NAMED])}"
     if len(found) > _MAX_NAMED:
@@ -96,9 +96,9 @@ def _is_one(groups: Sequence[Sequence[int]]) -> bool:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor.
+    """The bytes of a contiguous tensor, without a copy.
 
-    `Tensor.numpy` would fix the size of its storage, and scripts resize buffers: the observers of
-    quantization-aware training, memory banks that grow.
+    Not by `Tensor.numpy`, which makes the storage not resizable: scripts resize buffers, such as
+    the observers of quantization-aware training and growing memory banks.
     """
     return np.from_dlpack(as_bytes(tensor)).data

@@ -1,14 +1,13 @@
-"""Checks that all ranks make the same call, before any data is sent.
+"""Check that all ranks make the same call, before any data is sent.
 
-Every collective that users call begins with one row of `ROW_BYTES` from each rank to every other.
-A row holds a 64-bit signature of the call (its name, op, root, dtype, the shapes that must be
-equal), the size of the message that follows, and the message itself where it is short. So the
-comparison costs no round of its own: the sizes have to be sent anyway, and a short message arrives
-with them.
+Every collective that users call begins with an all-gather of one row of `ROW_BYTES` per rank. A row
+holds a 64-bit signature of the call (its name, op, root, dtype and the shapes that must be equal),
+the size of the message that follows, and the message itself if it is short. The comparison needs no
+extra round: the sizes have to be sent anyway, and a short message arrives with them.
 
-Where signatures differ, or a rank rejects its call because of an argument, all ranks exchange
-their calls as text and raise: the rank that rejected its call raises its own error, the others
-RankMismatchError. After that they can continue together.
+If signatures differ, or a rank rejects its call because of an invalid argument, all ranks exchange
+their calls as text and raise: a rank that rejected its call raises its own error, the others
+RankMismatchError. All ranks can continue with the next collective afterwards.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ _MAX_VERSIONS = 8
 class Call:
     """A collective with its arguments, as one rank calls it: ``Call("bcast", root=1)``. Local.
 
-    ``parts`` is a list that has to be equal, such as tensors with their names. Calls are the same
-    if name, arguments and parts are equal.
+    ``parts`` is a list that must be equal on all ranks, such as names and shapes of tensors. Calls
+    are the same if name, arguments and parts are equal.
     """
 
     def __init__(self, name: str, parts: Sequence[str] = (), **arguments: object) -> None:
@@ -54,36 +53,37 @@ class Call:
 
 @dataclass(frozen=True)
 class Row:
-    """The size of a rank's message, and the message itself where it is short."""
+    """The size of a rank's message, and the message itself if it is short."""
 
     nbytes: int
     inline: bytes | None
 
 
 class CallCheck:
-    """Compares the calls of the ranks of one group. Its methods run inside engine jobs."""
+    """Compares the calls of all ranks of a group. Methods run inside engine jobs."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
 
     def compare(self, call: Call, nbytes: int = 0, inline: bytes | None = None) -> list[Row]:
-        """The rows of all ranks, if they all make the same call. *Collective.*
+        """Check that all ranks make the same call; returns the rows of all ranks. *Collective.*
 
-        ``nbytes`` is the size of the message that follows, or of ``inline``, the message itself, of
-        at most `INLINE_BYTES`. Raises RankMismatchError on all ranks: the calls differ, or a rank
-        rejected its own.
+        ``nbytes`` is the size of the message that follows. A message of at most `INLINE_BYTES` is
+        passed as ``inline`` and sent with the row. Raises RankMismatchError on all ranks: the calls
+        differ, or a rank rejected its own.
         """
         if self._group.size == 1:
             return [Row(nbytes, inline)]
         text = call.text
         state = _PLAIN if inline is None else _INLINE
         heads, rows = self._exchange(call.name, text, state, nbytes, inline or b"")
+        # All ranks have the same rows, so all take the same branch and none is left waiting.
         if any(head[0] != heads[0][0] or head[1] == _REJECTED for head in heads):
             self._raise_on_all(call.name, text, heads, None)
         return rows
 
     def reject(self, name: str, error: Exception) -> NoReturn:
-        """Raise ``error`` here and a RankMismatchError with its text on all other ranks.
+        """Raise ``error`` on this rank and RankMismatchError with its text on the other ranks.
 
         *Collective.*
         """
@@ -96,7 +96,7 @@ class CallCheck:
             heads, _ = self._exchange(name, text, _REJECTED, 0, b"")
             self._raise_on_all(name, text, heads, error)
         except CommunicationError as late:
-            if late is error:
+            if late is error:  # the rejection itself, which may be of this class
                 raise
             raise type(late)(f"{late} This rank rejected its own call: {error}") from error
 
@@ -124,7 +124,8 @@ class CallCheck:
         heads: Sequence[tuple[bytes, int, int, int]],
         own_error: Exception | None,
     ) -> NoReturn:
-        """Exchange the calls as text and raise. *Collective.*"""
+        """Gather the calls of all ranks as text and raise the error of this rank. *Collective.*"""
+        # The rows of an all-gather have one length: that of the longest call.
         row = bytearray(max(head[2] for head in heads))
         row[: len(text)] = text
         table = self._group.all_gather_fixed(torch.frombuffer(row, dtype=torch.uint8), name=name)
@@ -145,7 +146,7 @@ class CallCheck:
 
 
 def raise_if_values_differ(where: str, by_rank: Sequence[Mapping[str, object]], cure: str) -> None:
-    """Raise RankMismatchError if ranks have different values under a name. Local."""
+    """Raise RankMismatchError if the ranks' values of any name differ. Local."""
     for name in by_rank[0]:
         values = [repr(values.get(name)) for values in by_rank]
         if len(set(values)) > 1:
@@ -153,7 +154,7 @@ def raise_if_values_differ(where: str, by_rank: Sequence[Mapping[str, object]], 
 
 
 def _difference(texts: Sequence[str]) -> str:
-    """The text of an error about calls that differ."""
+    """The message of an error about calls that differ."""
     calls = [json.loads(text) for text in texts]
     titles = [title for title, _ in calls]
     rule = "All ranks must make the same calls with the same arguments, in the same order."
@@ -168,7 +169,7 @@ def _difference(texts: Sequence[str]) -> str:
 
 
 def _versions(seen: Sequence[str]) -> str:
-    """Which ranks have which value: ``ranks 0, 2: a; rank 1: b``."""
+    """The ranks of each value, as text: ``ranks 0, 2: a; rank 1: b``."""
     ranks_of: dict[str, list[int]] = {}
     for rank, text in enumerate(seen):
         ranks_of.setdefault(text, []).append(rank)

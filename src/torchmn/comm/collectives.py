@@ -1,6 +1,6 @@
 """The collectives and messages that users call.
 
-Each one is a job for the engine: the blocking method runs it, ``start_...`` submits it and returns
+Each is a job for the engine: the blocking method runs the job, ``start_...`` submits it and returns
 a handle. The jobs are in `torchmn.comm.engine_jobs`.
 """
 
@@ -33,16 +33,16 @@ class Collectives:
     def send(self, data: Tensor | Sequence[Tensor], dest: int, tag: int = 0) -> None:
         """Send a tensor, or a tuple or list of tensors, of any shapes and dtypes.
 
-        Called by the sender only. It may block until the receiver receives; when it returns,
-        ``data`` may be changed.
+        Called by the sender only. May block until the receiver receives. ``data`` may be changed
+        after the call.
 
         Args:
             data: dense tensors.
             dest: the receiver, another rank.
             tag: 0 to 2**63 - 1; the receiver selects messages by it.
 
-        Raises UsageError: ``data`` are no dense tensors, ``dest`` is no other rank, or ``tag`` is
-        out of range.
+        Raises UsageError: ``data`` is not a dense tensor or a sequence of them, ``dest`` is not
+        another rank, or ``tag`` is out of range.
         """
         if isinstance(data, (list, tuple)):
             self.send_obj(tuple(dense("send", x) for x in data), dest, tag)
@@ -52,14 +52,14 @@ class Collectives:
     def recv(
         self, source: int, tag: int = 0, status: HasStatus | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Receive what ``source`` has sent by `send`: a tensor or a tuple of tensors.
+        """Receive a tensor or a tuple of tensors that ``source`` sent with `send`.
 
-        Called by the receiver only. It blocks until the message has arrived. A CUDA tensor arrives
-        on ``comm.device``, any other on the CPU. ``source``, ``tag`` and ``status`` are those of
+        Called by the receiver only. Blocks until the message has arrived. CUDA tensors arrive on
+        ``comm.device``, all others on the CPU. For ``source``, ``tag`` and ``status`` see
         `recv_obj`.
 
-        Raises UsageError: there is no such rank or tag, or the message is an object of `send_obj`;
-        RankMismatchError: the sender could not send it.
+        Raises UsageError: ``source`` or ``tag`` is invalid, or the message was sent with
+        `send_obj`; RankMismatchError: the sender could not send it.
         """
         got = self.recv_obj(source, tag, status)
         if not all(isinstance(x, Tensor) for x in (got if isinstance(got, tuple) else (got,))):
@@ -72,7 +72,7 @@ class Collectives:
         """Send an object. Called by the sender only; see `send`.
 
         Raises:
-            UsageError: ``dest`` is no other rank, or ``tag`` is out of range.
+            UsageError: ``dest`` is not another rank, or ``tag`` is out of range.
             UnsupportedError: the object needs pickle, which this transport does not accept, or
                 cannot be pickled; the receiver raises RankMismatchError.
         """
@@ -81,18 +81,20 @@ class Collectives:
         self.engine.call(lambda: self._messages.send(obj, dest, tag))
 
     def recv_obj(self, source: int, tag: int = 0, status: HasStatus | None = None) -> Any:
-        """Receive an object. Called by the receiver only. It blocks until the message has arrived.
+        """Receive an object. Called by the receiver only. Blocks until the message has arrived.
 
         Args:
-            source: a rank, or `ANY_SOURCE`: the first that sends a message with this tag.
-            tag: the tag it was sent with, 0 to 2**63 - 1, or `ANY_TAG`. Messages with other tags
-                are queued until they are requested; those of one sender and tag keep their order.
-            status: its ``source`` and ``tag`` become those of the message.
+            source: the sender, or `ANY_SOURCE` for the first rank that sends a message with
+                this tag.
+            tag: the tag of the message, 0 to 2**63 - 1, or `ANY_TAG`. Messages with other tags
+                are queued until they are requested. Messages of one sender and tag keep their
+                order.
+            status: set to the source and tag of the message.
 
         Raises:
-            UsageError: there is no such rank or tag.
+            UsageError: ``source`` or ``tag`` is invalid.
             RankMismatchError: the sender could not send the object.
-            CommunicationError: a pickled object does not carry the seal of this job.
+            CommunicationError: a pickled object was not signed with the secret of this job.
             UnsupportedError: `ANY_SOURCE`, which this transport does not support.
         """
         if source != ANY_SOURCE:
@@ -106,13 +108,14 @@ class Collectives:
     # ---- tensors ----
 
     def bcast(self, x: Tensor | None, root: int = 0) -> Tensor:
-        """The root's tensor on every rank, as a new tensor of its shape and dtype.
+        """Return the root's tensor on every rank, as a new tensor of its shape and dtype.
 
-        ``x`` of other ranks is ignored and may be None. A CUDA tensor arrives on ``comm.device``.
+        ``x`` is ignored on other ranks and may be None there. A CUDA tensor arrives on
+        ``comm.device``.
 
         Raises:
-            UsageError: at the root, ``x`` is no dense tensor; on all ranks, there is no such
-                ``root``.
+            UsageError: at the root, ``x`` is not a dense tensor; on all ranks, ``root`` is not a
+                rank.
             RankMismatchError: ranks differ in ``root``, or the root raised UsageError.
         """
         return self.engine.call(self._jobs.bcast(x, root))
@@ -122,17 +125,17 @@ class Collectives:
         return self.engine.submit(self._jobs.bcast(x, root))
 
     def gather(self, x: Tensor, root: int = 0) -> tuple[Tensor, ...] | None:
-        """All ranks' tensors at the root in rank order; None on other ranks.
+        """Return all ranks' tensors at the root, in rank order, and None on other ranks.
 
-        Shapes and dtypes may differ. Raises as `bcast`, and UnsupportedError: a tensor of a
-        subclass needs pickle.
+        Shapes and dtypes may differ. Raises the same errors as `bcast`, and UnsupportedError: a
+        tensor subclass needs pickle, which this transport does not accept.
         """
         return self.engine.call(self._jobs.gather(x, root))
 
     def allgather(self, x: Tensor) -> tuple[Tensor, ...]:
-        """All ranks' tensors in rank order on every rank; shapes and dtypes may differ.
+        """Return all ranks' tensors on every rank, in rank order. Shapes and dtypes may differ.
 
-        Raises UsageError: ``x`` is no dense tensor (RankMismatchError on other ranks).
+        Raises UsageError: ``x`` is not a dense tensor (RankMismatchError on other ranks).
         """
         return self.engine.call(self._jobs.allgather(x))
 
@@ -141,10 +144,10 @@ class Collectives:
         return self.engine.submit(self._jobs.allgather(x))
 
     def alltoall(self, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Send ``xs[i]`` to rank i; returns the tensors for this rank, in rank order.
+        """Send ``xs[i]`` to rank i; returns the tensors sent to this rank, in rank order.
 
-        Shapes and dtypes may differ. Raises UsageError: ``len(xs) != size``, or a part is no dense
-        tensor (RankMismatchError on other ranks).
+        Shapes and dtypes may differ. Raises UsageError: ``len(xs) != size``, or a part is not a
+        dense tensor (RankMismatchError on other ranks).
         """
         return self.engine.call(self._jobs.alltoall(xs))
 
@@ -153,10 +156,11 @@ class Collectives:
         return self.engine.submit(self._jobs.alltoall(xs))
 
     def scatter(self, xs: Sequence[Tensor] | Tensor | None, root: int = 0) -> Tensor:
-        """Rank i receives ``xs[i]`` of the root: W tensors of any shapes, or one of shape (W, ...).
+        """Return the root's ``xs[i]`` on rank i.
 
-        ``xs`` of other ranks is ignored and may be None. Raises as `bcast`; at the root also
-        UsageError: not W parts.
+        ``xs`` is a sequence of W tensors of any shapes, where W is the number of ranks, or one
+        tensor of shape (W, ...). It is ignored on other ranks and may be None there. Raises the
+        same errors as `bcast`; at the root also UsageError: ``xs`` does not have W parts.
         """
         return self.engine.call(self._jobs.scatter(xs, root))
 
@@ -168,19 +172,20 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> Tensor:
-        """Sum, mean, product, max or min over ranks, elementwise, as a new tensor.
+        """Reduce over ranks, elementwise: sum, mean, product, max or min, as a new tensor.
 
         Each rank's ``x`` is multiplied by ``prescale_factor`` before the reduction and the result
-        by ``postscale_factor``, as in Horovod. Sums and products of 16-bit floats are formed in
-        float32 and rounded once. All ranks get the same bits.
+        by ``postscale_factor``, as in Horovod. Sums and products of 16-bit floats are computed in
+        float32 and rounded once. The result is bit-identical on all ranks.
 
-        This and the other collectives have no gradient. The result of a tensor that requires one
-        requires one too, and ``backward()`` through it raises UsageError: see `torchmn.functions`.
+        This and the other collectives are not differentiable. If ``x`` requires a gradient, so does
+        the result, and ``backward()`` through it raises UsageError. See `torchmn.functions` for
+        differentiable collectives.
 
         Raises:
             UnknownNameError: unknown ``op``.
-            UsageError: a mean or a factor for integers, an ``op`` that the dtype does not have, or
-                ``x`` is no dense tensor.
+            UsageError: a mean or a factor for integers, an ``op`` that the dtype does not support,
+                or ``x`` is not a dense tensor.
             RankMismatchError: ranks differ in shape, dtype, device type, op or factors, or another
                 rank raised one of the above.
         """
@@ -196,10 +201,11 @@ class Collectives:
     ) -> Work[Tensor]:
         """Start `allreduce` and return at once with a handle.
 
-        ``handle.wait()`` returns the result or raises what the blocking method would raise;
-        ``handle.done`` is whether it has ended. ``x`` may be changed immediately. All ranks start
-        their collectives, blocking or not, in the same order; they may wait in any order. Compare
-        Horovod's ``allreduce_async`` and ``synchronize``, MPI's ``Iallreduce`` and ``Wait``.
+        ``handle.wait()`` returns the result or raises the errors of the blocking method;
+        ``handle.done`` tells whether it has ended. ``x`` may be changed immediately. All ranks must
+        start their collectives, blocking or not, in the same order; they may wait in any order.
+        Compare Horovod's ``allreduce_async`` and ``synchronize``, MPI's ``Iallreduce`` and
+        ``Wait``.
         """
         return self.engine.submit(self._jobs.allreduce(x, op, prescale_factor, postscale_factor))
 
@@ -211,11 +217,12 @@ class Collectives:
         prescale_factor: float = 1.0,
         postscale_factor: float = 1.0,
     ) -> Tensor:
-        """The reduction of ``xs[r]`` over all ranks, at rank r, as a new tensor.
+        """Reduce ``xs[r]`` over all ranks; returns the result on rank r, as a new tensor.
 
-        ``xs`` are W tensors, the r-th of the same shape and dtype on every rank, or one tensor of
-        shape (W, ...). Otherwise as `allreduce`, errors included. Raises also UsageError: not W
-        parts (RankMismatchError on other ranks).
+        ``xs`` is a sequence of W tensors, where W is the number of ranks, or one tensor of shape
+        (W, ...). The r-th part has the same shape and dtype on every rank. Otherwise like
+        `allreduce`, including errors. Also raises UsageError: ``xs`` does not have W parts
+        (RankMismatchError on other ranks).
         """
         return self.engine.call(
             self._jobs.reduce_scatter(xs, op, prescale_factor, postscale_factor)
@@ -235,73 +242,72 @@ class Collectives:
         )
 
     def barrier(self) -> None:
-        """Return when every rank has arrived."""
+        """Block until all ranks have called it."""
         self.engine.call(lambda: self._jobs.check.compare(Call("barrier")))
 
     # ---- objects ----
 
     def bcast_obj(self, obj: object, root: int = 0) -> Any:
-        """The root's object on every rank; ``obj`` of other ranks is ignored.
+        """Return the root's object on every rank; ``obj`` of other ranks is ignored.
 
         Numbers, text, bytes, containers, dtypes, dense tensors and arrays are sent without pickle;
-        other objects only where the transport is trusted, see `docs/security.md`. The root gets its
+        other objects only if the transport is trusted, see `docs/security.md`. The root gets its
         own object, other ranks a copy.
 
-        Raises (as all methods that end with ``_obj``):
+        Raises (like all methods whose names end with ``_obj``):
             UnsupportedError: this rank's object needs pickle, which this transport does not accept,
                 or cannot be pickled (RankMismatchError on other ranks).
-            UsageError: on all ranks, there is no such ``root``.
+            UsageError: on all ranks, ``root`` is not a rank.
             RankMismatchError: ranks differ in ``root`` or in the call.
-            CommunicationError: a pickled object does not carry the seal of this job.
+            CommunicationError: a pickled object was not signed with the secret of this job.
         """
         return self.engine.call(self._jobs.bcast_obj(obj, root))
 
     def gather_obj(self, obj: object, root: int = 0) -> list[Any] | None:
-        """All ranks' objects in rank order at the root; None on other ranks. See `bcast_obj`."""
+        """Return all ranks' objects at the root, in rank order; None elsewhere. See `bcast_obj`."""
         gathered = self.engine.call(self._jobs.gather_obj(obj, root))
         return None if gathered is None else list(gathered)
 
     def allgather_obj(self, obj: object) -> list[Any]:
-        """All ranks' objects in rank order on every rank. See `bcast_obj`."""
+        """Return all ranks' objects on every rank, in rank order. See `bcast_obj`."""
         return self.engine.call(self._jobs.allgather_obj(obj))
 
     def scatter_obj(self, objs: Sequence[object] | None, root: int = 0) -> Any:
-        """Rank i receives ``objs[i]`` of the root; ``objs`` of other ranks is ignored.
+        """Return the root's ``objs[i]`` on rank i; ``objs`` of other ranks is ignored.
 
-        Raises as `bcast_obj`; at the root also UsageError: not W objects.
+        Raises the same errors as `bcast_obj`; at the root also UsageError: ``len(objs) != size``.
         """
         return self.engine.call(self._jobs.scatter_obj(objs, root))
 
     def allreduce_obj(self, obj: Any) -> Any:
-        """The objects of all ranks added with ``+`` in rank order, on every rank. See `bcast_obj`.
+        """Add all ranks' objects with ``+``, in rank order, on every rank. See `bcast_obj`.
 
-        What ``+`` raises is raised on every rank.
+        If ``+`` raises, it does so on every rank.
         """
         total, *others = self.engine.call(self._jobs.allgather_obj(obj, "allreduce_obj"))
         for other in others:
-            total = total + other
+            total = total + other  # += could change the caller's own object in place
         return total
 
     def sum_over_ranks(self, *values: Tensor | float) -> Any:
-        """Each value summed over all ranks: what an evaluation loop has added up.
+        """Sum each value over all ranks, such as the totals of an evaluation loop.
 
         ``loss_sum, correct = comm.sum_over_ranks(loss_sum, correct)`` after the loop gives every
-        rank what one process has after all samples. One value is returned by itself, several as a
-        tuple.
+        rank the totals over all samples. A single value is returned by itself, several as a tuple.
 
-        Integers stay exact, and floats are added without rounding but the last one, so the sum does
-        not depend on the order of ranks. Tensors, of any one shape, are added in float64 or int64
-        and keep their device and, but for integers, which become int64 as in `torch.sum`, their
-        dtype. A rank that has no tensor yet, since it has seen no batch, may pass a number in its
-        place. For a mean, sum the numerator and the count, and divide after.
+        Integers are exact and floats are rounded only once, so the sum does not depend on the order
+        of ranks. Tensors must have the same shape on all ranks. They are added in float64 or int64
+        and keep their device and dtype, except integers, which become int64 as in `torch.sum`. A
+        rank without a tensor, because it has seen no batch, may pass a number instead. For a mean,
+        sum the numerator and the count, then divide.
 
         Args:
             values: numbers or tensors, the same number of them on every rank.
 
         Raises:
-            UsageError: a value is neither (RankMismatchError on other ranks).
-            RankMismatchError: ranks pass different numbers of values, or tensors of different
-                shapes; on all ranks.
+            UsageError: a value is neither a number nor a tensor (RankMismatchError on other ranks).
+            RankMismatchError: on all ranks, ranks pass different numbers of values, or tensors of
+                different shapes.
 
         >>> comm.sum_over_ranks(2.5, 3, torch.tensor([1, 2]))
         (2.5, 3, tensor([1, 2]))
@@ -310,11 +316,11 @@ class Collectives:
         return totals[0] if len(totals) == 1 else totals
 
     def bcast_data(self, model: nn.Module) -> None:
-        """Give every rank the parameters and buffers of rank 0, in place.
+        """Copy the parameters and buffers of rank 0 to all ranks, in place.
 
         Raises, before anything is written:
-            RankMismatchError: the models differ in the names, the order, the shapes or the dtypes
-                of their tensors; on all ranks.
+            RankMismatchError: on all ranks, the models differ in the names, the order, the shapes
+                or the dtypes of their tensors.
             UsageError: a tensor is sparse, quantized, nested or on the meta device
                 (RankMismatchError on other ranks).
         """
@@ -332,12 +338,12 @@ class Collectives:
 
 
 def allgather_for(comm: Collectives, name: str, obj: object) -> list[Any]:
-    """`Communicator.allgather_obj` of what precedes another collective, which errors name."""
+    """`Communicator.allgather_obj` as a part of another operation; errors call it ``name``."""
     return comm.engine.call(comm._jobs.allgather_obj(obj, name))
 
 
 def bcast_for(comm: Collectives, name: str, obj: object) -> Any:
-    """`Communicator.bcast_obj` of rank 0 as a part of something else, which errors name."""
+    """`Communicator.bcast_obj` from rank 0 as a part of another one; errors call it ``name``."""
     return comm.engine.call(comm._jobs.bcast_obj(obj, 0, name))
 
 

@@ -1,4 +1,4 @@
-"""`create_communicator`: from a name to a communicator on every rank."""
+"""`create_communicator`: join the ranks of the job, choose a route, make a communicator."""
 
 from __future__ import annotations
 
@@ -75,11 +75,12 @@ _GRAD_DTYPES = ("float32", "float16", "bfloat16")
 _num_created: Counter[int] = Counter()
 _FIRST_FACTOR = 5.0
 _NO_LIMIT_S = 30 * 24 * 3600.0
-"""Longer than any job; gloo has no infinite limit."""
+"""Stands for no limit: longer than any job. gloo does not support an infinite limit."""
 
 
 def _raise_if_imported_again() -> None:
-    """Raise UsageError in a process of multiprocessing that imports the main script."""
+    """Raise UsageError if a child of multiprocessing is importing the main script."""
+    # Set by multiprocessing.spawn while it prepares the child, and deleted afterwards.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
             "create_communicator() was called while a process of multiprocessing, such as a "
@@ -103,16 +104,17 @@ def create_communicator(
     of the default process group that it has initialized.
 
     Args:
-        name: the route of sums: ``auto`` (rules on one node, between nodes the fastest of some
-            trials; `Communicator.reason` holds the choice and the reason), ``naive``, ``flat``,
-            ``hierarchical``, ``two_dimensional``, ``single_node``, ``non_cuda_aware`` or
-            ``pure_nccl``.
+        name: the route of sums: ``auto`` (fixed rules on one node; between nodes the fastest of
+            some timed candidates; `Communicator.reason` has the choice and the reason),
+            ``naive``, ``flat``, ``hierarchical``, ``two_dimensional``, ``single_node``,
+            ``non_cuda_aware`` or ``pure_nccl``.
         transport: ``auto``, ``mpi``, ``torch``, or a `Transport`.
         topology: the host of each rank; by default from the host names.
-        timeout_s: how long a collective waits for other ranks: a `Timeout` has one limit for ranks
-            that work, such as rank 0 in an evaluation, one for ranks that will not arrive, and one
-            for these until the first exchange of gradients has ended. A number of seconds is the
-            limit for ranks of both kinds, and 5 times that in the beginning; 0 for none.
+        timeout_s: how long a collective waits for other ranks. A `Timeout` has separate limits for
+            ranks that are computing, such as rank 0 in an evaluation, for ranks that will not
+            arrive, and for the latter until the first exchange of gradients has ended. A number
+            of seconds is the limit in both cases, and 5 times that at the beginning; 0 means no
+            limit.
         allreduce_grad_dtype: float16 or bfloat16 to send gradients in; by default their own dtype.
         quiet: only rank 0 prints: what other ranks write to ``sys.stdout`` is dropped until
             `finalize`. Warnings and errors, on ``sys.stderr``, are shown.
@@ -125,9 +127,9 @@ def create_communicator(
         LaunchError: there is no rendezvous address, or MPI was finalized.
         RankMismatchError: ranks gave different arguments or run different versions of torch.
         TimeLimitError: not all ranks joined within ``Timeout.first_s``.
-        UsageError: a limit is negative or infinite; a process of multiprocessing calls this while
-            it imports the script; or another process has joined as this rank, as where a rank
-            starts a program that calls this.
+        UsageError: a limit is negative or infinite; a child of multiprocessing calls this while it
+            imports the script; or another process has joined as this rank, for example because a
+            rank started a program that calls this.
 
     Example:
         >>> import torchmn
@@ -186,6 +188,8 @@ def create_communicator(
     routes = candidate_routes(topology, device, has_nccl=world.supports_nccl)
     worlds = {world.name: world}
     if transport == "auto" and len(topology.nodes) > 1:
+        # MPI accepts pickles, gloo only with a secret. With one for both, what may be sent does not
+        # depend on which of them is faster.
         worlds |= _other_worlds(world, first_s)
         if len(worlds) > 1:
             secret = _shared_secret(world, first_s)
@@ -204,7 +208,7 @@ def create_communicator(
 
 
 def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bool) -> Communicator:
-    """The communicator, after what all ranks have to know of it. *Collective.*"""
+    """Finish a communicator: status of peers, warnings, recording, output. *Collective.*"""
     if comm.size > 1 and timeout.busy_s > timeout.unreachable_s:
         peers = PeerStatus(comm.groups.addresses, timeout.busy_s)
         comm.on_finalize(peers.close)
@@ -222,12 +226,12 @@ def _ready(comm: Communicator, timeout: Timeout, *, is_recorded: bool, quiet: bo
 
 
 def _drop_standard_output(comm: Communicator) -> None:
-    """Lead ``sys.stdout`` of this process nowhere until the communicator is finalized. Local."""
+    """Discard ``sys.stdout`` of this process until the communicator is finalized. Local."""
     shown, nowhere = sys.stdout, open(os.devnull, "w")  # noqa: SIM115 - until `finalize`
     sys.stdout = nowhere
 
     def restore() -> None:
-        if sys.stdout is nowhere:
+        if sys.stdout is nowhere:  # the script may have replaced it since then
             sys.stdout = shown
         nowhere.close()
 
@@ -235,9 +239,9 @@ def _drop_standard_output(comm: Communicator) -> None:
 
 
 def _warn_about_fallback(comm: Communicator) -> None:
-    """Warn where sums between hosts use gloo because ranks are not connected. *Collective.*
+    """Warn if sums between hosts use gloo because there are no TCP connections. *Collective.*
 
-    All ranks note it in `Communicator.reason`; rank 0 warns as well.
+    All ranks add it to `Communicator.reason`; rank 0 also warns.
     """
     if comm.inter_size == 1 or comm.device.type != "cpu":
         return
@@ -261,7 +265,7 @@ def _warn_about_fallback(comm: Communicator) -> None:
 
 
 def _warn_if_hashes_differ(hashes: set[int]) -> None:
-    """Warn if sets of strings have another order on each rank, once for each world."""
+    """Warn if ranks hash strings differently, so that sets have different orders."""
     if len(hashes) > 1:
         warnings.warn(
             "The ranks hash strings differently, so that list(set(labels)) has another order on "
@@ -273,7 +277,7 @@ def _warn_if_hashes_differ(hashes: set[int]) -> None:
 
 
 def _limits(given: float | Timeout) -> tuple[Timeout, float]:
-    """The limits, and the first one in seconds; a very long time for none. Raises UsageError."""
+    """The limits, and the limit at the beginning in seconds. Raises UsageError."""
     if not isinstance(given, Timeout):
         if not 0 <= given < float("inf"):
             raise UsageError(
@@ -286,7 +290,7 @@ def _limits(given: float | Timeout) -> tuple[Timeout, float]:
 
 
 def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, bool]:
-    """The transport of all ranks, and whether the caller passed it."""
+    """The transport of all ranks, and whether the caller passed it as an argument."""
     if isinstance(transport, Transport):
         return transport, True
     launched = own_place()
@@ -295,7 +299,10 @@ def _world(transport: str | Transport, timeout_s: float) -> tuple[Transport, boo
 
 
 def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
-    """The gloo world, if MPI was chosen automatically and all ranks can join. *Collective.*"""
+    """The gloo world as another candidate, if MPI was chosen by ``auto``. *Collective.*
+
+    Empty if not all ranks can join it.
+    """
     if not isinstance(world, MpiTransport) or os.environ.get(TRANSPORT_VARIABLE, "auto") != "auto":
         return {}
     limit_s = min(timeout_s, _JOIN_S)
@@ -309,11 +316,11 @@ def _other_worlds(world: Transport, timeout_s: float) -> dict[str, Transport]:
 def _own_part(
     world: Transport, topology: Topology, device: torch.device, timeout_s: float, *, has_rdma: bool
 ) -> Transport:
-    """The transport of one communicator, split from the world.
+    """The transport of one communicator, split from the world. *Collective.*
 
-    Between hosts TCP connections of torchmn need fewer cycles than gloo, and MPI over Ethernet
+    Between hosts torchmn's TCP connections need fewer cycles than gloo, and MPI over Ethernet
     reaches about half of a link's rate (21 to 27 of 39 Mb/s, 0.53 of 0.93 Gb/s, 2.9 of 4.9 Gb/s).
-    Where a host has another network than Ethernet, MPI knows it.
+    If a host has a network other than Ethernet, MPI is kept, because it can use it.
     """
     _num_created[id(world)] += 1
     key = f"communicator{_num_created[id(world)]}"
@@ -328,7 +335,7 @@ def _own_part(
 
 
 def _shared_secret(world: Transport, timeout_s: float) -> bytes:
-    """A secret of all ranks, told over a world that only they can join. *Collective.*"""
+    """A secret from rank 0, sent over a world that only the job's ranks can join. *Collective.*"""
     first, *_ = gather_json(world, secrets.token_hex(32), TimeLimit(timeout_s))
     return bytes.fromhex(first)
 
@@ -349,11 +356,11 @@ def _codec_of(dtype: torch.dtype | str | None) -> Codec | None:
 def _exchange_greetings(
     world: Transport, greeting: dict[str, Any], timeout_s: float
 ) -> list[dict[str, Any]]:
-    """What all ranks know of each rank.
+    """Gather facts about each rank and compare the greetings of all ranks. *Collective.*
 
-    Its ``host``, the ``gpus`` that it may use, by the beginning of their UUIDs, whether its host
-    has another network than Ethernet (``rdma``), whether it wants to record its steps, and the
-    ``hash`` of a string.
+    The facts of a rank are its ``host``, the ``gpus`` that it may use (the first digits of their
+    UUIDs), whether its host has a network other than Ethernet (``rdma``), whether it ``records``
+    its steps, and the ``hash`` of a string.
 
     Raises RankMismatchError: the greetings differ.
     """
@@ -391,10 +398,10 @@ def _checked_topology(given: Topology | None, found_hosts: list[str], world: Tra
 def _raise_if_nodes_differ(
     launched: LauncherInfo, place: RankPlacement, found_hosts: list[str]
 ) -> None:
-    """Compare the launcher's nodes with those of the host names: containers may share a name.
+    """Raise TopologyError if the launcher's nodes differ from those by host name.
 
-    Where the launcher gives the number of ranks of a node, their order is not compared: Open MPI
-    counts those beyond the number of cores first.
+    Containers on different hosts may have the same name. If the launcher gives the number of ranks
+    of a node, their order is not compared: Open MPI numbers those beyond the number of cores first.
     """
     if launched.intra_size is not None:
         given, found = f"one of {launched.intra_size} on its node", f"one of {place.intra_size}"
@@ -411,7 +418,7 @@ def _raise_if_nodes_differ(
 
 
 def _visible_gpus() -> list[str]:
-    """The GPUs that this process may use; makes no context on any of them."""
+    """The GPUs that this process may use, by UUID. Does not create a CUDA context."""
     if os.environ.get(BACKEND_VARIABLE) == "gloo" or not torch.cuda.is_available():
         return []
     properties = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
@@ -419,10 +426,10 @@ def _visible_gpus() -> list[str]:
 
 
 def gpus_in_use(topology: Topology, gpus: Sequence[Sequence[str]]) -> list[str]:
-    """The GPU of each rank, of those that it may use; empty where no rank may use any.
+    """The GPU assigned to each rank, from those that it may use; empty if no rank has a GPU.
 
-    The ranks of a node take its GPUs in turn. A pure function of facts that are the same on every
-    rank. Raises UnsupportedError on all ranks: some have a GPU and some have none.
+    The ranks of a node are assigned its GPUs in turn. A pure function of facts that are the same on
+    every rank. Raises UnsupportedError on all ranks: some ranks have a GPU and some have none.
     """
     without = [rank for rank, own in enumerate(gpus) if not own]
     if len(without) == topology.size:
@@ -441,16 +448,17 @@ def gpus_in_use(topology: Topology, gpus: Sequence[Sequence[str]]) -> list[str]:
 def _own_device(
     topology: Topology, gpus: Sequence[Sequence[str]], world: Transport, *, is_own: bool
 ) -> torch.device:
-    """The GPU of this rank, made current before any CUDA call: no context on another GPU.
+    """The device of this rank. A GPU is made the current device and passed to the transport.
 
-    NCCL connects the ranks if each has a GPU of its own. ``is_own``: the caller has made ``world``,
-    which then is the transport of the communicator.
+    NCCL connects the ranks if each has a GPU of its own. ``is_own``: ``world`` was made by the
+    caller and becomes the transport of the communicator.
     """
     used = gpus_in_use(topology, gpus)
     if not used:
         return torch.device("cpu")
     place = topology.place(world.rank)
     device = torch.device("cuda", place.intra_rank % len(gpus[world.rank]))
+    # Before any other CUDA call, which would create a context, and use memory, on GPU 0.
     torch.cuda.set_device(device)
     if isinstance(world, TorchDistributedTransport):
         has_own = len(set(used)) == len(used) or may_share_gpus(os.environ)
@@ -462,9 +470,9 @@ def _own_device(
 # The choice of route and transport for ``name="auto"``.
 #
 # On one node there are fixed rules. Between nodes the candidates are timed on a few sums of a
-# buffer that is large enough to compare bandwidths: gloo and MPI differ by a factor of two over the
-# same link, and whether several ranks of a node get more out of it than one is not known in
-# advance.
+# buffer that is large enough to compare bandwidths: gloo and MPI differ by a factor of two on the
+# same link, and it is not known in advance whether several ranks of a node achieve more bandwidth
+# than one.
 
 _NUM_TRIALS = 3
 _TRIAL_BYTES = MiB
@@ -474,10 +482,10 @@ _MARGIN = 1.1  # a later candidate must be faster by this factor
 def candidate_routes(
     topology: Topology, device: torch.device, *, has_nccl: bool = True
 ) -> dict[str, str]:
-    """Names of routes, each with the reason, the most likely one first.
+    """Candidate routes by name, each with the reason, the most promising one first.
 
     A pure function of facts that are the same on every rank. ``has_nccl``: whether the transport
-    uses NCCL for GPUs; not over MPI, nor where ranks share a GPU.
+    uses NCCL for GPUs, which it does not over MPI or if ranks share a GPU.
     """
     if device.type == "cuda" and has_nccl:
         return {"pure_nccl": "every rank has a GPU, and NCCL chooses its own paths"}
@@ -492,7 +500,7 @@ def candidate_routes(
 
 
 def fastest(candidates: Mapping[str, Callable[[], Communicator]]) -> tuple[str, Communicator, str]:
-    """Make and time all candidates and keep one: its name, itself, and the measurements.
+    """Make and time all candidates; returns the name and communicator kept, and the times as text.
 
     *Collective.* The others are finalized. The first is kept unless another is clearly faster.
     """
@@ -502,6 +510,7 @@ def fastest(candidates: Mapping[str, Callable[[], Communicator]]) -> tuple[str, 
         return name, comm, ""
     seconds = {name: _sum_s(comm) for name, comm in made.items()}
     first, *_ = made
+    # `_sum_s` returns the same numbers on all ranks, so all keep the same candidate.
     best = min(made, key=lambda name: seconds[name] * (1.0 if name == first else _MARGIN))
     for name, comm in made.items():
         if name != best:
@@ -511,7 +520,7 @@ def fastest(candidates: Mapping[str, Callable[[], Communicator]]) -> tuple[str, 
 
 
 def _sum_s(comm: Communicator) -> float:
-    """Seconds of one sum, the minimum of some, on the slowest rank: the same on all ranks."""
+    """Seconds of the fastest of some sums, on the slowest rank; the same number on all ranks."""
     buffer = comm.route.new_buffer(_TRIAL_BYTES // 4, torch.float32, torch.device("cpu"))
     comm.route.sum_(buffer)
     times = []

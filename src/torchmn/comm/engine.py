@@ -1,11 +1,12 @@
-"""One collective at a time: on the calling thread when idle, otherwise on a thread of the engine.
+"""The engine: runs the collectives of a rank one at a time, on the calling thread or its own.
 
-All exchanges of a rank, blocking or not, pass through its engine in the order in which they were
-called. This keeps the order the same on every rank, lets routes of several stages and codecs be
-written as plain blocking code, and gives MPI what it needs: one thread at a time.
+All exchanges of a rank, blocking or not, run in the order in which they were called: on the calling
+thread if the engine is idle, otherwise on a thread of the engine. This keeps the order the same on
+every rank, allows routes of several stages and codecs to be plain blocking code, and ensures that
+one thread at a time calls MPI.
 
-On a GPU a job has ended when its work is queued; the host waits for none of it (see `Streams`), and
-a `Watcher` looks at what is queued. An error that it finds is raised by the next call of the
+On a GPU a job ends when its work is queued. The host does not wait for it (see `Streams`); a
+`Watcher` observes queued work. An error found by the watcher is raised by the next call of the
 engine, by `Work.wait` or by `Deferred.get`, whichever comes first.
 """
 
@@ -36,11 +37,11 @@ _REJECTION = "_is_rejection_on_all_ranks"
 _FAILING_S = 30.0
 _POLL_S = 0.001
 _MAX_REFUSED = 3
-"""A script that has caught the error and makes this many calls will not end by itself."""
+"""A script that makes this many calls after an error is assumed not to end by itself."""
 
 
 class Work(Generic[Result]):
-    """A started exchange. `wait` returns its result or raises its error. Local.
+    """Handle of a started exchange. `wait` returns its result or raises its error. Local.
 
     Example:
         >>> work = comm.start_allreduce(torch.ones(2), "sum")
@@ -66,16 +67,17 @@ class Work(Generic[Result]):
         return self._done.is_set()
 
     def is_done_within(self, seconds: float) -> bool:
-        """Whether the exchange has ended, waiting for it so long."""
+        """Wait for up to ``seconds``; returns whether the exchange has ended."""
         return self._done.wait(seconds)
 
     def wait(self) -> Result:
-        """Block until done; on CUDA the caller's stream waits, not the host."""
+        """Block until the exchange is done. On CUDA the current stream waits, not the host."""
         if not self._done.is_set():
             self._engine.finish(self)
         if self._error is not None:
             raise self._error
         if self._finished is not None:
+            # An aborted sum completes its event too, and would be handed out as a result.
             self._engine.raise_failure()
             streams = self._engine.streams
             streams.wait(self._finished)
@@ -86,8 +88,8 @@ class Work(Generic[Result]):
     def run(self) -> None:
         """Run the job on this thread, once. Called by the engine only.
 
-        The job and the events before it are let go of: both would form cycles with what holds this
-        work, such as a bucket, and the memory of a training would stay until these are collected.
+        Drops the references to the job and to the events before it. Both would form cycles with the
+        owner of this work, such as a bucket, and keep its memory until a garbage collection.
         """
         job, self._job = cast("Callable[[], Result]", self._job), None
         ready, self._ready = self._ready, ()
@@ -107,10 +109,10 @@ class Work(Generic[Result]):
             self._done.set()
 
     def _mode_of_the_call(self) -> AbstractContextManager[object]:
-        """Inference mode where the job was submitted in it, and in no other case.
+        """Context that restores the inference mode in which the job was submitted.
 
-        Tensors of an evaluation can be changed in place in that mode only, and those that a job
-        makes for later steps, such as residuals, must not be made in it.
+        Inference tensors of an evaluation can be changed in place in that mode only. Tensors that a
+        job makes for later steps, such as residuals, must not be created in it.
         """
         if torch.is_inference_mode_enabled() == self._is_inference:
             return nullcontext()
@@ -124,13 +126,13 @@ class Engine:
     queue; the jobs then run on the thread that waits, without overlap.
 
     On a GPU every job runs on the engine's stream, whichever thread runs it: jobs share memory
-    (scratch, messages, residuals), and only the order of one stream keeps the kernels of the next
-    one from writing what those of the last one still read. Events order it with the streams of the
-    callers.
+    (scratch buffers, messages, residuals), and only the order of one stream prevents the kernels of
+    a job from overwriting what those of the previous job still read. Events synchronize it with the
+    streams of the callers.
 
-    With ``has_peers`` a job that fails on this rank alone may have left others in the middle of it:
-    no further one is run, whatever the script does with the error, and the launcher gets a report.
-    A rank by itself continues.
+    With ``has_peers`` a job that fails on this rank alone may leave other ranks in the middle of
+    the exchange: no further job is run, even if the script catches the error, and the failure is
+    reported to the launcher. A single rank continues.
     """
 
     def __init__(
@@ -162,33 +164,34 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is queued and nothing runs."""
+        """Whether no job is queued or running."""
         return not self._queue and not self._is_running
 
     def is_eager(self) -> bool:
-        """Whether the running exchange may spin: no thread of this rank computes meanwhile."""
+        """Whether the running exchange may busy-wait: no thread of this rank computes meanwhile."""
         return self._num_waiting > 0 or threading.get_ident() != self._background_id
 
     @property
     def may_queue(self) -> bool:
-        """Whether the caller is a job that may leave its work queued on the device."""
+        """Whether the caller is a job of a GPU, which may return while its work is still queued."""
         return not self.streams.is_host and threading.get_ident() == self._runner_id
 
     def fetch(self, values: torch.Tensor) -> Deferred:
-        """Start to copy numbers to the host, behind the work of the current stream.
+        """Start a copy of ``values`` to the host, in order with the current stream.
 
-        `Deferred.get` raises the error of an exchange that fails meanwhile.
+        `Deferred.get` raises the error of an exchange that fails in the meantime.
         """
         return self.streams.fetch(values, self.raise_failure)
 
     def raise_failure(self) -> None:
-        """Raise the error of queued work, after which nothing on the device means anything.
+        """Raise the error of queued work, if any; results on the device are undefined after it.
 
-        As it is the first time, then CommunicationError.
+        The first call raises the error itself, later calls CommunicationError.
         """
         if not self._is_failing:
             return
-        until_s = time.monotonic() + _FAILING_S  # another thread ends it, and then says why
+        # The thread that called `begin_to_fail` aborts the transport first, then sets the error.
+        until_s = time.monotonic() + _FAILING_S
         while self._broken is None and time.monotonic() < until_s:
             time.sleep(_POLL_S)
         if self._failure is not None and not self._has_raised_failure:
@@ -197,11 +200,11 @@ class Engine:
         self._refuse(self._broken or CommunicationError("An exchange has failed."))
 
     def begin_to_fail(self) -> None:
-        """From now on nothing of the device is handed out: a collective fails. From any thread."""
+        """Hand out no more results of a device: a collective is failing. From any thread."""
         self._is_failing = not self.streams.is_host
 
     def raise_if_capturing(self) -> None:
-        """Raise UnsupportedError if the caller records a CUDA graph. Before anything is started."""
+        """Raise UnsupportedError if the current stream is capturing a CUDA graph."""
         if not self.streams.is_host and self.streams.is_capturing():
             raise UnsupportedError(
                 "A CUDA graph is being captured, and this exchange between ranks cannot be part of "
@@ -212,9 +215,9 @@ class Engine:
             )
 
     def call(self, job: Callable[[], Result], after: Sequence[Event | None] = ()) -> Result:
-        """Run a job and return its result; on this thread if nothing is in flight.
+        """Run a job and return its result, on this thread if the engine is idle.
 
-        ``after``: see `submit`.
+        See `submit` for ``after``.
         """
         self._raise_if_unusable()
         if not self._take_over():
@@ -236,7 +239,10 @@ class Engine:
             self._hand_back()
 
     def _take_over(self) -> bool:
-        """Whether nothing is in flight: the calling thread may then run a job, and hands back."""
+        """Reserve an idle engine for the calling thread, which must call `_hand_back` afterwards.
+
+        Returns False if a job is queued or running.
+        """
         with self._condition:
             if self._queue or self._is_running:
                 return False
@@ -246,7 +252,7 @@ class Engine:
     def _hand_back(self) -> None:
         with self._condition:
             self._is_running = False
-            if self._queue:
+            if self._queue:  # jobs submitted meanwhile: the engine's thread waits for the flag
                 self._condition.notify_all()
 
     def _run_work(self, work: Work[Result]) -> None:
@@ -265,10 +271,10 @@ class Engine:
     ) -> Work[Result]:
         """Queue a job and return at once.
 
-        It waits for what is queued on the current stream of the caller, and for the events
-        ``after``: those of other streams that write what it reads. A job that ``only_queues`` its
-        work on a device runs on this thread if nothing is in flight: another one would take the
-        interpreter from it.
+        The job waits for everything queued on the caller's current stream, and for the events
+        ``after``, of other streams that write what the job reads. A job that ``only_queues`` work
+        on a device runs on this thread if the engine is idle: another thread would compete with
+        this one for the interpreter.
         """
         self._raise_if_unusable()
         work = Work(job, self, after)
@@ -281,6 +287,7 @@ class Engine:
         with self._condition:
             self._queue.append(cast("Work[object]", work))
             if self.is_threaded and self._thread is None:
+                # A daemon: a wait for a lost peer does not keep the process from exiting.
                 self._thread = threading.Thread(
                     target=self._loop, name="torchmn-exchange", daemon=True
                 )
@@ -289,7 +296,7 @@ class Engine:
         return work
 
     def finish(self, work: Work[Result]) -> None:
-        """Wait until ``work`` is done. Every collective in it has its own time limit."""
+        """Block until ``work`` is done. Each collective in it has a time limit of its own."""
         for observer in events.observers:
             observer.phase("exchange", begins=True)
         try:
@@ -305,6 +312,7 @@ class Engine:
             return
         self._num_waiting += 1
         try:
+            # With a timeout, to notice a thread that has ended: nothing else would end this wait.
             while not work._done.wait(timeout=1.0):
                 if self._thread is None or not self._thread.is_alive():
                     raise CommunicationError("The exchange thread ended before its work.")
@@ -312,9 +320,9 @@ class Engine:
             self._num_waiting -= 1
 
     def close(self) -> None:
-        """Complete what is queued, then end the threads; later calls raise CommunicationError.
+        """Complete queued jobs, then end the threads; later calls raise CommunicationError.
 
-        Raises the error of queued work that no call has raised yet.
+        Raises the error of queued device work if no call has raised it yet.
         """
         with self._condition:
             self._is_closed = True
@@ -326,7 +334,7 @@ class Engine:
             self.raise_failure()
 
     def _fail(self, error: BaseException) -> None:
-        """Queued work has failed: the next call raises it. Called on the watcher's thread."""
+        """Store the error of queued work for the next call. Called on the watcher's thread."""
         if self._broken is None:
             self._failure = error
             self._broken, self._is_failing = error, True
@@ -365,9 +373,12 @@ class Engine:
                         return
                     self._condition.wait()
                 self._is_running = has_run = True
-            self._run(self._queue.popleft())  # in no variable, which would keep it while waiting
+            # Without the lock: as long as `_is_running` is set, no other thread takes jobs. In no
+            # variable, which would keep the work alive while the thread waits for the next one.
+            self._run(self._queue.popleft())
 
     def _run(self, work: Work[object]) -> None:
+        # The other ranks may be in a different exchange by now, so queued jobs must not start.
         if self._broken is not None:
             work._job, work._ready, work._error = None, (), self._broken
             work._done.set()
@@ -377,7 +388,9 @@ class Engine:
             self._note(work._error)
 
     def _note(self, error: BaseException) -> None:
-        """Remember an error after which the ranks no longer agree on what comes next."""
+        """Store an error after which the ranks may no longer agree on the next exchange."""
+        # A RankMismatchError is raised by all ranks in the same exchange, so they can continue. An
+        # error of torch or Python may be raised on this rank alone.
         is_peer = isinstance(error, (TimeLimitError, PeerLostError))
         is_own = type(error) is CommunicationError or not isinstance(error, TorchmnError)
         is_own = is_own and self._has_peers and not getattr(error, _REJECTION, False)
@@ -389,12 +402,12 @@ class Engine:
 
 
 def mark_as_rejection(error: Exception) -> None:
-    """Note that all ranks know of this error of an argument: the communicator stays usable."""
+    """Mark an invalid argument that was reported to all ranks: the communicator stays usable."""
     setattr(error, _REJECTION, True)
 
 
 def _tensors_in(result: object) -> Iterator[torch.Tensor]:
-    """The tensors of a result, also inside of tuples, lists and dicts."""
+    """Yield the tensors in a result, including those in nested tuples, lists and dicts."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, (tuple, list)):

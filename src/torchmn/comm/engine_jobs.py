@@ -1,8 +1,8 @@
-"""The jobs of collectives: what a call does in the engine, from its arguments.
+"""The jobs of collectives: the functions that the engine runs for a call and its arguments.
 
-The arguments are checked, and inputs are copied, when the job is made. An invalid argument is found
-there, on the rank that has it; the job then sends the error to all ranks. Otherwise a job begins
-with a `CallCheck`, in which all ranks compare their calls.
+Arguments are checked and inputs are copied when the job is made. If an argument is invalid on this
+rank, the job sends the error to all ranks. Otherwise it begins with a `CallCheck`, in which all
+ranks compare their calls.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Maker = Callable[Concatenate["CollectiveJobs", Arguments], Job[Result]]
 
 
 def _rejecting(make: Maker[Arguments, Result]) -> Maker[Arguments, Result]:
-    """Turn an error of making a job into a job that raises on all ranks.
+    """Decorator: if making a job raises, return a job that raises on all ranks.
 
-    Where a tensor is given that requires a gradient, backward refuses to use the result.
+    If an argument requires a gradient, `backward` through the result raises UsageError.
     """
 
     @wraps(make)
@@ -46,6 +46,7 @@ def _rejecting(make: Maker[Arguments, Result]) -> Maker[Arguments, Result]:
         try:
             job = make(jobs, *args, **kwargs)
         except Exception as error:
+            # Not raised here: the other ranks are in the collective, or will be, and would wait.
             return jobs.rejected(name, error)
         if name.endswith("_obj") or not any(map(_records_gradients, args)):
             return job
@@ -61,7 +62,7 @@ def _records_gradients(argument: object) -> bool:
 
 
 class CollectiveJobs:
-    """Makes the jobs of a communicator's collectives; each method has the name of its collective.
+    """Makes the jobs of a communicator's collectives. Each method is named after its collective.
 
     The jobs are collective. `Communicator` documents arguments, results and errors.
     """
@@ -73,7 +74,7 @@ class CollectiveJobs:
         self._world = world
 
     def rejected(self, name: str, error: Exception) -> Callable[[], Any]:
-        """A job that raises the error here and RankMismatchError on the other ranks."""
+        """A job that raises ``error`` on this rank and RankMismatchError on the other ranks."""
         return lambda: self.check.reject(name, error)
 
     # ---- tensors ----
@@ -120,6 +121,7 @@ class CollectiveJobs:
         reduction = Reduction(op, prescale_factor, postscale_factor)
         source = dense("allreduce", x)
         reduction.raise_if_unfit(source)
+        # Copied now, because the caller may change `x` as soon as the job is submitted.
         result = source.clone(memory_format=torch.contiguous_format)
         is_bool = result.dtype == torch.bool
         flat = (result.to(torch.uint8) if is_bool else result).view(-1)
@@ -132,15 +134,17 @@ class CollectiveJobs:
         return job
 
     def _reduce_(self, call: Call, reduction: Reduction, flat: Tensor) -> None:
-        """Reduce over all ranks, in place; short tensors are sent with the check."""
+        """Reduce over all ranks, in place. Short tensors are sent along with the check."""
         reduction.prepare_(flat, self.size)
         if self.size > 1:
+            # Not for a GPU, whose values the host would have to wait for.
             is_inline = flat.nbytes <= INLINE_BYTES and not flat.is_cuda
             inline = object_codec.as_bytes(flat).numpy().tobytes() if is_inline else None
             rows = self.check.compare(call, flat.nbytes, inline)
             if not is_inline:
                 self._world.all_reduce_(flat, reduction.transport_op)
-            elif flat.numel():
+            elif flat.numel():  # torch.frombuffer() refuses empty buffers
+                # Every rank has the tensors of all ranks and reduces them itself, in rank order.
                 pieces = [
                     torch.frombuffer(bytearray(cast(bytes, row.inline)), dtype=flat.dtype)
                     for row in rows
@@ -224,7 +228,7 @@ class CollectiveJobs:
             self.check.compare(call)
             with torch.no_grad():
                 for tensor in tensors.values():
-                    # A copy: a transport may fix the size of the memory that it sends.
+                    # A copy: a transport may make the storage that it sends not resizable.
                     plain = tensor.resolve_conj().resolve_neg()
                     flat = plain.clone(memory_format=torch.contiguous_format).view(-1)
                     self._world.broadcast_(object_codec.as_bytes(flat), 0)
@@ -234,7 +238,7 @@ class CollectiveJobs:
 
     @_rejecting
     def multi_node_mean_grad(self, model: nn.Module, zero_fill: bool) -> Job[dict[str, Tensor]]:
-        """Compare the gradients of all ranks and return those of this rank, sorted by name."""
+        """Compare the gradients of all ranks; the result is this rank's, in the order of names."""
         grads: dict[str, Tensor] = {}
         for name, parameter in sorted(model.named_parameters()):
             if parameter.grad is None:
@@ -252,7 +256,7 @@ class CollectiveJobs:
 
     @_rejecting
     def split(self, color: int, key: int) -> Job[list[int]]:
-        """The ranks of this rank's color, in their order."""
+        """The ranks with this rank's color, ordered by key, then by rank."""
         own = (operator.index(color), operator.index(key))
 
         def job() -> list[int]:
@@ -265,7 +269,7 @@ class CollectiveJobs:
 
     @_rejecting
     def subgroup(self, ranks: Sequence[int]) -> Job[list[int]]:
-        """The ranks, as integers."""
+        """The ranks as a list of ints, compared between all ranks."""
         members = [operator.index(rank) for rank in ranks]
         outside = [rank for rank in members if not 0 <= rank < self.size]
         if not members or outside or len(set(members)) < len(members):
@@ -300,7 +304,7 @@ class CollectiveJobs:
 
 
 def _own(x: Tensor) -> Tensor:
-    """A rank's own part of a result: like the others, without memory or graph of ``x``."""
+    """This rank's part of a result: a copy, without the memory or autograd graph of ``x``."""
     return x.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -311,7 +315,7 @@ def _described(tensors: Mapping[str, Tensor]) -> list[str]:
 def _call_of(
     name: str, reduction: Reduction, parts: Sequence[str] = (), **arguments: object
 ) -> Call:
-    """A call that names only the factors that are not 1."""
+    """The `Call` of a reduction, which omits scale factors of 1."""
     factors = {
         key: value
         for key in ("prescale_factor", "postscale_factor")
@@ -321,9 +325,9 @@ def _call_of(
 
 
 def summand(value: object) -> Tensor | float:
-    """A value as it is sent: a number, or a tensor on the CPU.
+    """A value of `sum_over_ranks` as it is sent: a number, or a tensor on the CPU.
 
-    Raises UsageError: it is something else.
+    Raises UsageError: the value is neither a number nor a tensor.
     """
     if isinstance(value, Tensor):
         return dense("sum_over_ranks", value).detach().cpu()
@@ -345,9 +349,9 @@ def summand(value: object) -> Tensor | float:
 def sums_of(
     gathered: Sequence[Sequence[Tensor | float]], own: Sequence[Tensor | float]
 ) -> tuple[Tensor | float, ...]:
-    """The sums of all ranks' values, in rank order; tensors on the devices of ``own``.
+    """The sum over ranks of each value, added in rank order; tensors on the devices of ``own``.
 
-    Raises RankMismatchError on all ranks: they do not fit.
+    Raises RankMismatchError on all ranks: the numbers of values or the shapes differ.
     """
     counts = [len(theirs) for theirs in gathered]
     if len(set(counts)) > 1:
@@ -383,7 +387,7 @@ def _sum(index: int, column: Sequence[Tensor | float], like: Tensor | float) -> 
 
 
 def _sum_of_numbers(numbers: Sequence[float]) -> float:
-    """Exact for integers, rounded once for floats."""
+    """The sum of numbers: exact for integers, rounded once for floats."""
     if all(isinstance(number, int) for number in numbers):
         return sum(numbers)
     try:
@@ -393,25 +397,25 @@ def _sum_of_numbers(numbers: Sequence[float]) -> float:
 
 
 def _dtype_of(value: Tensor | float, other: torch.dtype) -> torch.dtype:
-    """As torch promotes: a number counts by its kind only."""
+    """The dtype of a value by torch's type promotion: a Python number counts by category only."""
     if isinstance(value, Tensor):
         return value.dtype
     return torch.result_type(torch.empty(1, dtype=other, device="cpu"), value)
 
 
-# Objects between all ranks of a group: a check of the call, descriptions, tensors.
+# The exchange of objects: a check of the call, then descriptions, then tensors.
 #
 # The check (see `collective_checks`) compares the calls and carries the sizes of the descriptions,
-# or the descriptions themselves where they are short. So an object without tensors takes one or two
-# rounds, one with tensors one more.
+# or the descriptions themselves if they are short. An object without tensors takes one or two
+# rounds, an object with tensors one more.
 
 
 @dataclass(eq=False)
 class ObjectExchange:
-    """Sends objects over a group. Its methods are collective and run inside engine jobs.
+    """Sends objects over a group. Methods are *collective* and run inside engine jobs.
 
-    Raises from every method: RankMismatchError, the calls of the ranks differ, or a rank rejected
-    its own; UnsupportedError, this rank's object cannot be sent.
+    All raise RankMismatchError if the calls of the ranks differ or a rank rejected its own, and
+    UnsupportedError if this rank's object cannot be sent.
     """
 
     _group: Group
@@ -422,13 +426,14 @@ class ObjectExchange:
     def exchange(
         self, call: Call, outgoing: Mapping[int, object], sources: Sequence[int]
     ) -> dict[int, Any]:
-        """Send ``outgoing[peer]`` to every peer and return one object from every source."""
+        """Send ``outgoing[peer]`` to each peer; returns the object from each source, by rank."""
         own = self._group.rank
         targets = self._pack(call, {p: obj for p, obj in outgoing.items() if p != own})
         remote = [peer for peer in sources if peer != own]
         size, inline = _announced(list(targets.values()))
         rows = self._check.compare(call, size, inline)
         heads = {peer: _empty_head(rows[peer]) for peer in remote}
+        # Descriptions are padded to the longest one, because a row of the check holds one size.
         sends = {} if inline is not None else {p: [_head(m, size)] for p, m in targets.items()}
         recvs = {p: [head] for p, head in heads.items() if rows[p].inline is None}
         exchange_tensors(self._group, call.name, sends, recvs)
@@ -447,7 +452,7 @@ class ObjectExchange:
         return result
 
     def broadcast(self, call: Call, obj: object, root: int) -> Any:
-        """Give every rank the root's object."""
+        """Return the root's object on every rank."""
         if self._group.size == 1:
             return obj
         is_root = self._group.rank == root
@@ -466,10 +471,11 @@ class ObjectExchange:
         return object_codec.unpack(body, tensors, self._trust)
 
     def _pack(self, call: Call, outgoing: Mapping[int, object]) -> dict[int, object_codec.Message]:
-        """A message to each peer; peers that get the same object get the same message."""
+        """The message to each peer. An object for several peers is packed once."""
         packed: dict[int, object_codec.Message] = {}
         try:
             for obj in outgoing.values():
+                # By identity: all peers of an all-gather get the same object.
                 if id(obj) not in packed:
                     packed[id(obj)] = object_codec.pack(obj, self._trust)
         except Exception as error:
@@ -484,7 +490,7 @@ def exchange_tensors(
     recvs: Mapping[int, Sequence[Tensor]],
     tag: int = 0,
 ) -> None:
-    """One exchange for CPU and one for CUDA tensors, which may use different libraries."""
+    """Exchange CPU tensors, then CUDA tensors, which may use different libraries."""
     for is_cuda in (False, True):
         outgoing = [(p, t) for p, ts in sends.items() for t in ts if t.is_cuda is is_cuda]
         incoming = [(p, t) for p, ts in recvs.items() for t in ts if t.is_cuda is is_cuda]
@@ -493,7 +499,7 @@ def exchange_tensors(
 
 
 def _announced(messages: Sequence[object_codec.Message]) -> tuple[int, bytes | None]:
-    """For the check: the size of the longest description, and the only one if it is short."""
+    """For the check: the size of the longest description, and a single short one itself."""
     size = max((len(message.head) for message in messages), default=0)
     if len({id(message) for message in messages}) == 1 and size <= INLINE_BYTES:
         return size, messages[0].head
@@ -501,12 +507,12 @@ def _announced(messages: Sequence[object_codec.Message]) -> tuple[int, bytes | N
 
 
 def _head(message: object_codec.Message, size: int) -> Tensor:
-    """A description as bytes, with blanks up to ``size``, which JSON ignores."""
+    """A description as bytes, padded to ``size`` with blanks, which JSON ignores."""
     return torch.frombuffer(bytearray(message.head.ljust(size)), dtype=torch.uint8)
 
 
 def _empty_head(row: Row) -> Tensor:
-    """The memory that receives the description of this row, or the description itself."""
+    """A tensor with the description in a row, or to receive it if the row does not contain it."""
     if row.inline is not None:
         return torch.frombuffer(bytearray(row.inline), dtype=torch.uint8)
     return torch.empty(row.nbytes, dtype=torch.uint8, device="cpu")

@@ -1,8 +1,8 @@
-"""The flight recorder: the last collectives of a rank, in a ring buffer that any thread can read.
+"""The flight recorder: a ring buffer of a rank's last collectives, readable from any thread.
 
 Every collective of every transport is numbered and recorded before it starts. The monitor, error
-messages and hang reports read `entries()` at any time, from any thread. Writing takes no lock,
-because the engine lets one collective run at a time.
+messages and hang reports read `entries()` at any time, from any thread. Writing needs no lock,
+because the engine runs one collective at a time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _SAME_SHAPE = {"all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gathe
 class CollectiveRecord:
     """One collective on this rank. ``shape`` and ``dtype`` describe the local tensor.
 
-    ``number`` counts the collectives of this rank, ``in_group`` those of the group, in which the
-    same number is the same collective on all of its ranks.
+    ``number`` counts the collectives of this rank. ``in_group`` counts those of the group: all
+    ranks of the group use the same number for the same collective.
     """
 
     number: int
@@ -52,7 +52,7 @@ class CollectiveRecord:
 
     @property
     def signature(self) -> str:
-        """What is the same on all ranks of the group: the name, often with dtype and shape."""
+        """The name, with dtype and shape if they must be equal on all ranks of the group."""
         return (
             f"{self.name} of {self.dtype}{list(self.shape)}"
             if self.name in _SAME_SHAPE
@@ -61,7 +61,7 @@ class CollectiveRecord:
 
     @property
     def label(self) -> str:
-        """Bucket and step as text; empty where there are none."""
+        """Bucket and step as text; empty if the collective belongs to no bucket."""
         return f"bucket {self.bucket}, step {self.step}" if self.bucket is not None else ""
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class CollectiveRecord:
 
 
 class FlightRecorder:
-    """The last ``capacity`` collectives of one communicator and everything split from it. Local."""
+    """The last ``capacity`` collectives of a communicator and the groups split from it. Local."""
 
     _made: ClassVar[weakref.WeakSet[FlightRecorder]] = weakref.WeakSet()
     _making = threading.Lock()
@@ -86,24 +86,25 @@ class FlightRecorder:
     ) -> None:
         self._hosts = tuple(hosts)
         self.job_ranks = tuple(job_ranks)
-        """The ranks of the job that the communicator's ranks are."""
+        """The numbers in the job of the communicator's ranks, in rank order."""
         self._has_whole_job = has_whole_job
         self._members: dict[str, tuple[int, ...]] = {}
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._last_of: dict[str, CollectiveRecord] = {}
         self._unfinished: deque[CollectiveRecord] = deque()
-        """Several, where collectives are queued on a device."""
+        """Collectives that have not ended; several if they are queued on a device."""
         self._late: dict[str, CollectiveRecord] = {}
-        """Those that were late, by group, until the next one of the group begins."""
+        """Collectives that exceeded their limit, by group, until the group's next one begins."""
         self._number = 0
         self._in_group: Counter[str] = Counter()
         self._bucket: int | None = None
         self._step: int | None = None
         self._first_step: int | None = None
         self.has_stepped = False
-        """Whether the sums of the first step are over: from then on ranks run at one speed."""
+        """Whether the sums of the first step are over. Ranks run at different speeds until then."""
         self.peers: PeerStatus | None = None
-        """Asks the other ranks what they do, where waits are longer if they work."""
+        """Asks the other ranks for their status; None if there is one limit for all waits."""
+        # Ranks may be threads: a recorder belongs to the rank on whose thread it is made.
         self._owner: threading.Thread | None = threading.current_thread()
         with self._making:
             self._made.add(self)
@@ -112,12 +113,13 @@ class FlightRecorder:
 
     @classmethod
     def made_in(cls, thread: threading.Thread) -> list[FlightRecorder]:
-        """Those of all communicators of the rank whose thread this is. From any thread."""
+        """The recorders created on a thread: those of one rank. May be called from any thread."""
+        # Ranks may be threads, so other threads can add to the set during this iteration.
         with cls._making:
             return [each for each in cls._made if each._owner is thread]
 
     def for_other_thread(self) -> FlightRecorder:
-        """An empty one of the same ranks, for exchanges beside these."""
+        """An empty recorder for the same ranks, for exchanges on other threads."""
         other = FlightRecorder(
             job_ranks=self.job_ranks, has_whole_job=self._has_whole_job, hosts=self._hosts
         )
@@ -133,7 +135,7 @@ class FlightRecorder:
         limit_s: float = math.inf,
         wait: Wait | None = None,
     ) -> CollectiveRecord:
-        """Number and record a collective that is about to start."""
+        """Number and record a collective that is about to start. Returns its record."""
         self._number += 1
         self._in_group[group] += 1
         entry = CollectiveRecord(
@@ -156,20 +158,20 @@ class FlightRecorder:
         return entry
 
     def end(self, entry: CollectiveRecord, state: State) -> None:
-        """Record how it ended."""
+        """Record that a collective ended, and how."""
         entry.ended_s = time.monotonic()
         entry.state, entry.wait = state, None
         if state == "late":
             self._late[entry.group] = entry
         self._unfinished.remove(entry)
         if state == "late":
-            # Before the error is raised: a script that catches it may exit at once, and the result
-            # of the job would depend on a race.
+            # Before the error is raised: a script that catches it may exit at once, and whether the
+            # launcher learns of the late collective would depend on a race.
             for observer in events.observers:
                 observer.collective(entry)
 
     def set_label(self, bucket: int | None, step: int | None) -> None:
-        """Name the bucket and the step that the next collectives belong to."""
+        """Set the bucket and the step that the next collectives belong to."""
         self._bucket, self._step = bucket, step
         if step is not None and not self.has_stepped:
             self.has_stepped = self._first_step not in (None, step)
@@ -180,7 +182,8 @@ class FlightRecorder:
         return list(self._entries.copy())
 
     def recent_collectives(self) -> list[dict[str, Any]]:
-        """The last collectives that have ended, for a profile: what they moved, and when. Local."""
+        """The last collectives that have ended, for a profile: what they sent, and when. Local."""
+        # Profiles use perf_counter(), whose zero may differ from that of monotonic().
         to_own_clock_s = time.perf_counter() - time.monotonic()
         return [
             {
@@ -205,24 +208,25 @@ class FlightRecorder:
         ]
 
     def register_group(self, group: str, ranks: Sequence[int]) -> None:
-        """Register which ranks of the communicator a group has; otherwise it has all."""
+        """Register the ranks of a group. Groups that are not registered have all ranks."""
         self._members[group] = tuple(ranks)
 
     def members(self, group: str) -> tuple[int, ...]:
-        """The ranks that were registered for a group; none if it has all."""
+        """The ranks registered for a group; empty if it has all ranks."""
         return self._members.get(group, ())
 
     def running(self) -> list[CollectiveRecord]:
-        """What has not ended yet. From any thread."""
+        """The current collective of each group that has not ended yet. From any thread."""
         return [each for each in self._current().values() if each.state == "running"]
 
     def _current(self) -> dict[str, CollectiveRecord]:
-        """The collective of each group that is under way, or its newest. From any thread."""
+        """By group, the oldest collective that has not ended, or else the newest. Any thread."""
+        # Copies, because the threads of the exchange and of the watcher change these meanwhile.
         oldest = {each.group: each for each in reversed(self._unfinished.copy())}
         return {**self._last_of.copy(), **oldest, **self._late.copy()}
 
     def overdue(self) -> CollectiveRecord | None:
-        """A collective that has not completed within its limit. From any thread."""
+        """A collective that exceeded its time limit, or None. From any thread."""
         now = time.monotonic()
         for entry in self._current().values():
             is_running_late = entry.state == "running" and now - entry.started_s >= entry.limit_s
@@ -231,10 +235,7 @@ class FlightRecorder:
         return None
 
     def describe(self) -> list[CollectiveStatus]:
-        """The collective of each group that is under way, or its newest, for a report.
-
-        From any thread.
-        """
+        """The current collective of each group, or its newest, for a report. From any thread."""
         now = time.monotonic()
         newest = []
         for entry in self._current().values():

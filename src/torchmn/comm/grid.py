@@ -1,8 +1,8 @@
-"""A grid of ranks with named axes, each of which is a communicator.
+"""Grids of ranks with named axes. Each axis has a communicator.
 
 The last axis varies fastest, as in a `DeviceMesh`: with ``Grid(comm, data=2, model=4)`` ranks 0 to
-3 hold one model among them and ranks 4 to 7 the other, so that the last axis stays on one node
-where nodes have ranks enough.
+3 share one model and ranks 4 to 7 another. So the ranks along the last axis are on one node if
+nodes have enough ranks.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ class Grid:
     model = Stage(grid.model)  # split over the ranks of one model
     optimizer = torchmn.create_multi_node_optimizer(optimizer, grid.data, model)  # means of these
     ```
-    ``grid.data`` is the communicator of the ranks that differ from this one in their place on the
-    axis ``data`` only, in the order of that axis. One axis may be -1: what the others leave.
+    ``grid.data`` is the communicator of the ranks whose coordinates differ from this rank's on the
+    axis ``data`` only, in the order of that axis. The size of one axis may be -1 and is then
+    inferred from the others.
 
     Attributes:
-        comm: all ranks.
-        sizes: the size of each axis by its name, in order.
-        coordinates: the place of this rank on each axis.
+        comm: the communicator of all ranks.
+        sizes: the size of each axis by name, in order.
+        coordinates: the coordinate of this rank on each axis, by name.
 
     Raises:
-        UsageError: the product of the sizes is not the number of ranks; a size or a name is out of
-            range.
+        UsageError: the product of the sizes is not the number of ranks, or a size or a name is
+            invalid.
         RankMismatchError: ranks gave different axes; all ranks raise.
 
     Example:
@@ -66,12 +67,14 @@ class Grid:
             stride //= size
             strides[name] = stride
             self.coordinates[name], left = divmod(left, stride)
+        # The color of an axis is the rank with coordinate 0 on it and otherwise equal coordinates.
         self._axes = {
             name: comm.split(comm.rank - self.coordinates[name] * strides[name], comm.rank)
             for name in self.sizes
         }
 
     def __getattr__(self, name: str) -> Communicator:
+        # From __dict__: `self._axes` would call this method again before __init__ has set it.
         axes: dict[str, Communicator] = self.__dict__.get("_axes", {})
         if name not in axes:
             raise AttributeError(
@@ -82,15 +85,15 @@ class Grid:
 
     @property
     def replicas(self) -> Communicator:
-        """The communicator of the first axis: by convention the ranks that hold the same part."""
+        """The communicator of the first axis: by convention ranks that hold the same model part."""
         return next(iter(self._axes.values()))
 
     def device_mesh(self, *names: str) -> DeviceMesh:
-        """The mesh of these axes, in this order, for torch's own parallelism. *Collective.*
+        """A DeviceMesh of the named axes, for torch's own parallelism. *Collective.*
 
         All axes by default. ``fully_shard(module, mesh=grid.device_mesh("model"))`` shards over the
-        ranks of one model. Raises UsageError: there is no such axis, or their order is another;
-        UnsupportedError: see `Communicator.process_group`.
+        ranks of one model. Raises UsageError: an axis does not exist, or the axes are not in the
+        order of the grid; UnsupportedError: see `Communicator.process_group`.
         """
         chosen = names or tuple(self.sizes)
         if list(chosen) != [name for name in self.sizes if name in chosen]:
@@ -107,7 +110,7 @@ class Grid:
         return mesh_of_groups(groups, chosen, mesh, self.comm.device.type)
 
     def finalize(self) -> None:
-        """End the communicators of all axes, but not ``comm``. *Collective.*"""
+        """Finalize the communicators of all axes, but not ``comm``. *Collective.*"""
         for axis in self._axes.values():
             axis.finalize()
 
@@ -115,7 +118,7 @@ class Grid:
         return self
 
     def __deepcopy__(self, memo: object) -> Grid:
-        """Copies of a model that holds a grid share it."""
+        """Return the grid itself: copies of a model share it."""
         return self
 
     def __repr__(self) -> str:
@@ -126,12 +129,12 @@ class Grid:
 
 
 def num_model_parts(sizes: Mapping[str, int]) -> int:
-    """How many ranks of a grid of these sizes hold one model: all axes but that of replicas."""
+    """The number of ranks that share one model: the product of all sizes but the first."""
     return math.prod(list(sizes.values())[1:])
 
 
 def _sizes(comm: Communicator, axes: Mapping[str, int]) -> dict[str, int]:
-    """The size of every axis. Raises UsageError."""
+    """The size of every axis, with -1 replaced. Raises UsageError."""
     text = ", ".join(f"{name}={size}" for name, size in axes.items())
     if not axes:
         raise UsageError(f"{comm.rank_label}: Grid(comm) needs axes, such as data=-1, model=2.")

@@ -1,7 +1,7 @@
-"""The one place through which every collective of every transport passes.
+"""Groups: every collective of every transport passes through `Group._run`.
 
 A `Group` is a transport with a name, the flight recorder of its rank and a time limit. Its methods
-block and run inside engine jobs; routes and all-reduce algorithms are written in them.
+block and are called inside engine jobs; routes and all-reduce algorithms are built on them.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ _DTYPE_NAMES = {
 
 @dataclass(eq=False)
 class Group:
-    """Some ranks of a communicator: the world, one node, the leaders. Every method is collective.
+    """Some ranks of a communicator: all of them, those of one node, or the leaders of nodes.
 
-    Raises from every method: TimeLimitError, PeerLostError, with the collective, rank and host.
+    Methods are *collective* unless documented otherwise. All raise TimeLimitError or PeerLostError
+    with the collective, the rank and its host in the message.
     """
 
     name: str
@@ -66,23 +67,29 @@ class Group:
 
     @property
     def limit_s(self) -> float:
-        """Of the next collective: the first ones wait for what ranks do at different speeds."""
+        """The time limit of the next collective, in seconds.
+
+        ``first_timeout_s`` until the sums of the first step are over: until then ranks read data
+        and compile at different speeds.
+        """
         return self.timeout_s if self.flight_recorder.has_stepped else self.first_timeout_s
 
     def wait(self) -> Wait:
-        """The next wait, from now on."""
+        """A `Wait` for the next collective, which starts now. Local."""
         limit_s, peers = self.limit_s, self.flight_recorder.peers
+        # `PeerStatus` ends the wait after `limit_s` if the others will not arrive; only ranks that
+        # are computing are waited for up to `busy_s`.
         longest_s = limit_s if peers is None else max(limit_s, peers.busy_s)
         limit = TimeLimit(longest_s, self.engine.is_eager)
         ask_s = math.inf if peers is None else limit_s
         return Wait(limit, self.transport, ask_s, time.monotonic())
 
     def with_transport(self, transport: Transport) -> Group:
-        """The same ranks over another transport."""
+        """A group of the same ranks over another transport. Local."""
         return replace(self, transport=transport)
 
     def split(self, name: str, ranks: Sequence[int], key: str) -> Group:
-        """The group of ``ranks``, which must hold the caller's; members only."""
+        """A group of ``ranks``, which must include the caller. Called by these ranks only."""
         transport = self._run("split", None, self.transport.split, ranks, key, shape=(len(ranks),))
         return replace(self, name=name, transport=transport)
 
@@ -99,51 +106,51 @@ class Group:
         self._run(name, first, self.transport.exchange, sends, recvs, tag=tag)
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce in place over all ranks, with the same bits on every rank."""
+        """Reduce a buffer over all ranks, in place; bit-identical on all ranks."""
         self._run("all_reduce", buffer, self.transport.all_reduce_, buffer, op)
 
     def striped_all_reduce_(self, buffer: Tensor) -> None:
-        """Sum in place over all ranks, by the same algorithm over all transports."""
+        """Sum a buffer over all ranks, in place, by `Transport.striped_all_reduce_`."""
         self._run("all_reduce", buffer, self.transport.striped_all_reduce_, buffer, "sum")
 
     def reduce_(self, buffer: Tensor, root: int) -> None:
-        """Sum into the root's buffer; those of other ranks become undefined."""
+        """Sum over all ranks into the root's buffer; other ranks' buffers become undefined."""
         self._run("reduce", buffer, self.transport.reduce_, buffer, root)
 
     def broadcast_(self, buffer: Tensor, root: int) -> None:
-        """Give every rank the root's buffer."""
+        """Copy the root's buffer to all ranks."""
         self._run("broadcast", buffer, self.transport.broadcast_, buffer, root)
 
     def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp = "sum") -> Tensor:
-        """Reduce stripe r into rank r's buffer; returns the caller's stripe, a view."""
+        """Reduce stripe r of all ranks into rank r's buffer; returns this rank's stripe, a view."""
         self._run("reduce_scatter", buffer, self.transport.reduce_scatter_stripes_, buffer, op)
         return self.transport.stripes(buffer)[self.rank]
 
     def all_gather_stripes_(self, buffer: Tensor) -> None:
-        """Give every rank stripe r of rank r's buffer."""
+        """Copy stripe r of rank r's buffer to all ranks, for all r."""
         self._run("all_gather", buffer, self.transport.all_gather_stripes_, buffer)
 
     def all_gather_fixed(self, row: Tensor, *, name: str = "all_gather") -> Tensor:
-        """(n,) on every rank to (W, n): rows in rank order."""
+        """Gather a row (n,) of each rank into a table (W, n), in rank order."""
         table = row.new_empty(self.size * row.numel())
         table[self.rank * row.numel() : (self.rank + 1) * row.numel()] = row
         self._run(name, row, self.transport.all_gather_stripes_, table)
         return table.view(self.size, row.numel())
 
     def receive_any(self, buffer: Tensor, *, name: str, tag: int) -> int:
-        """Receive from the rank that sends first; returns its rank. Called by the receiver."""
+        """Receive from whichever rank sends first; returns its rank. Called by the receiver."""
         return self._run(name, buffer, self.transport.receive_any, buffer, tag=tag)
 
     def barrier(self) -> None:
-        """Return when every rank has arrived."""
+        """Block until all ranks have called it."""
         self._run("barrier", None, self.transport.barrier)
 
     def await_stream(self, device: torch.device) -> None:
-        """Return when a GPU has done what is queued on the current stream. Local."""
+        """Block until a GPU has completed what is queued on the current stream. Local."""
         self._run("await_gpu", None, await_stream, device)
 
     def all_true(self, flag: IsValid) -> IsValid:
-        """Whether the flag is True on all ranks; a tensor for a tensor."""
+        """Whether a flag is True on all ranks; for a tensor, a tensor on the same device."""
         if self.size == 1:
             return flag
         if isinstance(flag, Tensor):
@@ -163,12 +170,14 @@ class Group:
         shape: tuple[int, ...] = (),
         **options: object,
     ) -> Result:
-        """Call a method of the transport with a time limit, recorded with name and tensor."""
+        """Call a method of the transport with a time limit and record it in the flight recorder."""
         dtype = "-"
         if tensor is not None:
             shape, dtype = tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, "?")
         wait = self.wait()
         queued: list[QueuedWork] = []
+        # Only a job of the engine may return before the device has done its work: the watcher then
+        # enforces the limit. For any other caller the transport itself waits.
         if self.engine.may_queue:
             wait.limit.on_queued = queued.append
         entry = self.flight_recorder.begin(self.name, name, shape, dtype, wait.limit.seconds, wait)
@@ -182,11 +191,12 @@ class Group:
 
     @contextmanager
     def _reported(self, entry: CollectiveRecord, wait: Wait) -> Iterator[None]:
-        """An error inside is recorded, and raised with the collective, rank and host."""
+        """Record errors of the body and raise them again with the collective, rank and host."""
         try:
             yield
         except (TimeLimitError, PeerLostError) as error:
-            # First: when a device goes on, numbers arrive that mean nothing.
+            # Before `abort`: an aborted sum lets the device continue, so that its event completes
+            # and undefined numbers reach the host.
             self.engine.begin_to_fail()
             self.transport.abort()
             is_late = isinstance(error, TimeLimitError)
@@ -199,7 +209,7 @@ class Group:
 
 
 class _QueuedCollective:
-    """A collective whose work is queued on a device: a `Queued` of the engine's `Watcher`."""
+    """A collective whose work is queued on a device, as the engine's `Watcher` sees it."""
 
     def __init__(
         self, group: Group, entry: CollectiveRecord, wait: Wait, works: list[QueuedWork]
@@ -207,7 +217,7 @@ class _QueuedCollective:
         self._group, self._entry, self._wait, self._works = group, entry, wait, works
 
     def begin(self) -> None:
-        """The collectives before it are over: it may begin now, and its limit counts from now."""
+        """Start the time limit: all collectives before this one have ended."""
         self._wait.restart()
         self._entry.started_s = self._wait.began_s
 
@@ -230,8 +240,8 @@ class Groups:
     """The world of a communicator and the groups that were split from it.
 
     Args:
-        world: all ranks.
-        topology: their hosts.
+        world: the group of all ranks.
+        topology: the hosts of all ranks.
         device: the GPU of this rank, or the CPU.
     """
 
@@ -251,7 +261,7 @@ class Groups:
     # ---- made ----
 
     def part(self, name: str, ranks: Sequence[int]) -> Group | None:
-        """A group of some ranks; None on the other ranks. *Collective*."""
+        """A group of ``ranks``; None on all other ranks. *Collective* over the world."""
         self.count_split()
         if self.world.rank not in ranks:
             return None
@@ -261,14 +271,14 @@ class Groups:
         return group
 
     def own_part(self, name: str, partition: Sequence[Sequence[int]]) -> Group:
-        """The group of this rank in a partition of the ranks. *Collective*."""
+        """Split the world by a partition of its ranks; returns this rank's group. *Collective*."""
         parts = [self.part(name, ranks) for ranks in partition]
         return next(part for part in parts if part is not None)
 
     def with_shared_memory(self, group: Group) -> Group:
-        """A group of ranks of one node with collectives through shared memory. *Collective.*
+        """A group of ranks of one node whose collectives use shared memory. *Collective.*
 
-        The same group for GPUs, and with a warning where the ranks cannot share memory.
+        Returns ``group`` itself for GPUs and, with a warning, if the ranks cannot share memory.
         """
         if group.size == 1 or self._device.type != "cpu":
             return group
@@ -291,7 +301,10 @@ class Groups:
         return shared
 
     def for_small_messages(self) -> Group:
-        """All ranks, over what is fastest for some KiB: shared memory on one node. *Collective.*"""
+        """The world over the transport that is fastest for a few KiB. *Collective.*
+
+        That is shared memory if all ranks are on one node, unless the library is faster.
+        """
         shared = self._shared_memory
         if shared is not None and shared.size == self.world.size:
             return self.world.with_transport(shared)
@@ -300,25 +313,27 @@ class Groups:
         return self.with_shared_memory(self.world)
 
     def queue_sums_of(self, buffer: Tensor) -> bool:
-        """Whether sums over any of the groups return when they are queued on a device. Local."""
+        """Whether sums over every group return once they are queued on the device. Local."""
         groups = (self.world, *self._subgroups)
         return all(group.size == 1 or group.transport.queues(buffer) for group in groups)
 
     def split_off(self, kind: str, ranks: Sequence[int]) -> Group:
-        """A group of these ranks, which hold this one, for a communicator that will close it."""
+        """A group of ``ranks``, including this one, for a new communicator, which closes it."""
         self.count_split()
         name = f"{kind}{self._num_splits}"
+        # `Communicator.split` makes one part per color under the same number: the first rank of a
+        # part makes its key unique.
         return self.world.engine.call(lambda: self.world.split(name, ranks, f"{name}-{ranks[0]}"))
 
     def count_split(self) -> None:
-        """Number a group, also on the ranks that are not in it: names are the same on all."""
+        """Count a split. Ranks outside the new group count it too, so that names agree."""
         self._num_splits += 1
 
     def new_transport(self, name: str) -> Transport:
-        """A transport of all ranks for use in other threads, closed by `close`. *Collective.*
+        """A transport of all ranks for use by other threads, closed by `close`. *Collective.*
 
-        The caller gives it time limits, and each message between two ranks has its own tag and
-        thread.
+        The caller passes time limits. Threads may exchange at the same time if each has a peer or a
+        tag of its own.
         """
         self.count_split()
         world = self.world.with_transport(self.world.transport.thread_safe_transport)
@@ -336,6 +351,7 @@ class Groups:
         try:
             return self.world.engine.call(lambda: shared.allocate(numel, dtype, limit))
         except UnsupportedError as error:
+            # The error is raised on all ranks of the node, so all of them stop allocating there.
             self._shared_memory = None
             if shared.rank == 0:
                 warnings.warn(
@@ -350,14 +366,14 @@ class Groups:
 
     @property
     def addresses(self) -> list[str]:
-        """Those at which the other ranks reach this one, best first. Local."""
+        """The addresses at which other ranks reach this rank, best first. Local."""
         if len(self._topology.nodes) == 1:
             return ["127.0.0.1"]
         return own_addresses(self.world.transport.own_address)
 
     @property
     def transport_names(self) -> list[str]:
-        """Of the groups of several ranks, each name once."""
+        """The transports of all groups with more than one rank, each once."""
         groups = (self.world, *self._subgroups)
         return list(dict.fromkeys(group.transport.name for group in groups if group.size > 1))
 
@@ -367,6 +383,7 @@ class Groups:
         received: dict[str, int] = {}
         for transport, hosts in self._counted_transports():
             for total, own in ((sent, transport.sent), (received, transport.received)):
+                # Copied, because the exchange thread may add a peer during the iteration.
                 for peer, nbytes in own.copy().items():
                     total[hosts[peer]] = total.get(hosts[peer], 0) + nbytes
         return sent, received
@@ -377,7 +394,7 @@ class Groups:
         return sum(sum(each.sent.copy().values()) for each, _ in self._counted_transports())
 
     def _counted_transports(self) -> list[tuple[Transport, list[str]]]:
-        """Each transport once, with the host of each of its ranks."""
+        """All transports, each once, with the hosts of their ranks."""
         groups = (self.world, *self._subgroups)
         if self._num_counted_groups != len(groups):
             found: dict[int, tuple[Transport, list[str]]] = {}
@@ -392,16 +409,16 @@ class Groups:
     # ---- closed ----
 
     def close_transport(self, transport: Transport) -> None:
-        """Close a transport of `new_transport` before `close` does. Local.
+        """Close a transport made by `new_transport` early. Local.
 
-        Where closing is collective, as over MPI, `close` does it nevertheless.
+        Does nothing if closing is collective, as over MPI: `close` does it then.
         """
         if not transport.is_close_collective:
             self._subgroups = [g for g in self._subgroups if g.transport is not transport]
             transport.close()
 
     def close(self) -> None:
-        """Close the connections of all groups, those that were made last first."""
+        """Close the connections of all groups, in reverse order of creation."""
         for group in (*reversed(self._subgroups), self.world):
             group.transport.close()
         self._subgroups.clear()

@@ -1,7 +1,7 @@
-"""Work that takes ranks different times, and longer than the time limit of a collective.
+"""Work whose duration differs between ranks and may exceed the time limit of a collective.
 
-A rank with an empty shard is done at once, one with a large shard after minutes. So ranks at work
-send a heartbeat four times per time limit, and all ranks learn at once when one fails.
+A rank with an empty shard finishes at once, a rank with a large shard after minutes. Working ranks
+therefore send a heartbeat four times per time limit, and all ranks learn when one fails.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _WORKING, _DONE, _FAILED = "working", "done", "failed"
 _ERRORS: dict[str, type[TorchmnError]] = {
     error.__name__: error for error in (DataError, UnsupportedError, UsageError)
 }
-"""What `run_on_one_rank` raises as it is; anything else becomes a DataError."""
+"""Errors that `run_on_one_rank` raises with their own class; any other becomes a DataError."""
 
 
 class HeartbeatGather:
-    """The end of a piece of work that every rank does. All ranks make one for the same work.
+    """Waits for work that takes ranks different times. Every rank makes one for the same work.
 
-    ``what`` names the work in messages. Every rank calls `heartbeat` as often as it likes between
-    two steps of the work, then either `finish` or `fail` once.
+    ``what`` names the work in messages. Each rank calls `heartbeat` repeatedly during the work, as
+    often as it likes, and then either `finish` or `fail` once.
 
     >>> from torchmn.train.evaluation import HeartbeatGather
     >>> gather, num_words = HeartbeatGather(comm, "counting words"), 0
@@ -52,7 +52,7 @@ class HeartbeatGather:
         self._last_s = time.monotonic()
 
     def heartbeat(self) -> None:
-        """Report that this rank is at work, if it is time to.
+        """Report that this rank is still working, if a quarter of the time limit has passed.
 
         Raises CommunicationError: another rank failed.
         """
@@ -60,7 +60,7 @@ class HeartbeatGather:
             self._round(_WORKING, None)
 
     def finish(self, value: object) -> list[Any]:
-        """Contribute a value, wait until all ranks are done, and return their values in rank order.
+        """Wait until all ranks have finished; returns the ``value`` of each rank, in rank order.
 
         Raises CommunicationError: another rank failed; the message names it and its error.
         """
@@ -70,9 +70,9 @@ class HeartbeatGather:
                 return [theirs for _, theirs in states]
 
     def fail(self, error: Exception) -> None:
-        """Send an error of this rank, which the caller then raises, to the other ranks.
+        """Report an error of this rank to the other ranks. The caller then raises it.
 
-        Errors of communication are not sent: the other ranks have their own.
+        A CommunicationError is not reported: the other ranks raise their own.
         """
         if isinstance(error, CommunicationError):
             return
@@ -80,6 +80,8 @@ class HeartbeatGather:
             self._comm.allgather_obj((_FAILED, f"{type(error).__name__}: {error}"))
 
     def _round(self, state: str, value: object) -> list[tuple[str, Any]]:
+        # A round completes only if all ranks take part in it: ranks that have finished repeat their
+        # state until the last one has.
         states = self._comm.allgather_obj((state, value))
         self._last_s = time.monotonic()
         for rank, (theirs, text) in enumerate(states):
@@ -93,7 +95,10 @@ class HeartbeatGather:
 
 @contextmanager
 def work_of_all_ranks(comm: Communicator, what: str) -> Iterator[HeartbeatGather]:
-    """Work that ends on all ranks if it fails on one; call `HeartbeatGather.finish` after it."""
+    """Context for work that fails on all ranks if it fails on one. *Collective.*
+
+    Call `HeartbeatGather.finish` at the end of the work.
+    """
     gather = HeartbeatGather(comm, what)
     try:
         yield gather
@@ -107,11 +112,11 @@ def run_on_one_rank(
 ) -> Result:
     """Run ``work(heartbeat)`` on one rank and return its result on all ranks. *Collective*.
 
-    ``work`` calls ``heartbeat()`` several times per time limit of the communicator; then it may
-    take longer than the limit. The result is sent as an object.
+    ``work`` may take longer than the communicator's time limit if it calls ``heartbeat()`` several
+    times per limit. The result is sent as an object.
 
     Raises:
-        DataError, UnsupportedError, UsageError: the work raised; the same message on all ranks.
+        DataError, UnsupportedError, UsageError: ``work`` raised; the same message on all ranks.
     """
     gather = HeartbeatGather(comm, f"work of rank {rank}")
     outcome: tuple[str, Any] | None = None
@@ -134,9 +139,9 @@ def run_on_one_rank(
 
 
 def raise_if_any_failed(comm: Communicator, error: Exception | None) -> None:
-    """Raise the first error that any rank has on all ranks. *Collective*.
+    """Raise an error on all ranks if any rank passes one. *Collective*.
 
-    Raises DataError: the message names the first rank that failed, the same on all ranks.
+    Raises DataError: on all ranks, with the error of the first rank that has one.
     """
     text = None if error is None else f"Rank {comm.rank} on {comm.host}: {error}"
     failed = [theirs for theirs in comm.allgather_obj(text) if theirs is not None]

@@ -1,9 +1,9 @@
 """Measured latency and bandwidth of a group's links.
 
-Every rank sends to the next and receives from the previous one, all at once, as an exchange of
-gradients does, with enough bytes to take much longer than the latency. The slowest rank counts, and
-all ranks get the same numbers. A short message to every other rank at once shows what each further
-one costs.
+All ranks send to the next rank and receive from the previous one at the same time, as an exchange
+of gradients does, with enough bytes to take much longer than the latency. Times are those of the
+slowest rank, so all ranks get the same numbers. Short messages to all other ranks at once give the
+cost of each additional message.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _LAST_BYTES = 32 * MiB
 
 @dataclass(frozen=True, kw_only=True)
 class LinkSpeed:
-    """One rank's link while all ranks use theirs, in each direction.
+    """Latency and bandwidth per direction of one rank's link while all ranks use theirs.
 
-    ``message_s`` is what each further message takes that is sent at the same time.
+    ``message_s`` is the time that each additional message takes that is sent at the same time.
     """
 
     latency_s: float
@@ -38,7 +38,7 @@ class LinkSpeed:
     message_s: float = 0.0
 
     def seconds(self, nbytes: float, num_messages: int = 1) -> float:
-        """Time to send ``nbytes`` in ``num_messages`` messages, one after the other."""
+        """Seconds to send ``nbytes`` in ``num_messages`` messages, one after the other."""
         return num_messages * self.latency_s + nbytes / self.bandwidth_bytes_per_s
 
     def __str__(self) -> str:
@@ -46,10 +46,10 @@ class LinkSpeed:
 
 
 def measure_links(group: Group, device: torch.device = _CPU) -> LinkSpeed | None:
-    """Time the links of a group inside an engine job. *Collective.* None for one rank.
+    """Measure the links of a group; None for a single rank. *Collective.* Inside an engine job.
 
-    ``device`` is that of the gradients: CPU and CUDA tensors may go over different libraries.
-    It takes about a tenth of a second, more where 256 KiB take longer than that.
+    ``device`` is the device of the gradients: CPU and CUDA tensors may use different libraries.
+    Takes about 0.1 seconds, or longer if sending 256 KiB takes longer.
     """
     if group.size == 1:
         return None
@@ -73,7 +73,7 @@ def measure_links(group: Group, device: torch.device = _CPU) -> LinkSpeed | None
 
 
 def _exchange_s(group: Group, nbytes: int, device: torch.device) -> float:
-    """Seconds of one exchange with the neighbours, those of the slowest rank."""
+    """Seconds of one exchange with both neighbours, on the slowest rank."""
     after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
     return _timed(group, nbytes, [after], [before], device)
 
@@ -87,14 +87,14 @@ def _timed(
 ) -> float:
     outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     incoming = [torch.empty_like(outgoing) for _ in sources]
-    group.barrier()
+    group.barrier()  # so that no rank's time includes the wait for a late one
     started = time.perf_counter()
     group.exchange(
         [(target, outgoing) for target in targets],
         list(zip(sources, incoming, strict=True)),
         name="measure_links",
     )
-    group.await_stream(device)
+    group.await_stream(device)  # on a GPU the exchange is only queued when it returns
     took = torch.tensor([time.perf_counter() - started], dtype=torch.float64, device="cpu")
     group.all_reduce_(took, "max")
     return float(took)

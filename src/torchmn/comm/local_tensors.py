@@ -1,8 +1,9 @@
-"""Parameters of which this process holds a part, and how a state that holds parts is described.
+"""Parameters of which this rank holds a part, and the description of states that contain parts.
 
-A parameter of `fully_shard` or `parallelize_module` is a DTensor: its shape is that of the whole,
-and this rank holds a part of it. What is sent, compared or saved is that part. A parameter of
-`torchmn.links.ParallelLinear` is an ordinary tensor that is a part, as its `Division` says.
+A parameter of `fully_shard` or `parallelize_module` is a DTensor: it has the shape of the whole
+tensor, and this rank holds a part of it, which is what is sent, compared or saved. A parameter of
+`torchmn.links.ParallelLinear` is an ordinary tensor that is a part of a whole, described by its
+`Division`.
 """
 
 from __future__ import annotations
@@ -24,68 +25,70 @@ if TYPE_CHECKING:
     from torchmn.comm.base import Communicator
 
 PART = "torchmn: part of a DTensor"
-"""The key of a mapping that stands for this rank's part in a state."""
+"""The key that marks a mapping as the description of a DTensor's part in a state."""
 
 
 def is_distributed(tensor: object) -> bool:
-    """Whether it is a DTensor. Local; it imports nothing."""
+    """Whether ``tensor`` is a DTensor. Local."""
+    # A script that has DTensors has imported the module; importing it here takes time.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, in the same memory; any other tensor itself. Local."""
+    """This rank's part of a DTensor, as a view; any other tensor is returned as it is. Local."""
     if not is_distributed(tensor):
         return tensor
     local: Tensor = local_tensor(tensor)
     wait: Callable[[], Tensor] | None = getattr(local, "wait", None)
-    return local if wait is None else wait()  # a functional collective may still be under way
+    return local if wait is None else wait()  # a functional collective may still be pending
 
 
 @dataclass(frozen=True)
 class Division:
-    """How a whole tensor is divided among ranks, of which each holds a part as a plain tensor."""
+    """How a tensor is divided among ranks, each of which holds its part as an ordinary tensor."""
 
     comm: Communicator
     dim: int
-    """The dimension that is cut."""
+    """The dimension along which the tensor is divided."""
 
 
 _DIVISIONS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Not attributes of the parameters, which would be pickled with them."""
+"""The divisions of parameters. As attributes they would be pickled with the parameters."""
 
 
 def divide(parameter: nn.Parameter, division: Division) -> None:
-    """Note that a parameter is this rank's part of a whole. Local."""
+    """Register a parameter as this rank's part of a divided tensor. Local."""
     _DIVISIONS[parameter] = division
 
 
 def division_of(tensor: Tensor) -> Division | None:
-    """How the whole is divided of which this parameter is a part; None if it is whole. Local."""
-    if not _DIVISIONS:  # asked of every parameter when gradients are clipped
+    """The division that a parameter is a part of; None if it is a whole tensor. Local."""
+    if not _DIVISIONS:  # clipping of gradients calls this for every parameter
         return None
     division: Division | None = _DIVISIONS.get(tensor)
     return division
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether it is a plain tensor of which other ranks hold other parts. Local."""
+    """Whether an ordinary tensor is one of several parts on different ranks. Local."""
     division = division_of(tensor)
     return division is not None and division.comm.size > 1
 
 
 def from_part(local: Tensor, like: Tensor) -> Tensor:
-    """A DTensor of this part, which it keeps, placed as another one. Local."""
+    """A DTensor with this local part and the mesh and placements of ``like``. Local."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, layout_of(like), requires_grad=False)
 
 
 def reshard(models: Sequence[nn.Module]) -> None:
-    """Make parameters of `fully_shard` shards again, which a forward may leave whole. Local.
+    """Reshard the parameters of `fully_shard` that a forward has left unsharded. Local.
 
-    The last module of a model stays whole between forward and backward, and so after a forward
-    without one, as in evaluation. Its parameters are then other objects than the optimizer's.
+    torch keeps the last module of a model unsharded between forward and backward, and therefore
+    also after a forward without a backward, as in evaluation. Until it is resharded, its parameters
+    are not the objects that the optimizer has.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
@@ -97,7 +100,7 @@ def reshard(models: Sequence[nn.Module]) -> None:
 
 
 def placement_of(tensor: Tensor) -> str:
-    """Which part of the whole this rank holds, as text for comparisons; empty for any other."""
+    """The part of a whole tensor that this rank holds, as text; empty for whole tensors."""
     division = division_of(tensor)
     if division is not None:
         return f", part {division.comm.rank} of {division.comm.size} along dim {division.dim}"
@@ -112,7 +115,7 @@ def placement_of(tensor: Tensor) -> str:
 
 
 def describe_part(tensor: Tensor) -> dict[str, Any]:
-    """What stands for a DTensor in a state: the local part, and where it is in the whole."""
+    """The description of a DTensor in a state: its local part and the position in the whole."""
     local = local_part(tensor)
     shape, offsets = local_shape_and_offset(tensor)
     is_empty = local.numel() == 0
@@ -124,12 +127,12 @@ def describe_part(tensor: Tensor) -> dict[str, Any]:
 
 
 def is_part(value: object) -> bool:
-    """Whether it stands for a DTensor."""
+    """Whether a value in a state is the description of a DTensor's part."""
     return isinstance(value, Mapping) and PART in value
 
 
 def with_parts(state: Any) -> Any:
-    """A state in which this rank's parts stand for DTensors; containers are copied."""
+    """A copy of a state in which DTensors are replaced by descriptions of this rank's parts."""
     if is_distributed(state):
         return describe_part(state)
     if type(state) in (dict, OrderedDict):
@@ -140,7 +143,7 @@ def with_parts(state: Any) -> Any:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """A copy of the part of a whole tensor that this rank holds of a DTensor. Local."""
+    """A copy of the part of ``whole`` that this rank holds of the DTensor ``like``. Local."""
     place = describe_part(like)
     held = place[PART].shape
     return whole[
@@ -154,7 +157,10 @@ Slices = tuple[slice, ...]
 def overlap(
     held: Sequence[int], at: Sequence[int], wanted: Sequence[int], begin: Sequence[int]
 ) -> tuple[Slices, Slices] | None:
-    """What two boxes of these shapes and places share, as slices of each; None if nothing."""
+    """The intersection of two boxes, as slices into each; None if they do not overlap.
+
+    The first box has shape ``held`` at offset ``at``, the second ``wanted`` at ``begin``.
+    """
     source, target = [], []
     for size, offset, wanted_size, wanted_offset in zip(held, at, wanted, begin, strict=True):
         low = max(offset, wanted_offset)

@@ -1,11 +1,11 @@
 """Python objects as messages: a JSON description and the raw bytes of the tensors in them.
 
-Python's own values, dataclasses, NamedTuples and Enums are not pickled (`object_kinds`). Others are
-pickled only where the receiver can trust the sender: over MPI, where the ranks of a job are the
-only peers, or in messages that carry an HMAC-SHA256 under the secret of the job
-(``TORCHMN_SECRET``, set by ``torchmn run``). Otherwise they are rejected. Only such a sender can
-make a receiver import a module. Checkpoints hold the same descriptions (`describe`, `build`), but
-no objects of classes and never a pickle.
+Built-in values, dataclasses, NamedTuples and Enums are not pickled (`object_kinds`). Other objects
+are pickled only if the receiver can trust the sender: over MPI, where only the ranks of the job are
+peers, or with a seal, the HMAC-SHA256 of the message under the secret of the job
+(``TORCHMN_SECRET``, set by ``torchmn run``). Otherwise they are rejected. Only a trusted sender can
+make a receiver import a module. Checkpoints contain the same descriptions (`describe`, `build`),
+but no objects of classes and no pickles.
 """
 
 from __future__ import annotations
@@ -35,36 +35,40 @@ from torchmn.comm.local_tensors import describe_part, is_distributed
 from torchmn.comm.object_kinds import torch_dtype
 
 _MAX_DEPTH = 200
-"""Containers within containers; the receiver needs a few frames of Python for each."""
+"""The limit of nested containers: the receiver needs a few Python stack frames for each."""
 
 
 @dataclass(frozen=True)
 class Trust:
-    """Whether and how pickles and names of modules are accepted."""
+    """The condition under which pickles and names of modules are accepted.
+
+    ``is_private``: only ranks of the job can connect. ``secret``: the secret of the job, or None.
+    """
 
     is_private: bool = False
     secret: bytes | None = field(default=None, repr=False)
 
     def seal(self, payload: bytes) -> str:
-        """What proves that this job has made the payload; empty without a secret."""
+        """The HMAC of a payload under the job's secret, as text; empty without a secret."""
         return hmac.new(self.secret, payload, hashlib.sha256).hexdigest() if self.secret else ""
 
     def accepts(self, payload: bytes, seal: str) -> bool:
-        """Whether a rank of this job has made the payload."""
+        """Whether a payload is known to come from a rank of this job."""
+        # Compared in constant time: the time of `==` would tell how much of a forged seal is right.
         is_sealed = bool(self.secret) and hmac.compare_digest(self.seal(payload), seal)
         return self.is_private or is_sealed
 
 
 @dataclass
 class Message:
-    """``head`` describes the object and ``buffers`` are the tensors in it, flat, as bytes."""
+    """A packed object: its description ``head``, and the bytes of its tensors, ``buffers``."""
 
     head: bytes
     buffers: list[Tensor]
 
 
 Path = tuple[str, ...]
-"""A place in an object, as text: keys, positions and ``.name`` of attributes from the root."""
+"""The place of a value in an object: keys, positions and ``.name`` of attributes, from the root."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ class Part:
 
 
 def pack(obj: object, trust: Trust, *, note: str = "") -> Message:
-    """Turn an object into a message. ``note`` is sent with it.
+    """Pack an object into a message. ``note`` is sent with it.
 
     Raises UnsupportedError: something in it needs pickle, which ``trust`` does not allow, or cannot
     be sent at all; the message names its place, such as ``The object['lr'][0]``.
@@ -88,9 +92,9 @@ def pack(obj: object, trust: Trust, *, note: str = "") -> Message:
 
 
 def describe(obj: object, root: str = "state") -> tuple[Any, list[Part]]:
-    """A JSON value for an object, and the tensors in it, in order; never a pickle. Local.
+    """Describe an object by a JSON value and a list of its tensors. Never pickles. Local.
 
-    The tensors share the object's memory and have any strides. What stands for a DTensor is this
+    The tensors share the object's memory and may have any strides. A DTensor is replaced by this
     rank's part, see `describe_part`. Raises UnsupportedError: something in it is not a plain value;
     the message names its place, such as ``state['scheduler'][0]``.
     """
@@ -101,7 +105,7 @@ def describe(obj: object, root: str = "state") -> tuple[Any, list[Part]]:
 def build(body: Any, tensors: Sequence[Tensor]) -> Any:
     """Rebuild an object from the results of `describe`. Local.
 
-    Raises DataError: ``body`` is not a description, or has other tensors.
+    Raises DataError: ``body`` is not a description, or does not match the tensors.
     """
     waiting = iter(tensors)
     try:
@@ -114,9 +118,10 @@ def build(body: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def unpack_head(head: bytes, device: torch.device) -> tuple[str, Any, list[Tensor]]:
-    """(note, body, empty tensors to receive the buffers into). CUDA tensors go to ``device``.
+    """Parse a description; returns the note, the body, and empty tensors for the buffers.
 
-    Raises CommunicationError: it is not a description.
+    CUDA tensors are allocated on ``device``. Raises CommunicationError: ``head`` is not a
+    description.
     """
     try:
         note, body = json.loads(head)
@@ -128,7 +133,7 @@ def unpack_head(head: bytes, device: torch.device) -> tuple[str, Any, list[Tenso
 def unpack(body: Any, tensors: Sequence[Tensor], trust: Trust) -> Any:
     """Rebuild an object from its description and its tensors.
 
-    Raises CommunicationError: it is not a description, or holds a pickle that is not trusted.
+    Raises CommunicationError: ``body`` is not a description, or contains an untrusted pickle.
     """
     try:
         return _build(body, iter(tensors), trust)
@@ -141,13 +146,13 @@ def unpack(body: Any, tensors: Sequence[Tensor], trust: Trust) -> Any:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor as a flat uint8 tensor."""
     flat = tensor.reshape(-1)
-    if flat.numel() == 1:  # is contiguous whatever its stride, but only stride 1 can be viewed
+    if flat.numel() == 1:  # contiguous with any stride, but view(dtype) needs stride 1
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8)
 
 
 class _PickleError(Exception):
-    """Carries an error of the class of a trusted pickle, which is raised unchanged."""
+    """Carries an error raised while unpickling, so that `unpack` raises it unchanged."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -162,7 +167,7 @@ def _not_ours(error: Exception) -> CommunicationError:
 
 
 def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> Any:
-    """One JSON value: plain values unchanged, everything else as [kind, ...]."""
+    """The JSON value for an object: plain values unchanged, everything else as [kind, ...]."""
     if obj is None or obj is True or obj is False or type(obj) is str:
         return obj
     kind = type(obj)
@@ -195,11 +200,13 @@ def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> A
     if trust is None and is_distributed(obj):
         return _describe(describe_part(obj), parts, trust, path)
     if isinstance(obj, Tensor) and _is_dense(obj) and (trust or type(obj) in _TENSORS):
+        # Lazy conjugation and negation are flags of a tensor that its memory does not show.
         parts.append(Part(path, obj.detach().resolve_conj().resolve_neg()))
         return ["tensor", str(obj.dtype).removeprefix("torch."), list(obj.shape), obj.is_cuda]
     if (type(obj) is np.ndarray or isinstance(obj, np.generic)) and _is_plain(obj.dtype):
         array = np.ascontiguousarray(obj)
         name = "array" if isinstance(obj, np.ndarray) else "scalar"
+        # Copied, because memory of a bytes object is read-only, and torch has no such tensors.
         flat = torch.from_numpy(np.frombuffer(array.tobytes() or b"", np.uint8).copy())
         parts.append(Part(path, flat))
         return [name, array.dtype.str, list(obj.shape)]
@@ -215,9 +222,9 @@ def _describe(obj: Any, parts: list[Part], trust: Trust | None, path: Path) -> A
 
 
 def _class_name(obj: Any, trust: Trust, path: Path) -> tuple[str, str, str]:
-    """Module, name in it, and the seal with which a receiver may import the module."""
+    """The module and qualified name of a class, and the seal that permits to import the module."""
     cls = type(obj)
-    # The script of a process that multiprocessing has started is there under both names.
+    # In a child of multiprocessing (spawn) the main script is in sys.modules under both names.
     module = "__main__" if cls.__module__ == "__mp_main__" else cls.__module__
     if object_kinds.find_class(module, cls.__qualname__) is not cls:
         raise UnsupportedError(
@@ -229,7 +236,7 @@ def _class_name(obj: Any, trust: Trust, path: Path) -> tuple[str, str, str]:
 
 
 def place(path: Path) -> str:
-    """A path as Python writes it: ``state['scheduler']['lr_lambdas'][0]``."""
+    """A path as a Python expression: ``state['scheduler']['lr_lambdas'][0]``."""
     root, *keys = path
     return root + "".join(key if key.startswith(".") else f"[{key}]" for key in keys)
 
@@ -244,12 +251,12 @@ def _kind(obj: Any) -> str:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether dtype, shape and memory describe it completely."""
+    """Whether dtype, shape and memory describe a tensor completely."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_meta
 
 
 def _is_plain(dtype: Any) -> bool:
-    """Whether ``dtype.str`` describes it completely: not for objects, records and subarrays."""
+    """Whether ``dtype.str`` describes a dtype: not for objects, records and subarrays."""
     return not dtype.hasobject and dtype.names is None and dtype.subdtype is None
 
 
@@ -272,7 +279,7 @@ def _pickled(obj: Any, trust: Trust, path: Path) -> Any:
 
 
 def kinds_of(body: Any) -> Iterator[Any]:
-    """The entries of tensors in a description, in order: ``["tensor", ...]`` and others."""
+    """Yield the entries of a description that have a buffer, in order: ``["tensor", ...]`` etc."""
     if not isinstance(body, list):
         return
     kind, *items = body
@@ -286,7 +293,7 @@ def kinds_of(body: Any) -> Iterator[Any]:
 
 
 def _allocate(kind: Any, device: torch.device) -> Tensor:
-    """The memory that receives the buffer of this entry of a description."""
+    """An empty tensor for the buffer of an entry of a description."""
     if kind[0] == "bytes":
         return torch.empty(kind[1], dtype=torch.uint8, device="cpu")
     if kind[0] == "tensor":
@@ -333,6 +340,7 @@ def _build(body: Any, tensors: Any, trust: Trust | None) -> Any:
 
 
 def _class_of(trust: Trust, module: str, qualname: str, seal: str) -> Any:
+    # Importing a module runs its code, so the sender must be trusted.
     if module not in sys.modules and trust.accepts(module.encode(), seal):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
@@ -347,7 +355,7 @@ def _class_of(trust: Trust, module: str, qualname: str, seal: str) -> Any:
 
 
 def _plain_dtype(text: str) -> Any:
-    """Only dtypes that `_is_plain` accepts at the sender: an object would be a pointer."""
+    """A dtype from its text. Raises ValueError unless `_is_plain`: objects would be pointers."""
     if not re.fullmatch(r"[<>|=][A-Za-z][0-9]{0,9}(\[\w+\])?", text):
         raise ValueError(f"{text!r} is not a plain dtype of numpy")
     dtype = np.dtype(text)
@@ -357,7 +365,7 @@ def _plain_dtype(text: str) -> Any:
 
 
 _TENSORS = (Tensor, nn.Parameter)
-"""Not their subclasses, which may hold a part of a tensor, or no memory."""
+"""Types sent as plain tensors. Subclasses may hold a part of a tensor, or no memory."""
 _EMPTY = torch.empty(0, dtype=torch.uint8, device="cpu")
 _SEQUENCES: dict[str, Any] = {
     kind.__name__: kind for kind in (list, tuple, set, frozenset, torch.Size)
@@ -369,4 +377,4 @@ _DESCRIPTION_ERRORS = (
     *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RuntimeError, MemoryError, StopIteration),
 )
-"""What the functions here raise for values that `pack` does not make."""
+"""Errors of the functions above for malformed descriptions, which `pack` does not make."""

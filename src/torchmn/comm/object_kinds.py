@@ -1,9 +1,9 @@
-"""Python's own values and the classes of a script, as parts that a message can describe.
+"""How values of Python's standard types and objects of a script's classes are sent.
 
-A value is sent as the arguments that make it again (`PARTS`, `MAKE`). An object of a class (a
-dataclass, NamedTuple, Enum or Namespace) is sent as the name of its class and its attributes, and
-rebuilt as pickle does it, without ``__init__`` and ``__post_init__``. Objects of other classes are
-not rebuilt: nothing that a message names is called.
+A value is sent as the arguments that create it again (`PARTS`, `MAKE`). An object of a class (a
+dataclass, NamedTuple, Enum or Namespace) is sent as the name of its class and its attributes. Like
+pickle, the receiver rebuilds it without calling ``__init__`` or ``__post_init__``. Objects of other
+classes are not rebuilt: nothing that is named in a message is ever called.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 
 _FOR_PICKLE = ("__reduce__", "__reduce_ex__", "__getstate__", "__setstate__")
 _HEAP_TYPE = 1 << 9
-"""The flag of classes that are not built-in (``Py_TPFLAGS_HEAPTYPE``)."""
+"""``Py_TPFLAGS_HEAPTYPE``, the flag of classes that are not built-in."""
 
 
 class Attributes(dict[str, Any]):
@@ -35,7 +35,7 @@ class Attributes(dict[str, Any]):
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name such as ``float32``. Raises ValueError: there is no such dtype."""
+    """The torch dtype with a name such as ``float32``. Raises ValueError if there is none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name!r} is not a dtype of torch")
@@ -43,14 +43,15 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def _only(kind: type, value: Any) -> Any:
-    """The value. Another iterable can be short to describe and have no end."""
+    """Return ``value`` if it is of type ``kind``. Raises TypeError otherwise."""
+    # A message could name another iterable, such as a range, that is short and expands to anything.
     if type(value) is not kind:
         raise TypeError(f"{type(value).__name__} instead of {kind.__name__}")
     return value
 
 
 FACTORIES = {kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, set)}
-"""Classes that are sent themselves, as a `defaultdict` has one."""
+"""Built-in classes that can be sent themselves, as factories of a `defaultdict`."""
 _TIME = ("hour", "minute", "second", "microsecond", "tzinfo", "fold")
 _VALUES: dict[type, tuple[Any, Any]] = {
     int: (lambda text: int(text, 16), lambda it: (hex(it),)),
@@ -77,28 +78,30 @@ _VALUES: dict[type, tuple[Any, Any]] = {
 for _kind in (Decimal, UUID, ZoneInfo, torch.device, type(Path()), PurePosixPath, PureWindowsPath):
     _VALUES[_kind] = (_kind, lambda it: (str(it),))
 PARTS = {kind: parts for kind, (_, parts) in _VALUES.items()}
-"""By class: the arguments that make the value again, described in turn."""
+"""By class: a function that returns the arguments from which `MAKE` creates the value again."""
 MAKE = {kind.__name__: make for kind, (make, _) in _VALUES.items()}
-"""By name: what makes the value of these arguments; ValueError and its like for others."""
+"""By class name: a function that creates a value from its arguments, or raises ValueError etc."""
 
 
 def is_rebuilt(cls: Any) -> bool:
-    """Whether an object of this class is sent as its `content`.
+    """Whether objects of a class are sent as their `content`.
 
-    Not where the class tells pickle how to save it, or holds more than Python's attributes, such as
-    a dataclass that is a dict as well.
+    Not if the class customizes pickling, or has state other than attributes, such as a dataclass
+    that is also a dict.
     """
     if issubclass(cls, Enum) or cls in (Namespace, SimpleNamespace):
         return True
     own = {getattr(getattr(cls, name, None), "__module__", None) for name in _FOR_PICKLE}
+    # A subclass of a NamedTuple that has a __dict__ may hold attributes besides its items.
     if issubclass(cls, tuple):
         return own == {None} and hasattr(cls, "_make") and not cls.__dictoffset__
     is_python = all(base is object or base.__flags__ & _HEAP_TYPE for base in cls.__mro__)
+    # dataclasses itself adds __getstate__ and __setstate__ to frozen classes with slots.
     return is_dataclass(cls) and is_python and own <= {None, "dataclasses"}
 
 
 def content(obj: Any) -> Any:
-    """The value of a Flag, the name of an Enum, the items of a tuple, or the `Attributes`."""
+    """What is sent of an object: value of a Flag, name of an Enum, tuple items, or `Attributes`."""
     if isinstance(obj, Enum):
         return obj.value if isinstance(obj, Flag) else obj.name
     if isinstance(obj, tuple):
@@ -108,7 +111,7 @@ def content(obj: Any) -> Any:
 
 
 def rebuild(cls: Any, content: Any) -> Any:
-    """The object of a class with this `content`. Raises ValueError and its like for others."""
+    """Rebuild an object of a class from its `content`. Raises ValueError etc. if malformed."""
     if not is_rebuilt(cls):
         raise ValueError(f"objects of {cls!r} are not sent as attributes")
     if issubclass(cls, Enum):
@@ -117,6 +120,7 @@ def rebuild(cls: Any, content: Any) -> Any:
         return cls._make(_only(list, content))
     obj = SimpleNamespace() if cls is SimpleNamespace else object.__new__(cls)
     held = dict(_only(Attributes, content))
+    # Not by setattr(), which frozen dataclasses refuse.
     for name, slot in _slots(cls).items():
         if name in held:
             slot.__set__(obj, held.pop(name))
@@ -132,7 +136,10 @@ def _slots(cls: type) -> dict[str, MemberDescriptorType]:
 
 
 def find_class(module: str, qualname: str) -> Any:
-    """What has this name in a module that is imported; None if nothing has."""
+    """The object with a qualified name in an imported module; None if there is none.
+
+    Does not import anything.
+    """
     found: Any = sys.modules.get(module)
     for name in qualname.split("."):
         found = getattr(found, "__dict__", {}).get(name)

@@ -1,9 +1,9 @@
 """Point-to-point messages: send and receive by source and tag.
 
 A message begins with an envelope of `ENVELOPE_BYTES`: its tag, the size of its description, and
-the description itself where it is short. Envelopes of all tags arrive in one order per sender;
-messages that were not requested yet are queued, as in MPI's queue of unexpected messages. So the
-receiver can request a message of any tag and of any source.
+the description itself if it is short. The envelopes of one sender arrive in order, whatever their
+tags. Messages that were not requested yet are queued, as in MPI's queue of unexpected messages, so
+the receiver can request messages with any tag and from any source.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from torchmn.comm.group import Group
 from torchmn.comm.transports.base import SYNCHRONOUS_TAG
 
 ANY_SOURCE = -1
-"""As ``source`` of `recv` and `recv_obj`: the rank whose message arrives first."""
+"""Value of ``source`` in `recv` and `recv_obj`: receive from the rank that sends first."""
 ANY_TAG = -1
-"""As ``tag`` of `recv` and `recv_obj`: any tag."""
+"""Value of ``tag`` in `recv` and `recv_obj`: receive a message with any tag."""
 
 ENVELOPE_BYTES = 256
 _HEAD = struct.Struct("<qBq")  # tag, state, bytes of the description
 _INLINE_BYTES = ENVELOPE_BYTES - _HEAD.size
 _PLAIN, _INLINE = range(2)
 _REJECTED = "rejected"
-_ENVELOPE_TAG = SYNCHRONOUS_TAG - 2  # of the transport; bodies the next one, collectives 0
+_ENVELOPE_TAG = SYNCHRONOUS_TAG - 2  # tag of the transport; bodies use the next, collectives 0
 
 
 class HasStatus(Protocol):
-    """Receives the source and tag of a message: `Status`, or ``mpi4py.MPI.Status``."""
+    """An object that takes the source and tag of a message, such as `Status`."""
 
     source: Any
     tag: Any
@@ -60,7 +60,7 @@ class Status:
 
 @dataclass(frozen=True)
 class _Received:
-    """A message that has arrived."""
+    """A message that has arrived and was not requested yet."""
 
     source: int
     tag: int
@@ -71,10 +71,10 @@ class _Received:
 
 @dataclass(eq=False)
 class PointToPoint:
-    """Point-to-point messages of one rank. Its methods run inside engine jobs.
+    """Point-to-point messages of one rank. Methods run inside engine jobs.
 
-    ``is_synchronous=True``: a channel of its own, whose messages are sent only when their receiver
-    is in `receive`, for any message.
+    With ``is_synchronous=True`` messages use a separate channel and are sent only while the
+    receiver is in `receive`, for this or any other message.
     """
 
     _group: Group
@@ -88,9 +88,9 @@ class PointToPoint:
         self._body_tag = self._envelope_tag + 1
 
     def send(self, obj: object, dest: int, tag: int) -> None:
-        """Send an object. Called by the sender.
+        """Send an object. Called by the sender only.
 
-        Where it cannot be sent, the receiver gets the reason instead, and both raise.
+        If the object cannot be sent, the receiver gets the reason instead, and both ranks raise.
         """
         rejection = None
         try:
@@ -105,6 +105,7 @@ class PointToPoint:
         if is_inline:
             envelope[_HEAD.size : _HEAD.size + len(message.head)] = message.head
         row = torch.frombuffer(envelope, dtype=torch.uint8)
+        # By itself: the receiver has to know the sizes before it can receive the rest.
         exchange_tensors(self._group, "send", {dest: [row]}, {}, self._envelope_tag)
         head = [] if is_inline else [torch.frombuffer(bytearray(message.head), dtype=torch.uint8)]
         exchange_tensors(self._group, "send", {dest: [*head, *message.buffers]}, {}, self._body_tag)
@@ -112,10 +113,12 @@ class PointToPoint:
             raise rejection
 
     def receive(self, source: int, tag: int) -> tuple[Any, Status]:
-        """The first matching message, with its source and tag. Called by the receiver.
+        """Return the first matching object with its source and tag. Called by the receiver only.
 
-        Raises RankMismatchError: its sender could not send the object.
+        Raises RankMismatchError: the sender could not send the object.
         """
+        # A synchronous sender waits for a receive. If this one accepted a single source only, more
+        # than two ranks could wait for each other in a circle.
         accepts_all = self.is_synchronous and self._group.size > 2
         while True:
             for message in self._unexpected:
@@ -138,7 +141,7 @@ class PointToPoint:
         ]
 
     def _accept(self, source: int) -> None:
-        """Receive the next message of ``source``, of any tag."""
+        """Receive the next message from ``source``, with any tag, into the queue."""
         row = torch.empty(ENVELOPE_BYTES, dtype=torch.uint8, device="cpu")
         if source == ANY_SOURCE:
             source = self._group.receive_any(row, name="recv", tag=self._envelope_tag)
@@ -167,9 +170,9 @@ class PointToPoint:
 
 
 class Replies:
-    """Answers to numbered messages, which their senders receive: gradients of `send`.
+    """Replies to numbered messages, such as the gradients of a differentiable `send`.
 
-    A channel of its own: what arrives here is mixed with no message of the script.
+    They use a separate channel, so they are never mixed with messages of the script.
     """
 
     def __init__(self, group: Group, trust: object_codec.Trust, device: torch.device) -> None:
@@ -178,25 +181,25 @@ class Replies:
         self._num_numbered: Counter[int] = Counter()
 
     def new_number(self, dest: int) -> int:
-        """The number, from 1, of a message to ``dest`` that `send` will answer. Local."""
+        """The number, from 1, of the next message to ``dest`` that expects a reply. Local."""
         self._num_numbered[dest] += 1
         return self._num_numbered[dest]
 
     def send(self, obj: object, dest: int, number: int) -> None:
-        """Answer a numbered message of ``dest``. Called by its receiver."""
+        """Reply to a numbered message from ``dest``. Called by the receiver of that message."""
         self._engine.call(lambda: self._messages.send(obj, dest, number))
 
     def recv(self, source: int, number: int) -> Any:
-        """The answer to a numbered message to ``source``. Called by its sender."""
+        """The reply to a numbered message to ``source``. Called by the sender of that message."""
         return self._engine.call(lambda: self._messages.receive(source, number)[0])
 
     def unread(self) -> list[tuple[int, int, Any]]:
-        """Source, number and object of answers that have arrived and were not requested. Local."""
+        """Source, number and object of replies that have arrived and were not requested. Local."""
         return self._messages.unread()
 
 
 def checked_tag(tag: int, *, may_be_any: bool = False) -> int:
-    """The tag. Raises UsageError: it is not valid."""
+    """Return ``tag`` if it is valid. Raises UsageError otherwise."""
     is_known = isinstance(tag, int) and 0 <= tag < 2**63
     if not is_known and not (may_be_any and tag == ANY_TAG):
         also = " or ANY_TAG" if may_be_any else ""

@@ -1,4 +1,4 @@
-"""The reductions of users: op and scaling, and checks of tensors before anything is sent."""
+"""Reductions that users call: operation and scaling, and checks of tensors before sending."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPS = ("sum", "mean", "product", "max", "min")
 
 @dataclass(frozen=True)
 class Reduction:
-    """``op`` over ranks of ``prescale_factor * x``, times ``postscale_factor``, elementwise.
+    """The elementwise reduction ``postscale_factor * op(prescale_factor * x)`` over ranks.
 
     A mean divides by the number of ranks before the sum. Raises UnknownNameError: unknown ``op``;
     UsageError: a factor that is not a finite number.
@@ -39,35 +39,36 @@ class Reduction:
 
     @property
     def transport_op(self) -> ReduceOp:
-        """The op of the transport."""
+        """The operation that the transport performs; a mean is a sum."""
         return "sum" if self.op == "mean" else cast(ReduceOp, self.op)
 
     def raise_if_unfit(self, x: Tensor) -> None:
-        """Raise UsageError if a tensor of this dtype has no such reduction."""
+        """Raise UsageError if the dtype of ``x`` does not support this reduction."""
         is_exact = x.dtype.is_floating_point or x.dtype.is_complex
         if self.op == "mean" and not is_exact:
             raise UsageError(f"A mean of {x.dtype} is not supported. Use op='sum' or .float().")
         if not is_exact and (self.prescale_factor, self.postscale_factor) != (1, 1):
             raise UsageError(f"{x.dtype} cannot be multiplied by a factor. Use .float().")
         try:
+            # An empty tensor shows whether torch supports the operation for this dtype.
             nothing = torch.empty(0, dtype=x.dtype, device="cpu")
             COMBINE[self.transport_op](nothing, nothing)
         except RuntimeError as error:
             raise UsageError(f"op={self.op!r} of {x.dtype} does not exist: {error}") from error
 
     def prepare_(self, x: Tensor, size: int) -> Tensor:
-        """Scale this rank's share, in place, before it is reduced over ``size`` ranks."""
+        """Scale this rank's tensor in place, before the reduction over ``size`` ranks."""
         if self.prescale_factor != 1:
             x.mul_(self.prescale_factor)
         return x.div_(size) if self.op == "mean" and size > 1 else x
 
     def finish_(self, x: Tensor) -> Tensor:
-        """Scale the result, in place."""
+        """Scale the result of the reduction in place."""
         return x.mul_(self.postscale_factor) if self.postscale_factor != 1 else x
 
 
 def dense(what: str, x: object) -> Tensor:
-    """The tensor, detached. Raises UsageError: it is no dense tensor with values."""
+    """Return the tensor, detached. Raises UsageError: it is not a dense tensor with values."""
     if not isinstance(x, Tensor):
         raise UsageError(
             f"{what} needs a tensor, got {_kind(x)}. For objects use the _obj methods."
@@ -88,9 +89,9 @@ def dense(what: str, x: object) -> Tensor:
 
 
 def dense_parts(what: str, xs: object, size: int) -> list[Tensor]:
-    """One dense tensor per rank, from a sequence or from the first axis of a tensor.
+    """One dense tensor per rank, from a sequence or along the first dim of a tensor.
 
-    Raises UsageError: there are not ``size`` of them, or one is no dense tensor.
+    Raises UsageError: there are not ``size`` parts, or a part is not a dense tensor.
     """
     if isinstance(xs, Tensor):
         whole = dense(what, xs)
@@ -103,7 +104,7 @@ def dense_parts(what: str, xs: object, size: int) -> list[Tensor]:
 
 
 def described(x: Tensor) -> str:
-    """Dtype and shape for errors: ``float32[3, 4]``, with the device type if it is not the CPU."""
+    """Dtype and shape as text, such as ``float32[3, 4]``, with the device type unless it is CPU."""
     where = "" if x.device.type == "cpu" else f" on {x.device.type}"
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}{where}"
 
@@ -113,15 +114,18 @@ def _kind(x: object) -> str:
 
 
 def without_backward(name: str, result: Any) -> Any:
-    """The result of a collective of tensors that require a gradient, which it does not follow.
+    """Make backward through the result of a collective raise UsageError.
 
-    It requires one too, so that backward reaches it where it is part of a loss, and raises: to
-    leave the gradient out there, silently, would train something else.
+    For collectives of tensors that require a gradient. The result requires a gradient as well, so
+    that a backward pass reaches it if it is part of the loss. Silently leaving out this part of the
+    gradient would train something else.
     """
     if isinstance(result, tuple):
         return tuple(without_backward(name, each) for each in result)
     if not isinstance(result, Tensor) or not (result.is_floating_point() or result.is_complex()):
         return result
+    # In a list autograd does not see the result as an input of the function; the anchor makes the
+    # output require a gradient.
     anchor = torch.empty(0, requires_grad=True, device="cpu")
     return _NoBackward.apply(name, [result], anchor)  # type: ignore[no-untyped-call]
 

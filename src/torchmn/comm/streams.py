@@ -1,11 +1,11 @@
-"""Streams, events and deferred values: how an exchange orders its work with that of a device.
+"""Streams, events and deferred values: the order between an exchange and the work of a device.
 
-A call that works on a GPU only queues: it returns before the work is done. Whoever reads memory
-that another stream writes has to wait for an event of that stream, and the host reads a number only
-after it has arrived in host memory. `Streams` is the one place through which the exchange does all
-of that, so that tests can replace it by queues which run late and out of step.
+Operations on a GPU are asynchronous: calls return before the work is done. A stream that reads
+memory written by another stream must wait for an event of that stream, and the host may read a
+number only after it has arrived in host memory. The exchange does all of this through `Streams`, so
+that tests can replace it by simulated queues that run late and out of step.
 
-On the CPU work is done when a call returns: `HostStreams` has nothing to wait for.
+Operations on the CPU are complete when a call returns: `HostStreams` has nothing to wait for.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class Event(Protocol):
-    """A position in a stream."""
+    """A marker at a position of a stream."""
 
     def query(self) -> bool:
-        """Whether the device has done everything before it. Never waits."""
+        """Whether the device has completed all work before the event. Does not block."""
 
 
 class Deferred:
-    """Numbers on their way from a device to the host. Local.
+    """Values of a device that are being copied to the host. Local.
 
-    The copy was queued behind the work that computes them. `ready` looks whether they have arrived
-    and never waits; `get` waits for them, so call it late: one step later they are there.
+    The copy is queued behind the work that computes the values. `ready` tells whether it has
+    completed and does not block. `get` blocks until then, so call it as late as possible, such as
+    one step later.
 
-    ``check`` is called before the numbers are handed out and while they are waited for: it raises
-    the error of an exchange that failed meanwhile, after which the numbers would mean nothing.
+    ``check`` is called while `get` waits and before it returns: it raises the error of an exchange
+    that failed in the meantime, after which the values would be undefined.
 
     >>> from torchmn.comm.streams import streams_of
     >>> deferred = streams_of(torch.device("cpu")).fetch(torch.ones(2))
@@ -62,17 +63,17 @@ class Deferred:
         self._values: Tensor | None = None
 
     def ready(self) -> bool:
-        """Whether `get` would return at once."""
+        """Whether `get` would return without blocking."""
         return self._values is not None or self._event is None or self._event.query()
 
     def get(self) -> Tensor:
-        """The numbers, a CPU tensor of the caller's own; waits until they are there."""
+        """The values as a CPU tensor that the caller may keep. Blocks until they have arrived."""
         if self._values is None:
             while not self.ready():
                 self._check()
                 time.sleep(_POLL_S)
-            self._check()
-            self._values = self._host.clone()
+            self._check()  # again: an aborted exchange completes the event, too
+            self._values = self._host.clone()  # the pinned memory goes back to its pool
         return self._values
 
     def __del__(self) -> None:
@@ -81,60 +82,60 @@ class Deferred:
 
 
 class Streams(ABC):
-    """The streams of one device. Local; "current" means: of the calling thread."""
+    """The streams of one device. Local. "Current" refers to the calling thread."""
 
     is_host = False
-    """Whether work is done when the call that asks for it returns."""
+    """Whether operations are complete when their call returns, as on the CPU."""
 
     @abstractmethod
     def record(self) -> Event | None:
-        """An event behind all that is queued on the current stream; None if there is no queue."""
+        """Record an event on the current stream; None if the device has no streams."""
 
     @abstractmethod
     def wait(self, event: Event | None) -> None:
-        """Let later work of the current stream wait for an event. The host does not wait."""
+        """Make later work of the current stream wait for an event. The host does not wait."""
 
     def current(self) -> Hashable:
-        """The current stream; the same value for the same stream."""
+        """The current stream, as a value that compares equal for the same stream."""
         return None
 
     def wait_for(self, stream: Hashable) -> None:
-        """Let later work of the current stream wait for all that is queued on another one now."""
+        """Make later work of the current stream wait for all work queued on ``stream`` so far."""
         return
 
     @abstractmethod
     def exchanging(self) -> AbstractContextManager[object]:
-        """Inside, the current stream is the one on which this rank's exchanges run."""
+        """Context in which the current stream is the one for this rank's exchanges."""
 
     @abstractmethod
     def keep(self, tensor: Tensor) -> None:
-        """Keep memory until the current stream has used it, whichever stream it is from."""
+        """Keep a tensor's memory from being reused before the current stream has used it."""
 
     @abstractmethod
     def is_capturing(self) -> bool:
-        """Whether the current stream records a CUDA graph and runs nothing."""
+        """Whether the current stream is capturing a CUDA graph, so that nothing is executed."""
 
     @abstractmethod
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory (numel,) for copies that are queued, which no queued copy still uses."""
+        """Pinned host memory (numel,) for asynchronous copies, not in use by another copy."""
 
     @abstractmethod
     def give_back(self, host: Tensor, event: Event) -> None:
-        """Let `pinned` use memory again, once the event is over."""
+        """Return memory to `pinned`, which reuses it after the event has completed."""
 
     def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
-        """Start to copy numbers to the host, behind what is queued on the current stream."""
+        """Start to copy values to the host, in order with the current stream."""
         host = self.pinned(values.numel(), values.dtype)
         host.copy_(values.detach().reshape(-1), non_blocking=True)
         return Deferred(host, self.record(), check=check, give_back=self.give_back)
 
     def send(self, values: Tensor, into: Tensor) -> None:
-        """Copy numbers of the host into memory of the device, in order with the current stream.
+        """Copy host values into device memory, in order with the current stream.
 
-        ``values`` may be changed when it returns. The host waits for nothing.
+        ``values`` may be changed after the call. The host does not wait for the device.
         """
-        # In the dtype of the device: torch would convert into memory that is not pinned, and a copy
-        # of that may wait for the stream.
+        # Converted to the dtype of the device here: torch would convert into memory that is not
+        # pinned, and a copy from that may wait for the stream.
         host = self.pinned(values.numel(), into.dtype)
         host.copy_(values.reshape(-1))
         into.copy_(host.view(into.shape), non_blocking=True)
@@ -143,12 +144,12 @@ class Streams(ABC):
             self.give_back(host, event)
 
     def enter_thread(self) -> None:
-        """Called once by a thread that will work with this device."""
+        """Prepare the calling thread for work with this device. Called once per thread."""
         return
 
 
 class HostStreams(Streams):
-    """Of the CPU."""
+    """Streams of the CPU, on which every operation is complete when its call returns."""
 
     is_host = True
 
@@ -174,7 +175,7 @@ class HostStreams(Streams):
         return
 
     def fetch(self, values: Tensor, check: Callable[[], None] = lambda: None) -> Deferred:
-        """The values as they are now."""
+        """Return a copy of the values, which is ready at once."""
         return Deferred(values.detach().clone(), check=check)
 
     def send(self, values: Tensor, into: Tensor) -> None:
@@ -182,7 +183,7 @@ class HostStreams(Streams):
 
 
 class CudaStreams(Streams):
-    """Of one GPU."""
+    """Streams of one GPU. Exchanges have a stream of their own, which is made on first use."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -222,33 +223,34 @@ class CudaStreams(Streams):
         _memory.give_back(host, event)
 
     def enter_thread(self) -> None:
-        torch.cuda.set_device(self.device)
-        # While a script captures a CUDA graph, other threads may make no call that could be unsafe
-        # in a capture, such as to ask for an event: the capture would fail. This thread never
-        # takes part in one, and says so.
+        torch.cuda.set_device(self.device)  # the current device of a new thread is GPU 0
+        # By default a capture of a CUDA graph on one thread fails if another thread makes a call
+        # that could be unsafe in a capture, such as a query of an event. The relaxed mode declares
+        # that this thread does not take part in captures.
         with suppress(OSError, AttributeError):  # a torch that is built for other devices
             driver = ctypes.CDLL("libcuda.so.1")
             driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED)))
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of a device. Makes none before they are used."""
+    """The `Streams` of a device. CUDA streams are not created before they are used."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()
 
 
-# Events and pinned memory live as long as the process, and are used again.
+# Events and pinned memory live as long as the process and are reused.
 #
-# To destroy one is a CUDA call. A process that was forked, such as a worker of a DataLoader, must
-# make none, and it does where its garbage collector meets an object of the parent that holds one:
-# torch then ends the worker (`CUDA error: initialization error`). What holds them gives them back
-# here when it is freed, which is a call of Python only. It also saves to make them in each step.
+# Destroying one is a CUDA call, which a forked process, such as a DataLoader worker, must not make.
+# It would make one when its garbage collector frees an object of the parent that holds an event:
+# torch then ends the worker (`CUDA error: initialization error`). So holders return events and
+# memory to these pools when they are freed, which involves Python only. This also avoids creating
+# them in each step.
 
 _Event = torch.cuda.Event
 _free_events: defaultdict[torch.device, deque[_Event]] = defaultdict(deque)
 
 
 class _PooledEvent:
-    """An event of a GPU that is used again when this object is freed."""
+    """A CUDA event that returns to the pool when this object is freed."""
 
     __slots__ = ("_event", "_free")
 
@@ -260,8 +262,8 @@ class _PooledEvent:
             self._event = _Event()
 
     def record(self, stream: torch.cuda.Stream) -> None:
-        # Streams that were told to wait for an earlier use of the event wait for the position that
-        # it had then: recording it again changes nothing for them.
+        # Safe for an event that streams still wait for: they wait for the position that it had when
+        # they were told to, and recording it again does not change that.
         self._event.record(stream)
 
     def wait(self, stream: torch.cuda.Stream) -> None:
@@ -275,7 +277,7 @@ class _PooledEvent:
 
 
 class MemoryPool:
-    """Host memory that queued copies use, each piece with the event after its last copy."""
+    """A pool of host memory for asynchronous copies, each piece with the event of its last copy."""
 
     def __init__(self, allocate: Callable[[int, torch.dtype], Tensor]) -> None:
         self._allocate = allocate
@@ -283,21 +285,21 @@ class MemoryPool:
         self._free = defaultdict(deque)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory (numel,) that no queued copy uses any more."""
+        """Memory (numel,) that no pending copy uses."""
         free = self._free[numel, dtype]
         for _ in range(len(free)):
             try:
                 host, event = free.popleft()
-            except IndexError:  # another thread has taken it
+            except IndexError:  # another thread took the last one
                 break
             if event.query():
                 return host
             free.append((host, event))
-        with torch.inference_mode(False):  # it is used again in other modes
+        with torch.inference_mode(False):  # it is reused outside inference mode
             return self._allocate(numel, dtype)
 
     def give_back(self, host: Tensor, event: Event) -> None:
-        """Use this memory again when the event is over."""
+        """Return memory, to be reused after the event has completed."""
         self._free[host.numel(), host.dtype].append((host, event))
 
 

@@ -1,7 +1,7 @@
-"""When training begins, and how many steps there were: for `seed_ranks` and for loaders.
+"""The start of training and the number of steps, for `seed_ranks` and for loaders.
 
-Random generators belong to the process, and so does the beginning, whatever communicators it has.
-Steps are counted for a communicator, what it was split from, and other parts of that.
+The start of training is a property of the process, like its random generators, whatever
+communicators it has. Steps are counted together for a communicator and all those split from it.
 """
 
 from __future__ import annotations
@@ -12,42 +12,43 @@ from weakref import WeakKeyDictionary
 
 
 class TrainingStart:
-    """Calls a function when training begins, and at each step after that. Local."""
+    """Calls ``function`` when training begins, and again at each later step. Local."""
 
     function: Callable[[], None] | None = None
 
     def begin(self) -> None:
-        """Training begins, or has begun before."""
+        """Report that training begins, or continues."""
         if self.function is not None:
             self.function()
 
 
 training_start = TrainingStart()
-"""Of this process."""
+"""The `TrainingStart` of this process."""
 
 
 @dataclass(slots=True)
 class TrainingSteps:
-    """Steps of multi-node optimizers; None before there is an optimizer.
+    """The number of steps of multi-node optimizers; None before there is an optimizer.
 
-    By these data loading recognizes training.
+    Data loaders use it to tell training from evaluation.
     """
 
     count: int | None = None
 
     def expect(self) -> None:
-        """There is an optimizer."""
+        """Start to count, because an optimizer has been created."""
         self.count = self.count or 0
 
 
+# Weak, so that counts do not keep communicators alive.
 _steps: WeakKeyDictionary[object, TrainingSteps] = WeakKeyDictionary()
 
 
 def training_steps(comm: object) -> TrainingSteps:
-    """Those of a communicator. Local."""
+    """The steps of a communicator. Local."""
     return _steps.setdefault(comm, TrainingSteps())
 
 
 def share_training_steps(whole: object, part: object) -> None:
-    """Count the steps of a part of a communicator together with those of the whole."""
+    """Let a communicator and one split from it share one count of steps. Local."""
     _steps[part] = training_steps(whole)

@@ -1,23 +1,24 @@
-"""How long a rank waits for the others, and what it learns of them meanwhile.
+"""How long a rank waits for other ranks, and how it finds out what they are doing.
 
-A rank that has waited ``unreachable_s`` in a collective asks all other ranks what they do, over
-connections of their own, and asks again after half of that time; before, after 5 s, 10 s and so on,
-it asks whether one has ended. Whether it waits on is this rule:
+A rank that has waited for ``unreachable_s`` in a collective asks all other ranks for their status,
+over separate connections, and asks again each time half of that has passed. Before that, after 5 s,
+10 s, 20 s and so on, it asks whether a rank has ended. The status decides whether it continues to
+wait:
 
-| the rank that is waited for | how that is known | what happens |
+| status of the rank that is missing | how it is known | result |
 |---|---|---|
-| works outside of collectives, or finishes such work | it answers, and tells its line | one warning says who waits for whom; an error after ``busy_s`` |
-| does not answer, while C code holds its interpreter | its process on this host is not stopped; on another host its monitor has not ended the job | the same |
+| computes outside of collectives | it answers with the line of its script | one warning that says who waits for whom; an error after ``busy_s`` |
+| does not answer, because C code holds its interpreter | its process on this host is not stopped; on another host its monitor has not ended the job | the same |
 | waits in another collective | it answers | an error once all of those ranks have waited for ``unreachable_s`` |
 | is in this collective as well | it answers | the same: the network may be slow or interrupted |
-| has come to the end of its script | it says so, or its process on this host has ended | an error after 5 s |
-| has closed the communicator, or has ended elsewhere | it refuses the connection | an error after ``unreachable_s`` |
-| is stopped by a signal | the state of its process on this host; elsewhere it does not answer | an error after ``unreachable_s`` |
+| has reached the end of its script | it answers so, or its process on this host has ended | an error after 5 s |
+| has closed the communicator, or has ended on another host | it refuses the connection | an error after ``unreachable_s`` |
+| is stopped by a signal | the state of its process on this host; on another host it does not answer | an error after ``unreachable_s`` |
 | cannot be reached | it does not answer | an error after ``unreachable_s`` |
 
-Who waits for a rank that waits for a third one waits for that one. The monitors of ``torchmn run``
-and `install_crash_handler` end a job in which a process is stopped or a host is lost, so there a
-rank of another host may be silent. A rank answers from a thread that does nothing else.
+If the missing rank itself waits for a third rank, the third rank counts. The monitors of
+``torchmn run`` and `install_crash_handler` end a job in which a process is stopped or a host is
+lost, so under them a rank on another host may be silent. A dedicated thread of each rank answers.
 """  # noqa: E501 - a table
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from torchmn.control.script import script_stack
 _ROLE = "status of a rank"
 _FIRST_S = 5.0
 _ANSWER_S = 5.0
-"""How long a rank may take to answer: it waits for a core and for the interpreter."""
+"""How long a rank may take to answer: its thread needs a core and the interpreter."""
 _NUM_ASKED_AT_ONCE = 16
 _PERIOD_S = 0.5
 
@@ -57,14 +58,15 @@ class Timeout:
     """How long a rank waits in a collective for the others, in seconds.
 
     Args:
-        unreachable_s: for a rank that is stopped, waits in another collective, has ended or cannot
-            be reached.
-        busy_s: for a rank that works by itself, such as rank 0 in an evaluation. After
-            ``unreachable_s`` there is a warning, which says who waits for whom.
-        first_s: in place of ``unreachable_s`` until the first exchange of gradients has ended,
-            while ranks still read data or compile at different speeds; by default 5 times that.
+        unreachable_s: limit for a rank that is stopped, waits in another collective, has ended or
+            cannot be reached.
+        busy_s: limit for a rank that computes by itself, such as rank 0 in an evaluation. After
+            ``unreachable_s`` a warning says who waits for whom.
+        first_s: replaces ``unreachable_s`` until the first exchange of gradients has ended, while
+            ranks still read data or compile at different speeds. Default: 5 times
+            ``unreachable_s``.
 
-    Raises UsageError: not 0 < ``unreachable_s`` <= ``busy_s`` < infinity, or ``first_s`` is no
+    Raises UsageError: not 0 < ``unreachable_s`` <= ``busy_s`` < infinity, or ``first_s`` is not a
     positive, finite number.
 
     Example:
@@ -87,7 +89,7 @@ class Timeout:
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """One wait of this rank: its limit, and when the other ranks are asked what they do."""
+    """One wait of this rank: its time limit, and when to ask the other ranks for their status."""
 
     limit: TimeLimit
     transport: Transport
@@ -100,16 +102,16 @@ class Wait:
         self.ask_at_s = self.began_s + min(self.ask_s, _FIRST_S)
 
     def restart(self) -> None:
-        """Wait from now on."""
+        """Start the wait again, from now."""
         self.limit.restart()
         self.began_s = time.monotonic()
         self.__post_init__()
 
 
 class PeerStatus:
-    """Answers what this rank does, and asks the others when it waits for long. Local.
+    """Reports the status of this rank, and asks other ranks for theirs during a long wait. Local.
 
-    ``addresses`` are those of this host, ``busy_s`` is of `Timeout`.
+    ``addresses`` are the addresses of this host to listen at. ``busy_s``: see `Timeout`.
     """
 
     def __init__(self, addresses: Sequence[str], busy_s: float) -> None:
@@ -124,8 +126,10 @@ class PeerStatus:
         self._asking: threading.Thread | None = None
 
     def start(self, rank: int, peers: Mapping[int, RankAddress], hosts: Mapping[int, str]) -> None:
-        """Answer from now on, and ask ``peers``; ``hosts`` has the names of all."""
+        """Start to answer, and to ask ``peers``. ``hosts`` has the host name of every rank."""
         self._rank, self._peers, self._hosts = rank, peers, hosts
+        # A weak reference, so that a communicator that was never finalized can be collected: the
+        # thread ends when it is gone.
         arguments = (weakref.ref(self), self._listener, self._has_closed)
         self._thread = threading.Thread(
             target=_serve, args=arguments, name="torchmn-status", daemon=True
@@ -133,13 +137,13 @@ class PeerStatus:
         self._thread.start()
 
     def close(self) -> None:
-        """Neither answer nor ask any more."""
-        self._wake.close()
+        """Stop answering and asking."""
+        self._wake.close()  # the thread polls the other end, which becomes readable
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_ANSWER_S)  # it may be answering
 
     def status(self) -> StatusReply:
-        """What this rank does now. From any thread."""
+        """The current status of this rank. May be called from any thread."""
         collectives = [
             each for recorder in FlightRecorder.made_in(self._owner) for each in recorder.describe()
         ]
@@ -151,19 +155,21 @@ class PeerStatus:
         )
 
     def look(self) -> None:
-        """Ask the others if a collective takes long, and they are not asked already."""
+        """Start to ask the other ranks if a collective takes long and no request is under way."""
         if self._asking is not None and self._asking.is_alive():
             return
         now = time.monotonic()
         for recorder in FlightRecorder.made_in(self._owner):
             for entry in recorder.running():
                 if entry.wait is not None and now >= entry.wait.ask_at_s:
+                    # On another thread, because this one must keep answering the other ranks.
                     arguments = (entry, entry.wait)
                     self._asking = threading.Thread(target=self._ask, args=arguments, daemon=True)
                     self._asking.start()
                     return
 
     def _ask(self, entry: CollectiveRecord, wait: Wait) -> None:
+        # Several at once, because a rank that does not answer takes `_ANSWER_S`.
         with ThreadPoolExecutor(_NUM_ASKED_AT_ONCE) as threads:
             found = dict(zip(self._peers, threads.map(self._status_of, self._peers), strict=True))
         found[self._rank] = RankStatus.of(self.status())
@@ -176,7 +182,7 @@ class PeerStatus:
             for rank, status in found.items()
             if (ages := [own.age_s for own in status.collectives if own.state != DONE])
         }
-        if entry.state != "running" or not waiting:
+        if entry.state != "running" or not waiting:  # it has ended while the others were asked
             return
         wait.limit.reason = f"{about.summary}."
         if any(found[rank].has_ended for rank in about.missing):
@@ -187,6 +193,7 @@ class PeerStatus:
             return
         wait.ask_at_s = time.monotonic() + wait.ask_s / 2
         if about.missing and not any(found[rank].is_halted for rank in about.missing):
+            # Of all ranks that wait only the lowest one warns.
             if not wait.has_warned and self._rank == min(waiting):
                 warnings.warn(_warning(about.summary, wait), RuntimeWarning, stacklevel=1)
             wait.has_warned = True
@@ -195,17 +202,20 @@ class PeerStatus:
 
     def _end(self, entry: CollectiveRecord, wait: Wait, waited_s: float) -> None:
         entry.limit_s = wait.limit.seconds = waited_s
+        # The first ends a wait that polls its limit; gloo blocks in C++ with the limit that it was
+        # given, and only the second ends that.
         wait.limit.end()
         abort_pending_receives(wait.transport)
 
     def _status_of(self, rank: int) -> RankStatus:
-        """What another rank answers, or what is known of one that does not."""
+        """The status that another rank replies, or what is known about it if it does not reply."""
         peer, is_here = self._peers[rank], self._hosts[rank] == self._hosts[self._rank]
         was_refused = False
         for host in peer.hosts:
             try:
                 return RankStatus.of(_answer_of(f"{host}:{peer.port}", peer.secret))
             except LaunchError as error:
+                # Refused means that the host is up and that nothing listens there any more.
                 was_refused |= isinstance(error.__context__, ConnectionRefusedError)
             except (OSError, ValueError):
                 continue
@@ -215,6 +225,8 @@ class PeerStatus:
             return RankStatus(text=f"has ended ({EARLY_END})", is_halted=True, has_ended=True)
         if was_refused:
             return RankStatus(text="has ended, or closed its communicator", is_halted=True)
+        # A silent process that is neither stopped nor gone may hold the interpreter in C code. On
+        # other hosts only a monitor can know that, and it would have ended the job otherwise.
         is_alive = is_here or any(each.ends_lost_ranks for each in events.observers)
         return RankStatus(text="does not answer", is_halted=not is_alive)
 
@@ -222,7 +234,7 @@ class PeerStatus:
 def _serve(
     found: weakref.ref[PeerStatus], listener: AuthenticatedListener, has_closed: socket.socket
 ) -> None:
-    """The thread of a `PeerStatus`, which does not keep it."""
+    """The main function of a `PeerStatus` thread, which holds only a weak reference to it."""
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(has_closed, select.POLLIN)
@@ -235,13 +247,13 @@ def _serve(
                 connection.settimeout(_ANSWER_S)
                 connection.sendall(encode(peers.status()))
         peers.look()
-        del peers
+        del peers  # while the thread polls, this variable would keep it alive
     listener.close()
     has_closed.close()
 
 
 def _answer_of(address: str, secret: str) -> StatusReply:
-    """Raises LaunchError, OSError, ValueError: it does not answer, or not so."""
+    """The reply of a rank. Raises LaunchError, OSError or ValueError: none, or not a valid one."""
     text = b""
     with connect(
         address, secret=secret, role=_ROLE, line=b"?\n", limit_s=_ANSWER_S, retries=False

@@ -1,8 +1,8 @@
-"""The watcher: one thread that looks at what is queued on a device until the device has done it.
+"""The watcher: a thread that observes queued work until the device has completed it.
 
-Nobody waits for a queued collective, so nobody would notice that it does not end. The watcher asks
-the first one that is not over whether it is, fails it when its time limit has passed, and keeps the
-memory of jobs until the device no longer uses it.
+No thread waits for a queued collective, so none would notice that it never ends. The watcher polls
+the oldest pending one, raises an error when its time limit has passed, and keeps the memory of jobs
+alive until the device no longer uses it.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import Protocol
 
 from torchmn.comm.streams import Event, Streams
 
-_PERIOD_S = 0.01  # each look takes the interpreter from the thread that launches kernels
+_PERIOD_S = 0.01  # each poll takes the interpreter from the thread that launches kernels
 
 
 class Queued(Protocol):
-    """Something queued on the stream of the exchange, behind everything that is watched already."""
+    """Work queued on the exchange's stream, behind all work that is watched already."""
 
     def begin(self) -> None:
-        """Called when all before it is over: its time limit counts from now."""
+        """Start the time limit. Called when all work before it has completed."""
 
     def is_over(self) -> bool:
-        """Whether the device has done it. Raises the error with which it has failed."""
+        """Whether the device has completed it. Raises its error if it has failed."""
 
     def drop(self) -> None:
-        """Called in place of any further question when one before it has failed."""
+        """Give up: work before it has failed, and `is_over` is not called again."""
 
 
 class Held:
-    """Keeps objects, and the memory of their tensors, until a stream has passed an event.
+    """Keeps objects, and the memory of their tensors, alive until an event has completed.
 
-    Memory that is freed earlier goes back to the stream that it is from, which may write into it
-    while the stream of the exchange still reads it.
+    The caching allocator reuses freed memory on the stream that allocated it, and that stream could
+    overwrite it while the stream of the exchange still reads it.
     """
 
     def __init__(self, event: Event, *objects: object) -> None:
@@ -53,7 +53,7 @@ class Held:
 
 
 class Watcher:
-    """Looks at queued work in its order. Local. ``on_failure`` is called on its thread."""
+    """Observes queued work in order. Local. ``on_failure`` is called on the watcher's thread."""
 
     def __init__(self, streams: Streams, on_failure: Callable[[BaseException], None]) -> None:
         self._streams = streams
@@ -64,10 +64,11 @@ class Watcher:
         self._is_closed = False
 
     def watch(self, item: Queued) -> None:
-        """Look at this as well. Its order is that of the calls."""
+        """Watch ``item`` after all items of earlier calls."""
         with self._condition:
             self._queue.append(item)
             if self._thread is None:
+                # A daemon, because the work that it watches may never end.
                 self._thread = threading.Thread(
                     target=self._loop, name="torchmn-watcher", daemon=True
                 )
@@ -75,7 +76,7 @@ class Watcher:
             self._condition.notify()
 
     def close(self) -> None:
-        """Return when all that is watched is over, or has failed."""
+        """Block until all watched work has completed or failed, then end the thread."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()
@@ -84,14 +85,14 @@ class Watcher:
 
     def _loop(self) -> None:
         self._streams.enter_thread()
-        # Looking at work of NCCL lets the current stream wait for it, and the stream that every
-        # thread begins with must not be touched while a script records a CUDA graph.
+        # Work.wait() of NCCL makes the current stream wait. A new thread begins with the default
+        # stream, which must not be used while a script captures a CUDA graph.
         with self._streams.exchanging():
             while self._await_item():
                 try:
                     self._look_at_first()
                 except Exception as error:
-                    # First, so that no later call believes in what is queued.
+                    # Before the rest is dropped, so that no later call returns its results.
                     self._on_failure(error)
                     self._drop_all()
 
@@ -104,8 +105,8 @@ class Watcher:
         return True
 
     def _look_at_first(self) -> None:
-        """Return when the first item is over. A function: no variable keeps the item after it."""
-        first = self._queue[0]
+        """Block until the first item is over. A function, so that no variable keeps the item."""
+        first = self._queue[0]  # without the lock: only this thread removes items
         first.begin()
         while not first.is_over():
             time.sleep(_PERIOD_S)

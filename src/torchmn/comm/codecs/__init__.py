@@ -1,4 +1,4 @@
-"""Gradient compression codecs."""
+"""Codecs: compressed forms in which gradients are sent."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ CODECS: dict[str, Callable[[], Codec] | None] = {
 
 
 def create_codec(codec: str | Codec | None) -> Codec | None:
-    """A codec by name, or the object itself; None sends tensors uncompressed.
+    """Return a codec by name, or the given object. None means that tensors are sent uncompressed.
 
-    Local. Raises UnknownNameError: not in `CODECS`.
+    Local. Raises UnknownNameError: the name is not in `CODECS`.
 
     Example:
         >>> torchmn.comm.codecs.create_codec("int8").bits

@@ -1,6 +1,6 @@
 """The interface of codecs.
 
-How a compressed all-reduce calls them, for a bucket on W ranks (CNTK's quantized all-reduce, Seide
+A compressed all-reduce of a bucket on W ranks makes these calls (CNTK's quantized all-reduce, Seide
 et al. 2014):
 
     stripes = codec.split(layout, W)
@@ -19,8 +19,8 @@ codec `keeps_residuals`.
 
 16-bit buffers are summed in a separate float32 buffer, see `Layout.moved`. Each rank multiplies
 its gradient by a scale before it is encoded, so that the owner's sum is ``total_scale`` times the
-mean, with the sum of the scales for ``total_scale``: 1 where each rank's scale is one over the
-number of ranks, and another number in each exchange where ranks have weights.
+mean, where ``total_scale`` is the sum of the scales of all ranks. It is 1 if each rank's scale is
+one over the number of ranks, and differs between exchanges if ranks have weights.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from torchmn.comm.codecs.layout import Layout, Segment
 from torchmn.comm.streams import Deferred
 
 Side = Literal["worker", "owner"]
-"""Who encodes: a worker its gradient, or the owner of a stripe the mean."""
+"""The role of an encoding rank: a worker encodes its gradient, an owner the sum of its stripe."""
 
 IsValid = bool | Tensor
-"""Whether what an exchange decoded counts; of a GPU a 0-dim bool that stays there."""
+"""Whether the decoded values of an exchange are valid; on a GPU a 0-dim bool tensor."""
 
 ALIGNMENT = 8  # bytes; encoded stripes must begin at a multiple of it
 
 
 class Lost(NamedTuple):
-    """The residual of a stripe, and the memory of the new one: (stripe.span,), the wide dtype.
+    """The residual of a stripe, and memory for the new one: (stripe.span,), in the wide dtype.
 
-    Element 0 is of element ``stripe.begin`` of the buffer.
+    Element 0 corresponds to element ``stripe.begin`` of the buffer.
     """
 
     before: Tensor
@@ -66,62 +66,62 @@ class Codec(ABC):
 
     name: str
     needs_whole_parameters = False
-    """Whether it does not work on routes that shard parameters between the ranks of a node."""
+    """Whether routes that shard parameters between the ranks of a node cannot use it."""
     keeps_residuals = False
-    """Whether it adds the residuals of earlier exchanges, and so needs `begin`."""
+    """Whether it adds residuals of earlier exchanges, which requires calls of `begin`."""
 
     def __init__(self) -> None:
         self.nonfinite = NonfiniteTracker()
-        """Which parameters had values that are not finite, since the last `finish`."""
+        """The parameters with values that are not finite, since the last `finish`."""
         self.total_scale = 1.0
-        """How many times its mean the sum of the current exchange is, see `begin`."""
+        """The factor between the sum and the mean of the current exchange, see `begin`."""
 
     def begin(self, total_scale: float) -> None:
         """Begin an exchange in which the sum over ranks is ``total_scale`` times the mean.
 
-        A residual that was kept in an exchange with another ``total_scale`` is multiplied by the
-        ratio of the two before it is added, so that it adds to the mean exactly what was lost of
-        an earlier mean. 0 is a sum of nothing; `finish` is then called with ``is_valid=False``.
+        Residuals of an exchange with another ``total_scale`` are multiplied by the ratio of the two
+        before they are added, so that they add to the mean exactly what an earlier mean has lost.
+        0 means that no rank contributes; `finish` is then called with ``is_valid=False``.
         """
         if total_scale > 0:
             self.total_scale = total_scale
 
     def finish(self, *, is_valid: IsValid) -> None:
-        """End an exchange: all its buckets are decoded, none of the next is encoded.
+        """End an exchange. Called when all its buckets are decoded and none of the next is encoded.
 
-        ``is_valid=False`` (a gradient on some rank was not finite; the same on all ranks) undoes
-        what this exchange did to residuals. A tensor is not looked at by the host: what happens
-        depends on it on its device.
+        ``is_valid=False`` (a gradient on some rank was not finite; the same on all ranks) discards
+        the residuals of this exchange. If it is a tensor, the host does not read it: the choice is
+        made on the device.
         """
         self.nonfinite.clear()
 
     def new_instance(self) -> Codec:
-        """A codec with the same options and its own state: exchanges must not share residuals."""
+        """A codec with the same options and a new state: exchanges must not share residuals."""
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """What outlives a step, of this rank: tensors and numbers. A copy."""
+        """The state of this rank that outlives a step: copies of tensors, and numbers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state_dict`; an empty dict resets. Raises UsageError: another codec's."""
+        """Restore a `state_dict`; an empty dict resets. Raises UsageError: not of this codec."""
         if state:
             raise UsageError(f"The codec {self.name} has no state, but was given {sorted(state)}.")
 
     def warm_up(self, layout: Layout, device: torch.device) -> None:  # noqa: B027 - most have no kernels
-        """Compile and allocate what buckets of this layout need, before the first step."""
+        """Compile kernels and allocate memory for buckets of this layout before the first step."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
 
 class StripeCodec(Codec):
-    """Turns a stripe of a bucket into bytes and back. Local; called inside an exchange.
+    """Encodes stripes of a bucket as bytes and decodes them. Local; called inside an exchange.
 
-    ``values``, ``out`` of `decode_stripe`: the buffer, (n,), in whose elements a layout's segments
-    count. ``encoded``, ``out`` of `encode_stripe`: (stripe_nbytes,) uint8, contiguous, at a
-    multiple of 8 bytes. A subclass defines the three abstract methods; everything about blocks,
-    state and residuals has a default.
+    ``values``, and ``out`` of `decode_stripe`, are the buffer (n,) to whose elements the segments
+    of a layout refer. ``encoded``, and ``out`` of `encode_stripe`, are contiguous uint8 tensors
+    (stripe_nbytes,) that begin at a multiple of 8 bytes. A subclass defines the three abstract
+    methods; all others have defaults.
 
     >>> from torchmn.comm.codecs import Float16, Layout, StripeCodec
     >>> codec: StripeCodec = Float16()
@@ -137,11 +137,11 @@ class StripeCodec(Codec):
     block_length: int = 1
     """Stripes begin at multiples of this many elements of a parameter."""
     bits: float = 32
-    """Sent per element of a parameter that is not small."""
+    """Bits sent per element of a parameter that is not small."""
 
     @abstractmethod
     def stripe_nbytes(self, stripe: Layout) -> int:
-        """Bytes that `encode_stripe` writes; the same on all ranks."""
+        """The number of bytes that `encode_stripe` writes; the same on all ranks."""
 
     @abstractmethod
     def encode_stripe(
@@ -149,8 +149,8 @@ class StripeCodec(Codec):
     ) -> None:
         """Encode the stripe's elements of ``values`` into ``out``. ``values`` is not changed.
 
-        Values that are not finite must decode to some that are not, and be recorded in
-        `nonfinite`.
+        Values that are not finite must be recorded in `nonfinite` and be decoded to values that are
+        not finite.
         """
 
     @abstractmethod
@@ -164,7 +164,7 @@ class StripeCodec(Codec):
         """
 
     def split(self, layout: Layout, num_stripes: int) -> tuple[Layout, ...]:
-        """The stripes of a bucket: about the same number of bytes, split at block boundaries."""
+        """Split a bucket at block boundaries into stripes of about the same number of bytes."""
         return layout.split(num_stripes, self.block_length, small_cost=max(1.0, 32 / self.bits))
 
     def encode_with_feedback(
@@ -172,8 +172,8 @@ class StripeCodec(Codec):
     ) -> None:
         """Encode v = values + lost.before, and write v minus its decoded value to ``lost.now``.
 
-        Where v is not finite, ``lost.now`` is ``lost.before``. Called by `ErrorFeedback`. This
-        implementation makes four passes over memory; override it where fewer are possible.
+        If v is not finite, ``lost.now`` becomes ``lost.before``. Called by `ErrorFeedback`. This
+        implementation makes four passes over memory; override it if fewer are possible.
         """
         local = stripe.moved(-stripe.begin, stripe.wide_dtype)
         torch.add(lost.before, span_of(values, stripe), out=lost.now)
@@ -184,10 +184,11 @@ class StripeCodec(Codec):
         keep_finite_(lost)
 
     def flush_residual_into(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
-        """Add the residual to ``values``, which continue unencoded: nothing of them is lost.
+        """Add the residual to ``values``, which are then used without being encoded.
 
-        ``values`` has at least 32 bits. One rank alone flushes its whole bucket, on both sides.
+        ``values`` has at least 32 bits. A single rank flushes its whole bucket, on both sides.
         """
+        # These values are never encoded, where values that are not finite would be found.
         self.nonfinite.scan("encoding", stripe, span_of(values, stripe))
 
     def new_instance(self) -> StripeCodec:
@@ -195,19 +196,19 @@ class StripeCodec(Codec):
 
 
 def anonymous_layout(numel: int, dtype: torch.dtype) -> Layout:
-    """The layout of a buffer without parameter names."""
+    """The layout of a buffer whose parameters have no names."""
     return Layout((Segment("", 0, numel),) if numel else (), dtype)
 
 
 def keep_finite_(lost: Lost) -> None:
-    """Where the new residual is not finite, keep the old one. A GPU is not waited for."""
+    """Keep the old residual where the new one is not finite. Does not wait for a GPU."""
     is_finite = torch.isfinite(lost.now)
     if lost.now.device.type != "cpu" or not is_finite.all():
         torch.where(is_finite, lost.now, lost.before, out=lost.now)
 
 
 def span_of(values: Tensor, stripe: Layout) -> Tensor:
-    """The stripe's part of a buffer, (stripe.span,). Raises UsageError: the buffer is too short."""
+    """A view (stripe.span,) of a stripe in a buffer. Raises UsageError: the buffer is too short."""
     if values.dim() != 1 or values.numel() < stripe.end:
         raise UsageError(
             f"The stripe ends at element {stripe.end}, but the buffer has shape "
@@ -217,12 +218,12 @@ def span_of(values: Tensor, stripe: Layout) -> Tensor:
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of 8 bytes."""
+    """Round a number of bytes up to a multiple of 8."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def check_encoded(encoded: Tensor, nbytes: int) -> None:
-    """Raise UsageError if a buffer of bytes cannot hold exactly one encoded stripe."""
+    """Raise UsageError if a tensor cannot be an encoded stripe of ``nbytes``."""
     if (
         encoded.dtype != torch.uint8
         or encoded.numel() != nbytes
@@ -240,10 +241,10 @@ When = Literal["encoding", "decoding"]
 
 
 class NonfiniteTracker:
-    """A record of one exchange. Local.
+    """Records which parameters of an exchange have values that are not finite. Local.
 
-    What was found in *encoding* or flushing as a worker is this rank's own gradient; what was found
-    in *decoding* is known to all ranks that decode the same bytes. Flags of a GPU stay there: the
+    Those found in *encoding*, or flushing as a worker, are in this rank's own gradient. Those found
+    in *decoding* are known to all ranks that decode the same bytes. Flags on a GPU stay there: the
     host does not wait for them unless `names` is called.
     """
 
@@ -251,43 +252,43 @@ class NonfiniteTracker:
         self._found = FoundNonfinite()
 
     def record_flags(self, when: When, stripe: Layout, flags: Tensor) -> None:
-        """``flags`` (num_segments,): not zero where a segment has values that are not finite."""
+        """Record ``flags`` (num_segments,), which are nonzero for segments that are not finite."""
         self._found.add(when, [segment.name for segment in stripe.segments], flags)
 
     def scan(self, when: When, stripe: Layout, span: Tensor) -> None:
-        """Scan ``span`` (stripe.span,), and every parameter in it if something is not finite."""
+        """Scan ``span`` (stripe.span,) and record its parameters that are not finite."""
         if known_finite(span):
             return
         parts = [span[s.start - stripe.begin : s.end - stripe.begin] for s in stripe.segments]
         self.scan_each(when, [segment.name for segment in stripe.segments], parts)
 
     def scan_each(self, when: When, names: Sequence[str], tensors: list[Tensor]) -> None:
-        """Scan tensors with a name each."""
+        """Scan tensors, and record the names of those that are not finite."""
         if tensors:
-            # One kernel for many tensors on a GPU; of the largest magnitude none overflows.
+            # One kernel for many tensors on a GPU. The maximum norm cannot overflow.
             largest = torch.stack(torch._foreach_norm(tensors, ord=float("inf")))
             self._found.add(when, names, ~torch.isfinite(largest))
 
     def is_clear(self, when: When) -> IsValid:
-        """Whether nothing was found so far. The host waits for no device."""
+        """Whether nothing has been found so far. The host does not wait for a device."""
         return self._found.is_clear(when)
 
     def names(self, when: When) -> list[str]:
-        """The parameters, each once, in the order in which they were found. Waits for the GPU."""
+        """The parameters found, each once, in the order of detection. Waits for the GPU."""
         return self._found.names(when)
 
     def take(self, fetch: Callable[[Tensor], Deferred]) -> FoundNonfinite:
-        """What was found so far, on its way to the host by ``fetch``."""
+        """What has been found so far. ``fetch`` starts to copy flags of a device to the host."""
         self._found.start(fetch)
         return self._found
 
     def clear(self) -> None:
-        """Begin a new exchange."""
+        """Forget what was found, for a new exchange."""
         self._found = FoundNonfinite()
 
 
 class FoundNonfinite:
-    """The parameters of one exchange that were not finite, known when their flags have arrived."""
+    """The parameters of an exchange that are not finite, known once their flags have arrived."""
 
     def __init__(self) -> None:
         self._names: dict[When, list[str]] = {"encoding": [], "decoding": []}
@@ -295,28 +296,28 @@ class FoundNonfinite:
         self._deferred: Deferred | None = None
 
     def add(self, when: When, names: Sequence[str], flags: Tensor) -> None:
-        """``flags`` (n,): not zero where the parameter of that name has been found."""
+        """Add the names for which ``flags`` (n,) is not zero."""
         if flags.device.type == "cpu":
             self._names[when] += _named(names, flags)
         else:
             self._unread.append((when, names, flags))
 
     def is_clear(self, when: When) -> IsValid:
-        """Whether nothing was found."""
+        """Whether nothing was found. For flags on a device the result is a tensor there."""
         flags = [flags for each, _, flags in self._unread if each == when]
         is_clear = not self._names[when]
         return ~torch.cat(flags).any() & is_clear if flags else is_clear
 
     def start(self, fetch: Callable[[Tensor], Deferred]) -> None:
-        """Start to copy flags of a device to the host."""
+        """Start to copy flags from a device to the host."""
         if self._unread:
             flags = torch.cat([flags.to(torch.uint8) for _, _, flags in self._unread])
             self._deferred = fetch(flags)
 
     def names(self, when: When) -> list[str]:
-        """The parameters, each once, in the order in which they were found.
+        """The parameters found, each once, in the order of detection.
 
-        Waits until the flags are here.
+        Blocks until the flags have arrived.
         """
         if self._deferred is not None:
             whole, self._deferred = self._deferred.get(), None
@@ -331,12 +332,13 @@ class FoundNonfinite:
 
 
 def _named(names: Sequence[str], flags: Tensor) -> list[str]:
-    """The names whose flag, on the CPU, is not zero."""
+    """The names whose flag is not zero. ``flags`` are on the CPU."""
     return [names[i] for i in flags.nonzero().flatten().tolist()] if flags.any() else []
 
 
 def known_finite(span: Tensor) -> bool:
-    """Whether the extremes are finite; NaN is an extreme. False on a GPU, without a wait."""
+    """Whether all values are known to be finite. False on a GPU, which is not waited for."""
     if not span.numel():
         return True
+    # aminmax() returns NaN if there is one.
     return span.device.type == "cpu" and all(map(math.isfinite, torch.aminmax(span)))

@@ -1,4 +1,4 @@
-"""Measure the speed of a codec on this machine."""
+"""Measurement of a codec's speed on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUM_ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class CodecSpeed:
-    """Bits that are sent per element, and seconds to encode and to decode one."""
+    """Bits sent per element, and seconds to encode and to decode one element."""
 
     bits: float = 32.0
     encode_s: float = 0.0
@@ -25,9 +25,9 @@ class CodecSpeed:
 
 
 def measure_codec(codec: Codec | None, device: torch.device) -> CodecSpeed:
-    """Time a codec on a sample. Local.
+    """Measure a codec on a sample. Local.
 
-    Its times are infinite for codecs other than `StripeCodec`, which are not timed.
+    Codecs other than `StripeCodec` are not measured; their times are infinite.
     """
     if codec is None:
         return CodecSpeed()
@@ -46,7 +46,7 @@ def measure_codec(codec: Codec | None, device: torch.device) -> CodecSpeed:
         own.encode_stripe(values, layout, encoded)
         _synchronize(device)
         encoded_at = time.perf_counter()
-        for add in (False, True):  # as every rank does in a mean
+        for add in (False, True):  # a mean needs both: adding what peers sent, writing the sums
             own.decode_stripe(encoded, layout, values, add=add)
         own.finish(is_valid=True)
         _synchronize(device)

@@ -33,10 +33,10 @@ from torchmn.comm.codecs.residuals import ResidualBlock, Residuals
 
 
 class ErrorFeedback(StripeCodec):
-    """Wraps any stripe codec. Memory: 8 bytes an element, of all stripes, as worker or as owner.
+    """Adds error feedback to a stripe codec. Needs 8 bytes of memory per element of all stripes.
 
-    One object belongs to one exchange: its residuals are of that exchange's parameters.
-    Raises UsageError: not a stripe codec, or one that has error feedback.
+    Each exchange needs an object of its own, for the residuals of its parameters. Raises
+    UsageError: ``codec`` is not a stripe codec, or already has error feedback.
 
     Example:
         >>> codec = ErrorFeedback(torchmn.compression.Quantized(bits=1))  # the same as codec="1bit"
@@ -73,7 +73,7 @@ class ErrorFeedback(StripeCodec):
     def encode_stripe(
         self, values: Tensor, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
-        """See `StripeCodec.encode_stripe`. A worker encodes stripes that are not its own."""
+        """See `StripeCodec.encode_stripe`. A worker encodes only stripes of other owners."""
         block = self._block(side, stripe, values.device, is_owner=side == "owner")
         lost = Lost(block.current, block.pending)
         self.codec.encode_with_feedback(values, lost, stripe, out, side)
@@ -85,7 +85,7 @@ class ErrorFeedback(StripeCodec):
         self.codec.decode_stripe(encoded, stripe, out, add=add)
 
     def flush_residual_into(self, values: Tensor, stripe: Layout, side: Side = "worker") -> None:
-        """See `StripeCodec.flush_residual_into`. The residual of the stripe is zero afterwards."""
+        """See `StripeCodec.flush_residual_into`. The residual of the stripe becomes zero."""
         super().flush_residual_into(values, stripe, side)
         self._raise_without_names(stripe)
         self._residuals.flush_into(span_of(values, stripe), side, stripe)
@@ -101,7 +101,7 @@ class ErrorFeedback(StripeCodec):
         return ErrorFeedback(self.codec.new_instance())
 
     def state_dict(self) -> dict[str, Any]:
-        """The residuals of this rank, between two exchanges. See `residuals.reshard`."""
+        """The residuals of this rank. Call it between exchanges. See `residuals.reshard`."""
         return {"residuals": self._residuals.state_dict(), "codec": self.codec.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -4,7 +4,8 @@ Differences from ChainerMN, which summed in float16 and divided afterwards, so t
 workers overflowed above 65504 / W: gradients are divided by W before they are encoded, and owners
 sum in float32. Values beyond 65504 become infinite, as `torch.amp.GradScaler` expects.
 
-All parameters are cast, small ones too, and elements between segments are sent as well: one copy.
+All parameters are cast, including small ones, and elements between segments are sent as well, so
+that one copy is enough.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torchmn.comm.codecs.layout import Layout
 
 
 class ReducedPrecision(StripeCodec):
-    """Sends floating-point stripes in a narrower floating-point type."""
+    """Base class of codecs that send stripes in a narrower floating-point type."""
 
     bits = 16
     dtype: torch.dtype
@@ -38,6 +39,7 @@ class ReducedPrecision(StripeCodec):
     ) -> None:
         narrow = self._narrow(out, stripe)
         narrow.copy_(span_of(values, stripe))
+        # An owner's sum is scanned when all ranks, this one included, decode it.
         if side == "worker":
             self.nonfinite.scan("encoding", stripe, narrow)
 

@@ -1,8 +1,8 @@
 """The positions of parameters in a bucket, and where a bucket may be split into stripes.
 
-A stripe is the part of a bucket that one rank reduces. Codecs work in blocks that begin at the
-start of each parameter, and buckets are split at block boundaries: the decoded value of an element
-does not depend on how parameters were put into buckets, nor on how many ranks own stripes.
+A stripe is the part of a bucket that one rank reduces. Codecs work in blocks that are counted from
+the start of each parameter, and buckets are split at block boundaries. So the decoded value of an
+element depends neither on the distribution of parameters to buckets nor on the number of stripes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ VECTOR_NUMEL = 65_536
 
 
 def is_small(shape: Sequence[int]) -> bool:
-    """Whether a parameter is too small to compress: it is sent uncompressed.
+    """Whether a parameter is so small that it is sent uncompressed.
 
-    Biases and the scales of normalisation count (one dim, up to 65,536 elements), and whatever
-    has fewer than 1024 elements.
+    These are parameters with fewer than 1024 elements, and vectors of up to 65,536 elements, such
+    as biases and the scales of normalisation layers.
     """
     numel = math.prod(shape)
     return numel < SMALL_NUMEL or (len(shape) <= 1 and numel <= VECTOR_NUMEL)
@@ -46,16 +46,16 @@ class Segment:
     offset: int = 0
     is_small: bool = False
     shape: tuple[int, ...] | None = None
-    """Of the whole parameter, its dims in the order of memory; None if not known."""
+    """The shape of the whole parameter, with dims in the order of memory; None if not known."""
 
     @property
     def end(self) -> int:
-        """The first element of the buffer after it."""
+        """The first element of the buffer after the segment."""
         return self.start + self.numel
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is a whole parameter of known shape."""
+        """Whether the segment is a whole parameter of known shape."""
         return self.shape is not None and self.offset == 0 and math.prod(self.shape) == self.numel
 
     def part(self, first: int, last: int) -> Segment:
@@ -65,9 +65,9 @@ class Segment:
         )
 
     def nearest_boundary(self, position: float, block_length: int) -> int:
-        """The allowed split nearest to ``position`` elements in; 0 and numel are allowed.
+        """The allowed place of a split that is nearest to ``position``, in elements of the segment.
 
-        A small parameter is never split.
+        0 and numel are always allowed. A small parameter is never split.
         """
         if position >= self.numel:  # also where the nearest multiple of a block is 0
             return self.numel
@@ -81,8 +81,8 @@ class Segment:
 class Layout:
     """The segments of a bucket, or of a stripe of it, in the order of the buffer.
 
-    ``dtype`` is the buffer's. Two layouts that are equal share residuals, so that sets of buckets
-    that alternate do. Elements of the buffer between segments belong to no parameter.
+    ``dtype`` is that of the buffer. Equal layouts share residuals, so alternating sets of buckets
+    do. Elements of the buffer between segments belong to no parameter.
 
     Example:
         >>> layout = Layout.of([("weight", 0, (2, 3)), ("bias", 6, (2,))], torch.float32)
@@ -97,7 +97,7 @@ class Layout:
     def of(cls, parameters: Iterable[tuple[str, int, Sequence[int]]], dtype: torch.dtype) -> Layout:
         """The layout of a buffer that holds whole parameters: (name, start, shape) of each.
 
-        Empty parameters are left out. For complex ones give the shape with the two real parts.
+        Empty parameters are left out. For a complex parameter pass the shape of `view_as_real`.
         """
         return cls(
             tuple(
@@ -110,29 +110,31 @@ class Layout:
 
     @cached_property
     def begin(self) -> int:
-        """The first element of the buffer that is part of it."""
+        """The first element of the buffer that belongs to the layout."""
         return self.segments[0].start if self.segments else 0
 
     @cached_property
     def end(self) -> int:
-        """The first element of the buffer after it."""
+        """The first element of the buffer after the layout."""
         return self.segments[-1].end if self.segments else 0
 
     @property
     def span(self) -> int:
-        """Elements from `begin` to `end`, those between segments included."""
+        """The number of elements from `begin` to `end`, including those between segments."""
         return self.end - self.begin
 
     @cached_property
     def numel(self) -> int:
-        """Elements of parameters."""
+        """The number of elements that belong to parameters."""
         return sum(segment.numel for segment in self.segments)
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """In which its values are summed and residuals kept: float64 for float64, else float32."""
+        """The dtype of sums and residuals: float64 for float64, otherwise float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
+    # Layouts are keys of dicts that are looked up for every bucket in every step; the generated
+    # __hash__ would hash all segments each time.
     @cached_property
     def _hash(self) -> int:
         return hash((self.segments, self.dtype))
@@ -145,8 +147,8 @@ class Layout:
     ) -> tuple[Layout, ...]:
         """Split into stripes of about equal cost, at block boundaries and between parameters.
 
-        ``small_cost`` is the cost of an element of a small parameter, in elements of another; for
-        1 bit it is 32. There may be empty stripes. A pure function: the same on all ranks.
+        ``small_cost`` is the cost of an element of a small parameter relative to other elements,
+        such as 32 for 1 bit. Stripes may be empty. A pure function: the same on all ranks.
         """
         costs = [s.numel * (small_cost if s.is_small else 1.0) for s in self.segments]
         total = sum(costs)
@@ -168,10 +170,10 @@ class Layout:
         return tuple(Layout(tuple(stripe), self.dtype) for stripe in stripes)
 
     def between(self, start: int, stop: int) -> Layout:
-        """Elements ``start`` to ``stop`` of the buffer, which may be inside of blocks.
+        """The layout of elements ``start`` to ``stop`` (exclusive), which may be inside of blocks.
 
-        A block is then divided, and each part quantized separately: values then depend on where
-        buckets are divided. The segments' `start` still counts from the start of the buffer.
+        If a block is divided, its parts are quantized separately, so decoded values depend on the
+        place of the division. The segments' `start` still counts from the start of the buffer.
         """
         return Layout(
             tuple(
@@ -183,6 +185,6 @@ class Layout:
         )
 
     def moved(self, distance: int, dtype: torch.dtype | None = None) -> Layout:
-        """The same segments ``distance`` elements further on, in a buffer of ``dtype``."""
+        """The same segments, moved by ``distance`` elements, in a buffer of ``dtype``."""
         segments = tuple(replace(s, start=s.start + distance) for s in self.segments)
         return Layout(segments, dtype or self.dtype)

@@ -43,29 +43,29 @@ _NEGLIGIBLE = 1e-6  # length of a column after projection, relative to its lengt
 
 
 class Ranks(Protocol):
-    """What PowerSGD needs of a communicator; every method is collective."""
+    """The methods of a communicator that PowerSGD needs. All methods are *collective*."""
 
     @property
     def rank(self) -> int:
-        """The rank of the caller."""
+        """The rank of this process."""
 
     @property
     def size(self) -> int:
         """The number of ranks."""
 
     def reduce_scatter(self, xs: Sequence[Tensor]) -> Tensor:
-        """The sum over ranks of their ``xs[rank]``."""
+        """Sum ``xs[r]`` over all ranks; returns the sum on rank r."""
 
     def allgather(self, x: Tensor) -> Sequence[Tensor]:
-        """The ``x`` of all ranks, as returned by `reduce_scatter`, in rank order."""
+        """Gather ``x``, as returned by `reduce_scatter`, from all ranks, in rank order."""
 
     def allreduce(self, x: Tensor) -> Tensor:
-        """The sum over ranks, the same bits on all."""
+        """Sum ``x`` over all ranks; bit-identical on all ranks."""
 
 
 @dataclass
 class _Matrix:
-    """A gradient in an exchange: ``v`` (n, m) is M_i + R_i, then the new residual."""
+    """A gradient in an exchange. ``v`` (n, m) is M_i + R_i, and later the new residual."""
 
     name: str
     target: Tensor
@@ -75,9 +75,10 @@ class _Matrix:
 
 
 class PowerSGD(Codec):
-    """A codec that reduces whole matrices, not stripes. One object belongs to one exchange.
+    """A low-rank codec for whole matrices, not stripes. Each exchange needs an object of its own.
 
-    ``rank`` is r. Memory: 8 bytes an element, and Q. ``seed`` must be the same on all ranks.
+    ``rank`` is the r of the formulas. Needs 8 bytes of memory per element, and Q. ``seed`` must be
+    the same on all ranks.
 
     Example:
         >>> model = torch.nn.Linear(64, 32)
@@ -100,15 +101,16 @@ class PowerSGD(Codec):
         self._residuals = Residuals()
         self._q: dict[str, Tensor] = {}
         self._next_q: dict[str, Tensor] = {}
-        """Q of the current exchange; valid when it ends."""
+        """Q of the current exchange, which becomes valid in `finish`."""
         self._starts: dict[str, Tensor] = {}
-        """On GPUs: what replaces columns of Q that are zero."""
+        """On GPUs: random matrices whose columns replace columns of Q that are zero."""
 
     def mean_(self, named_matrices: Iterable[tuple[str, Tensor]], comm: Ranks) -> None:
-        """Make every tensor the mean over ranks of itself. *Collective.*
+        """Replace every tensor by its mean over ranks, in place. *Collective.*
 
-        Tensors of any shape, float32, float64 or 16 bits; one of two or more dims counts as the
-        matrix (first dim, all others). All ranks give the same names and shapes in one order.
+        Tensors may have any shape and are float32, float64 or 16-bit. With two or more dims they
+        are treated as the matrix (first dim, product of the others). All ranks must pass the same
+        names and shapes in the same order.
         """
         named = list(named_matrices)
         for _, tensor in named:
@@ -116,9 +118,10 @@ class PowerSGD(Codec):
         self.sum_(named, comm)
 
     def sum_(self, named_matrices: Iterable[tuple[str, Tensor]], comm: Ranks) -> None:
-        """Make every tensor the sum over ranks: of gradients that are shares of the mean.
+        """Replace every tensor by its sum over ranks, in place. *Collective.*
 
-        Precision is that of the tensors, inside `torch.autocast` as well.
+        The tensors are this rank's shares of the mean. They are computed in their own precision,
+        even inside `torch.autocast`.
         """
         named = list(named_matrices)
         kinds = {tensor.device.type for _, tensor in named}
@@ -147,7 +150,7 @@ class PowerSGD(Codec):
                 self._reduce_q(own, uncompressed, comm, dtype)
 
     def finish(self, *, is_valid: IsValid) -> None:
-        """End an exchange: make its residuals and Q valid, or discard them. See `Codec.finish`."""
+        """End an exchange: keep its residuals and Q, or discard them. See `Codec.finish`."""
         super().finish(is_valid=is_valid)
         self._residuals.finish(is_valid=is_valid)
         if isinstance(is_valid, Tensor):
@@ -162,7 +165,7 @@ class PowerSGD(Codec):
         return PowerSGD(self.rank, seed=self.seed)
 
     def state_dict(self) -> dict[str, Any]:
-        """Q and residuals by name, as copies; `residuals.reshard` serves these states as well."""
+        """Copies of Q and the residuals by name. `residuals.reshard` accepts these states, too."""
         residuals = self._residuals.state_dict()
         names = [entry["name"] for entry in residuals]
         return {
@@ -172,7 +175,7 @@ class PowerSGD(Codec):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state_dict`; an empty dict resets."""
+        """Restore a `state_dict`; an empty dict resets."""
         self._step = int(state.get("step", 0))
         self._q = {name: q.clone() for name, q in state.get("q", {}).items()}
         self._next_q.clear()
@@ -183,15 +186,17 @@ class PowerSGD(Codec):
     def _is_worth_compressing(self, tensor: Tensor) -> bool:
         if tensor.dim() < 2 or is_small(tensor.shape):
             return False
+        # P and Q must have at most half of the elements of the matrix.
         n = tensor.shape[0]
         return 2 * self.rank * (n + tensor.numel() // n) <= tensor.numel()
 
     def _begin(self, name: str, tensor: Tensor) -> _Matrix:
-        """Add the residual and multiply by Q."""
+        """Begin the exchange of a matrix: add the residual and multiply by Q."""
         wide = tensor.reshape(tensor.shape[0], -1).to(_wide(tensor))
         layout = Layout((Segment(name, 0, wide.numel()),), wide.dtype)
         self._residuals.scale = self.total_scale
         block = self._residuals.block("worker", layout, wide.device)
+        # In the memory of the new residual, which it becomes when `_reduce_q` subtracts P Q_i'.
         v = torch.add(wide, block.current.view_as(wide), out=block.pending.view_as(wide))
         block.is_written = True
         q = self._q.get(name)
@@ -202,10 +207,10 @@ class PowerSGD(Codec):
         return _Matrix(name, tensor, v, q, v @ (start / start.norm(dim=0)).to(v))
 
     def _without_zero_columns(self, name: str, q: Tensor) -> Tensor:
-        """Zero columns are replaced by random numbers, the same on all ranks.
+        """Replace zero columns of Q by random numbers that are the same on all ranks.
 
-        On a GPU they are made before the host knows whether any are needed, so they are made once,
-        and are the same in each step.
+        On a GPU the host does not know whether any are needed. The random numbers are therefore
+        generated once and are the same in each step.
         """
         is_empty = ~q.any(dim=0)
         if q.device.type != "cpu":
@@ -218,20 +223,21 @@ class PowerSGD(Codec):
         return torch.where(is_empty, self._random(f"{self.seed}/{self._step}/{name}", q), q)
 
     def _random(self, key: str, like: Tensor) -> Tensor:
+        # On the CPU, so that ranks with different GPUs get the same numbers.
         generator = torch.Generator(device="cpu").manual_seed(zlib.crc32(key.encode()))
         return torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(
             like
         )
 
     def _flush_residuals(self, matrices: list[_Matrix]) -> None:
-        """One rank alone sends nothing: it adds its residuals."""
+        """For a single rank, which sends nothing: add the residuals to the gradients."""
         for x in matrices:
             x.target.copy_(x.v.view(x.target.shape))
             self._next_q[x.name] = x.q
             x.v.zero_()
 
     def _reduce_p(self, matrices: list[_Matrix], comm: Ranks) -> None:
-        """Sum each P at its owner, orthogonalise it there, and gather the results."""
+        """Sum each P on its owner, orthogonalise it there, and gather the results on all ranks."""
         self.nonfinite.scan_each("encoding", [x.name for x in matrices], [x.p for x in matrices])
         owners = _owners([x.p.numel() for x in matrices], comm.size)
         chunks = [
@@ -241,6 +247,7 @@ class PowerSGD(Codec):
         ]
         own = comm.reduce_scatter(chunks)
         shapes = [x.p.shape for x, o in zip(matrices, owners, strict=True) if o == comm.rank]
+        # At one rank, whose bytes all ranks use: replicas are equal even if CPUs round differently.
         for part in _parts(own, shapes):
             orthogonalise_(part)
         by_rank = comm.allgather(own)
@@ -256,7 +263,7 @@ class PowerSGD(Codec):
         comm: Ranks,
         dtype: torch.dtype,
     ) -> None:
-        """Sum each Q together with the uncompressed tensors; write the results."""
+        """Sum every Q and the uncompressed tensors in one all-reduce, and write the results."""
         own_qs = [x.v.T @ x.p for x in matrices]
         plain = [tensor.to(dtype) for _, tensor in others]
         pieces = [*own_qs, *plain]
@@ -266,7 +273,7 @@ class PowerSGD(Codec):
         sums = _parts(total, [piece.shape for piece in pieces])
         for x, own_q, q in zip(matrices, own_qs, sums, strict=False):
             kernels = kernels_for(q.device.type)
-            self._next_q[x.name] = q.clone()
+            self._next_q[x.name] = q.clone()  # q is a view, which would keep all of `total`
             kernels.subtract_outer_(x.v, x.p, own_q)
             is_direct = x.target.dtype == dtype and x.target.is_contiguous()
             result = x.target.view(x.v.shape) if is_direct else torch.empty_like(x.v)
@@ -284,14 +291,16 @@ class PowerSGD(Codec):
 
 
 def orthogonalise_(matrix: Tensor) -> None:
-    """Make the columns of (n, r) orthonormal, in place: modified Gram-Schmidt, twice each.
+    """Make the columns of a matrix (n, r) orthonormal, in place.
 
-    A column that is negligible after projection becomes zero; if not finite, NaN.
+    Uses modified Gram-Schmidt with two projections of each column. A column that is negligible
+    after projection becomes zero; a column that is not finite becomes NaN.
     """
     columns = matrix.double()
     for k in range(matrix.shape[1]):
         column, before = columns[:, k], columns[:, :k]
         length = column.norm()
+        # A single projection leaves rounding errors, which matter if little of the column remains.
         for _ in range(2):
             column -= before @ (before.T @ column)
         remaining = column.norm()
@@ -305,7 +314,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 
 def _owners(sizes: list[int], num_ranks: int) -> list[int]:
-    """For each matrix the rank that orthogonalises it: consecutive ones, about equal shares."""
+    """The rank that orthogonalises each matrix, in order, with about equal shares."""
     total, done, owners = sum(sizes), 0, []
     for size in sizes:
         owners.append(min(num_ranks - 1, (2 * done + size) * num_ranks // (2 * total)))
@@ -318,6 +327,6 @@ def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
 
 
 def _parts(joined: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Views of what `_joined` joined."""
+    """Views into the result of `_joined`, with their shapes."""
     sizes = [shape.numel() for shape in shapes]
     return [part.view(shape) for part, shape in zip(joined.split(sizes), shapes, strict=True)]

@@ -1,30 +1,32 @@
-"""Gradients in 8, 4, 2 or 1 bits an element.
+"""Quantization of gradients to 8, 4, 2 or 1 bits per element.
 
-Each block of ``block_length`` elements of a parameter has numbers of its own. With 8, 4 and 2 bits
-it is one scale s, and v becomes q s with
+Each block of ``block_length`` elements of a parameter is quantized separately. With 8, 4 and 2 bits
+a block has one scale s, and a value v becomes q s with
 
     q = clip(round(v / s), -L, L),   L = 2**(bits - 1) - 1 = 127, 7, 1
     8 bits:  s = max|v| / L
     4 bits:  s = min(max|v|, 2.5 t) / L      t = sum v**2 / sum |v|, the typical size of v
     2 bits:  s = min(max|v|, t)
 
-With three levels t is the best s for a Laplace and a uniform distribution, for values that are all
-of one size, and to 2 % for a normal one; the maximum would make nearly everything 0, for of 512
-normal values the largest is 3 sigma. Zero stays zero.
+With three levels t is the optimal s for Laplace and uniform distributions and for values of equal
+magnitude, and within 2 % of it for normal distributions. With the maximum nearly all values would
+become 0, because the largest of 512 normal values is about 3 sigma. Zero stays zero.
 
-With 1 bit it is two values (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014):
+With 1 bit a block has two values (Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech
+2014):
 
     v becomes   mean of the block's elements >= 0   where v >= 0
                 mean of the block's elements <  0   elsewhere
 
-so that a zero among other values is changed, but a block of zeros is not.
+so that a zero among other values changes, but a block of zeros does not.
 
-Differences from CNTK: blocks of a fixed length instead of columns of a matrix
-(the columns of a 3x3 convolution have 3 elements and gain nothing); levels over the range above
-instead of 4 standard deviations; small parameters are sent uncompressed.
+Differences from CNTK: blocks of a fixed length instead of columns of a matrix (the columns of a 3x3
+convolution have 3 elements and gain nothing); levels over the ranges above instead of 4 standard
+deviations; small parameters are sent uncompressed.
 
-``stochastic=True`` rounds up or down at random so that the expectation is v (TernGrad, QSGD), over
-max|v|; with 1 bit between the block's extremes. It is for use without `ErrorFeedback`.
+``stochastic=True`` rounds up or down at random so that the expected value is v (TernGrad, QSGD).
+The range is max|v|, or with 1 bit that between the extremes of the block. It is meant for use
+without `ErrorFeedback`.
 """
 
 from __future__ import annotations
@@ -44,12 +46,11 @@ BLOCK_LENGTHS = {8: 512, 4: 512, 2: 512, 1: 1024}
 
 
 class Quantized(StripeCodec):
-    """A stripe codec of few bits; lossy, so wrap it in `ErrorFeedback`.
+    """A stripe codec with few bits per element. It is lossy: wrap it in `ErrorFeedback`.
 
     ``block_length`` is a multiple of 32. ``seed`` is for stochastic rounding; use a different one
-    on each rank, such as ``comm.rank``, or errors are the same and do not average out. Values
-    outside the range of float32 count as not finite. float64 buffers have float32 scales and
-    float64 residuals.
+    on each rank, such as ``comm.rank``, so that errors average out. Values outside the range of
+    float32 count as not finite. float64 buffers use float32 scales and float64 residuals.
 
     Example:
         >>> Quantized(bits=4, block_length=256).bits  # with the scale of each block
@@ -88,7 +89,7 @@ class Quantized(StripeCodec):
     def encode_with_feedback(
         self, values: Tensor, lost: Lost, stripe: Layout, out: Tensor, side: Side = "worker"
     ) -> None:
-        """See `StripeCodec.encode_with_feedback`; here in one pass."""
+        """See `StripeCodec.encode_with_feedback`. Makes a single pass over memory."""
         self._encode(values, lost, stripe, out, side)
 
     def decode_stripe(
@@ -98,7 +99,7 @@ class Quantized(StripeCodec):
         check_encoded(encoded, plan.nbytes)
         span = span_of(out, stripe)
         is_direct = span.dtype == stripe.wide_dtype and span.is_contiguous()
-        # 16-bit and strided buffers by way of a copy, which keeps the elements between segments.
+        # 16-bit and strided buffers use a copy of the span, so that elements between segments stay.
         wide = span if is_direct else span.to(stripe.wide_dtype).contiguous()
         flags = kernels_for(out.device.type).decode(encoded, wide, plan, add=add)
         if not is_direct:
@@ -107,13 +108,14 @@ class Quantized(StripeCodec):
 
     def finish(self, *, is_valid: IsValid) -> None:
         super().finish(is_valid=is_valid)
-        # On a GPU a discarded exchange uses up its random numbers too.
+        # On a GPU the host does not know whether the exchange is valid: it counts in any case.
         self._step += self.spec.is_stochastic and (isinstance(is_valid, Tensor) or is_valid)
 
     def warm_up(self, stripe: Layout, device: torch.device) -> None:
-        """Compile the kernels for stripes of this kind: about ten seconds once per machine."""
+        """Compile the kernels for such stripes, which takes about ten seconds once per machine."""
         self.plan(stripe)
         sample = Layout.of([("", 0, (self.block_length,)), ("w", 2048, (2, 1024))], stripe.dtype)
+        # Another codec, so that this one records no flags and uses no random numbers.
         probe = Quantized(
             self.spec.bits, block_length=self.block_length, stochastic=self.spec.is_stochastic
         )
@@ -135,7 +137,7 @@ class Quantized(StripeCodec):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See `StripeCodec.state_dict`: the position in the sequence of random numbers."""
+        """See `StripeCodec.state_dict`. Contains the position in the sequence of random numbers."""
         return {"step": self._step} if self.spec.is_stochastic else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -144,7 +146,7 @@ class Quantized(StripeCodec):
         self._step = int(state.get("step", 0))
 
     def plan(self, stripe: Layout) -> StripePlan:
-        """The byte layout of a stripe; computed once."""
+        """The byte layout of a stripe, which is computed once and cached."""
         plan = self._plans.get(stripe)
         if plan is None:
             plan = self._plans[stripe] = plan_stripe(stripe, self.spec)
@@ -159,6 +161,7 @@ class Quantized(StripeCodec):
         span = span_of(values, stripe).to(stripe.wide_dtype).contiguous()
         kernels = kernels_for(values.device.type)
         flags = kernels.encode(span, lost, out, plan, noise)
+        # An owner's sum is recorded when all ranks, this one included, decode it.
         if side == "worker":
             self.nonfinite.record_flags("encoding", stripe, flags)
 

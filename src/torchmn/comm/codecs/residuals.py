@@ -1,16 +1,16 @@
-"""Residuals: for each parameter, what encoding has lost so far.
+"""Residuals: for each parameter, the accumulated error of encoding.
 
-They are stored by the parameter's name and the position in it, separately for what this rank lost
-as a worker and as the owner of stripes. Buckets and stripes may be laid out differently at any time
-between two exchanges: residuals follow. What an exchange writes becomes valid when it ends, so that
-an exchange whose result is discarded leaves no trace.
+They are stored by the name of the parameter and the position in it, separately for the errors of
+this rank as a worker and as the owner of stripes. The layout of buckets and stripes may change
+between two exchanges; residuals follow. The residuals of an exchange become valid when it ends: if
+its result is discarded, so are they.
 
 Values are in the unit of the exchange that wrote them, whose sum was ``scale`` times the mean:
-``values / scale`` is what the mean has lost, whatever the weights were. An exchange of another
-scale converts what it uses, by the ratio; with equal scales no bit changes.
+``values / scale`` is what the mean has lost, whatever the weights were. An exchange with another
+scale converts the values that it uses by the ratio; with equal scales no bit changes.
 
 When the layout changes, the block of an old stripe is split into pieces, one per segment, and a new
-stripe adds up the pieces that overlap it. What it does not cover stays unassigned:
+stripe adds up the pieces that overlap it. Pieces that it does not cover stay unassigned:
 
     parameter w       0        100       200       300
     old stripe        [=========|=========]            its block is detached: one piece, 0 to 200
@@ -35,7 +35,7 @@ State = dict[str, Any]
 
 
 class ResidualBlock:
-    """The residuals of one stripe: ``current`` (span,), and ``pending`` (span,) to replace it."""
+    """The residuals of a stripe: ``current`` (span,) and ``pending`` (span,), its replacement."""
 
     def __init__(self, stripe: Layout, device: torch.device, scale: float) -> None:
         self.stripe = stripe
@@ -44,16 +44,16 @@ class ResidualBlock:
         self.pending = torch.zeros_like(self.current)
         self.is_written = False
         self.is_flushed = False
-        """Whether all of it was added to values that continue unencoded."""
+        """Whether all residuals were added to values that are used without being encoded."""
 
     def convert(self, scale: float) -> None:
-        """Convert the current residuals to the unit of an exchange of this scale."""
+        """Convert the current residuals to the unit of an exchange with this scale."""
         if scale != self.scale:
             self.current.mul_(scale / self.scale)
             self.scale = scale
 
     def part(self, position: int) -> Tensor:
-        """The current residuals of one segment, a view."""
+        """A view of the current residuals of one segment."""
         segment = self.stripe.segments[position]
         start = segment.start - self.stripe.begin
         return self.current[start : start + segment.numel]
@@ -61,7 +61,7 @@ class ResidualBlock:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Residuals of consecutive elements of a parameter that belong to no stripe yet."""
+    """Residuals of consecutive elements of a parameter that are not assigned to a stripe."""
 
     offset: int
     values: Tensor
@@ -73,23 +73,24 @@ class Residuals:
 
     def __init__(self) -> None:
         self.scale = 1.0
-        """Of the current exchange: how many times its mean the sum is."""
+        """The factor between the sum and the mean of the current exchange."""
         self._blocks: dict[tuple[Side, Layout], ResidualBlock] = {}
         self._unassigned: dict[tuple[Side, str], list[_Piece]] = {}
-        """Loaded, or of an earlier layout, until a stripe takes them."""
+        """Pieces that were loaded or are from an earlier layout, until a stripe takes them."""
         self._without: set[tuple[Side, Layout]] = set()
-        """Stripes that are known to have no residual."""
+        """Stripes that are known to have no residuals."""
 
     def block(
         self, side: Side, stripe: Layout, device: torch.device, *, is_owner: bool = True
     ) -> ResidualBlock:
-        """The residuals of a stripe in the unit of this exchange; zeros where there are none yet.
+        """The residuals of a stripe in the unit of this exchange; zeros if there are none yet.
 
-        A worker that does not own the stripe also takes what it lost as an earlier owner: that is
-        missing from the sum as well.
+        A worker that does not own the stripe also takes its residuals as an earlier owner, which
+        are missing from the sum as well.
         """
         block = self._blocks.get((side, stripe))
         if block is None:
+            # Its layout may leave pieces unassigned that other stripes then have to take.
             self._without.clear()
             sides: tuple[Side, ...] = (side,) if is_owner else ("worker", "owner")
             block = ResidualBlock(stripe, device, self.scale)
@@ -102,10 +103,10 @@ class Residuals:
         return block
 
     def flush_into(self, span: Tensor, side: Side, stripe: Layout) -> None:
-        """Add the residual of a stripe to ``span``, its values, which are not encoded.
+        """Add the residuals of a stripe to its values ``span``, which are not encoded.
 
-        Nothing is left of it then. Most stripes have none: it is that of another layout, or of
-        another owner.
+        The residuals are zero afterwards. Most stripes have none: only those that had another owner
+        or another layout before.
         """
         key = (side, stripe)
         if key in self._without:
@@ -128,13 +129,13 @@ class Residuals:
         )
 
     def finish(self, *, is_valid: IsValid) -> None:
-        """Make what was written since the last call valid, or discard it.
+        """Make the residuals written since the last call valid, or discard them.
 
-        The host cannot know which of two tensors is the valid one before a tensor has arrived: the
-        device then copies, one pass more over memory.
+        If ``is_valid`` is a tensor, the host does not know its value, so the two tensors of a block
+        cannot be swapped: the device selects and copies, which takes one more pass over memory.
 
-        Pieces that no stripe has taken stay: their parameters are frozen for some steps, or the
-        exchange was given up before it came to them.
+        Pieces that no stripe has taken are kept: their parameters may be frozen for some steps, or
+        the exchange was abandoned before it reached them.
         """
         for key, block in list(self._blocks.items()):
             if isinstance(is_valid, Tensor):
@@ -142,14 +143,15 @@ class Residuals:
                     torch.where(is_valid, block.pending, block.current, out=block.current)
             elif block.is_written and is_valid:
                 if block.is_flushed:
-                    del self._blocks[key]
+                    del self._blocks[key]  # it would hold zeros only
+                # Swapped and not copied: the next exchange overwrites the old residuals.
                 block.current, block.pending = block.pending, block.current
             block.is_written = block.is_flushed = False
 
     def state_dict(self) -> list[State]:
-        """One entry for each piece of a parameter, as copies, sorted by side, name and offset.
+        """Copies of all residuals, one entry per piece, sorted by side, name and offset.
 
-        The order of encoding may come from measured times, and a state should not.
+        Sorted, because the order of encoding may depend on measured times.
         """
         pieces = [
             (side, segment.name, _Piece(segment.offset, block.part(position), block.scale))
@@ -164,7 +166,7 @@ class Residuals:
         return sorted(entries, key=lambda entry: (entry["side"], entry["name"], entry["offset"]))
 
     def load_state_dict(self, entries: Sequence[State]) -> None:
-        """Resume from `state_dict`, in whatever layout comes next."""
+        """Restore a `state_dict`. The next exchange may use any layout."""
         self._blocks.clear()
         self._unassigned.clear()
         self._without.clear()
@@ -174,7 +176,7 @@ class Residuals:
             self._unassigned.setdefault(key, []).append(piece)
 
     def _take(self, side: Side, name: str, offset: int, into: Tensor) -> None:
-        """Add the unassigned pieces that overlap ``into``, at ``offset`` of a parameter, to it."""
+        """Add unassigned pieces to ``into``, which begins at element ``offset`` of a parameter."""
         left = []
         for piece in self._unassigned.pop((side, name), []):
             start, values = piece.offset, piece.values
@@ -193,7 +195,7 @@ class Residuals:
             self._unassigned[side, name] = left
 
     def _detach(self, side: Side, stripe: Layout) -> None:
-        """Split the blocks of an earlier layout that overlap this stripe into pieces."""
+        """Split blocks of an earlier layout that overlap a stripe into unassigned pieces."""
         wanted: dict[str, list[tuple[int, int]]] = {}
         for s in stripe.segments:
             wanted.setdefault(s.name, []).append((s.offset, s.offset + s.numel))
@@ -217,23 +219,23 @@ class Residuals:
 
 
 def residual_entry(side: Side, name: str, values: Tensor, scale: float, offset: int = 0) -> State:
-    """An entry of saved residuals: ``values`` (n,) from element ``offset`` of ``name``."""
+    """An entry of a state: residuals ``values`` (n,) from element ``offset`` of ``name`` on."""
     return {"side": side, "name": name, "offset": offset, "values": values, "scale": scale}
 
 
 def scale_of(entry: State) -> float:
-    """How many times its mean the sum was, in the exchange that a saved residual is from."""
+    """The factor between sum and mean in the exchange that a saved residual is from."""
     scale: float = entry.get("scale", 1.0)
     return scale
 
 
 def reshard(states: Sequence[State], num_workers: int) -> State:
-    """The state that each of ``num_workers`` workers loads, from those of all old ones. Local.
+    """Compute the state for each of ``num_workers`` workers from those of all old ranks. Local.
 
-    ``states`` are `ErrorFeedback.state_dict` of every old rank, in rank order. What the means have
-    lost is the sum of all residuals over their scales, of workers and owners; each new worker takes
-    an equal part of it, in the unit of the mean: with a scale of 1. Owners begin with zeros. Where
-    only some ranks encode (leaders of nodes), ``num_workers`` is their number.
+    ``states`` are the results of `ErrorFeedback.state_dict` of every old rank, in rank order. The
+    means have lost the sum of all residuals of workers and owners, each divided by its scale. Each
+    new worker takes an equal part of that, with a scale of 1. Owners begin with zeros. If only some
+    ranks encode (leaders of nodes), ``num_workers`` is their number.
 
     Raises UsageError: no states, or no workers.
 

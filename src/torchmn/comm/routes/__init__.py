@@ -1,1 +1,1 @@
-"""Routes: the paths by which a sum travels over ranks and nodes, a class each."""
+"""Routes: the paths of a sum through ranks and nodes, one class for each."""

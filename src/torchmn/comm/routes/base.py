@@ -1,4 +1,4 @@
-"""The base of routes: how a buffer is summed over all ranks, and which placements allow it."""
+"""The base class of routes, which sum a buffer over all ranks."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ Granularity = Literal["parameter", "everything", "bucket"]
 
 
 class Route:
-    """The path of the sums of one communicator. A subclass defines `_sum_`.
+    """Base class of routes: sums buffers over the ranks of one communicator.
+
+    A subclass defines `_sum_`.
 
     Args:
-        groups: the world, and what is split from it.
+        groups: the groups of the communicator.
         topology: the hosts of all ranks.
         device: the GPU of this rank, or the CPU.
-        codec: the codec of sums without an algorithm of their own, or None.
+        codec: the codec of sums that are not given an algorithm, or None.
     """
 
     name: ClassVar[str]
     granularity: ClassVar[Granularity] = "bucket"
-    """What is summed at once: one parameter, all, or a bucket while backward runs."""
+    """The unit of a sum: each parameter, all of them, or a bucket while backward is running."""
     bucket_bytes: int = 4 * MiB
     shards_parameters: ClassVar[bool] = False
-    """Whether messages between nodes may hold a part of a parameter."""
+    """Whether messages between nodes may contain only a part of a parameter."""
     plain_sum: ClassVar[AllReduceAlgorithm] = NativeAllReduce()
-    """How this route sums without a codec."""
+    """The algorithm of sums without a codec."""
 
     def __init__(
         self, groups: Groups, topology: Topology, device: torch.device, codec: Codec | None
@@ -58,73 +60,75 @@ class Route:
     # ---- what a subclass defines ----
 
     def check_placement(self) -> None:
-        """Raise UnsupportedError if this route cannot serve this placement. Local, same on all."""
+        """Raise UnsupportedError if the placement is not supported. Local, same on all ranks."""
 
     def _connect(self) -> None:
-        """Make the groups that the route needs, once, by methods of ``self.groups``."""
+        """Create the groups that the route needs from ``self.groups``. *Collective.*"""
 
     def _sum_(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
-        """Sum a block over all ranks, in place, with the same bits on all. In an engine job."""
+        """Sum a block over all ranks, in place; bit-identical on all. Called in an engine job."""
         raise NotImplementedError
 
     def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
-        """Announce what `_sum_` will send first, if that is known before it runs. Local."""
+        """Announce the first messages of `_sum_`, if they are known before it runs. Local."""
 
     def all_valid(self, is_valid: IsValid) -> IsValid:
-        """Whether what was decoded is valid on all ranks. Only in ``on_complete`` of a sum.
+        """Whether decoded values are valid on all ranks. Called in ``on_complete`` of a sum only.
 
-        A tensor of a GPU stays there, and so does the answer. By default all ranks have decoded the
-        same bytes, so they agree.
+        For a tensor on a GPU the result is a tensor on that GPU. By default it is ``is_valid``
+        itself: all ranks have decoded the same bytes.
         """
         return is_valid
 
     @property
     def overlaps_backward(self) -> bool:
-        """Whether gradients should be exchanged while backward runs."""
+        """Whether gradients should be exchanged while backward is running."""
         return self.granularity == "bucket"
 
     @property
     def inter_node_group(self) -> Group | None:
-        """The group whose sums cross the slow links; None where there are none."""
+        """The group whose sums use the slow links; None if this rank is in no such group."""
         return self.world
 
     @property
     def codec_scope(self) -> str:
-        """Between whom a codec encodes messages, as text for errors; empty if it encodes none."""
+        """The ranks or nodes between which a codec encodes messages, as text; empty if none."""
         return f"all {self.size} ranks" if self.size > 1 else ""
 
     # ---- sums ----
 
     def new_buffer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros (numel,) where this route sums fastest: on one node in shared memory.
+        """A zeroed buffer (numel,) in the memory that this route sums fastest. *Collective.*
 
-        *Collective*: all ranks request the same sizes in the same order.
+        On one node that is shared memory. All ranks must request the same sizes in the same order.
         """
         return self.groups.new_buffer(numel, dtype, device)
 
     def allreduce_algorithm(self, codec: Codec | None) -> AllReduceAlgorithm:
-        """How this route sums with a codec, or without one. Local. Make it once and keep it.
+        """The algorithm of this route for a codec, or for None. Local.
 
-        Raises UsageError: the codec is neither a StripeCodec nor PowerSGD.
+        Make it once and keep it: it may hold buffers for messages. Raises UsageError: the codec is
+        neither a StripeCodec nor PowerSGD.
         """
         return self.plain_sum if codec is None else create_allreduce(codec)
 
     def sum_(
         self, block: ReduceBlock | Tensor, algorithm: AllReduceAlgorithm | None = None
     ) -> None:
-        """Sum a buffer over all ranks, in place, with the same bits on all.
+        """Sum a buffer over all ranks, in place; bit-identical on all ranks. *Collective.*
 
-        Raises UnsupportedError: the codec needs whole parameters and the route or block has parts.
+        Raises UnsupportedError: the codec needs whole parameters and the route or the block has
+        parts of parameters.
         """
         self._engine.call(self.sum_job(block, algorithm))
 
     def start_sum_(
         self, block: ReduceBlock | Tensor, algorithm: AllReduceAlgorithm | None = None
     ) -> Work[None]:
-        """Start `sum_` and return at once; do not touch the buffer before `Work.wait` returns.
+        """Start `sum_` and return at once. *Collective.*
 
-        All ranks start their sums and collectives in the same order. `Work.wait` raises what `sum_`
-        would raise.
+        Do not use the buffer before `Work.wait` returns; that also raises the errors of `sum_`. All
+        ranks must start their sums and collectives in the same order.
         """
         return self._engine.submit(self.sum_job(block, algorithm))
 
@@ -137,20 +141,21 @@ class Route:
         step: int | None = None,
         on_complete: Callable[[], None] | None = None,
     ) -> Callable[[], None]:
-        """A sum for the engine, which `Engine.call` or `Engine.submit` takes next.
+        """Make the job of a sum, to be passed to `Engine.call` or `Engine.submit` next.
 
         Args:
-            block: a tensor (n,), contiguous, of the same n and floating dtype on all ranks, which
-                is not compared; or a `ReduceBlock`, whose layout codecs need.
-            algorithm: from `allreduce_algorithm`; by default with the communicator's own codec.
-            bucket: a number for the flight recorder, with ``step``.
+            block: a contiguous tensor (n,) of the same n and floating dtype on all ranks, which are
+                not compared; or a `ReduceBlock`, whose layout codecs need.
+            algorithm: from `allreduce_algorithm`; by default with the communicator's codec.
+            bucket: the number of the bucket, for the flight recorder.
             step: the step of the optimizer, for the flight recorder.
-            on_complete: called after the sum, before the next exchange of this rank begins, on the
-                thread that makes it. On a GPU the sum is queued then, on the current stream, and
-                not done.
+            on_complete: called after the sum and before the next exchange of this rank, on the
+                thread that runs the job. On a GPU the sum is then queued on the current stream, but
+                not yet complete.
         """
         chosen = self._default_algorithm if algorithm is None else algorithm
         whole = block if isinstance(block, ReduceBlock) else ReduceBlock(block)
+        # Here and not in the job: the messages can be sent while earlier sums are still running.
         self._prefetch_send(whole, chosen)
         for observer in events.observers:
             observer.exchange(self.groups, whole, bucket, "queued")
@@ -171,7 +176,9 @@ class Route:
         return job
 
     def only_queues(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> bool:
-        """Whether the job of a sum returns when it is queued on a device: no other thread has to
-        run it, see `Engine.submit`. Local."""
+        """Whether the job of a sum returns once it is queued on the device. Local.
+
+        Such a job may run on the thread that submits it, see `Engine.submit`.
+        """
         is_on_device = block.buffer.device.type == self._engine.device.type
         return is_on_device and algorithm.codec is None and self.groups.queue_sums_of(block.buffer)

@@ -9,7 +9,7 @@ from torchmn.comm.routes.base import Granularity, Route
 
 
 class FlatRoute(Route):
-    """Blocking, one collective for everything, after backward (ChainerMN's `flat`)."""
+    """Sums all gradients in one collective, after backward (ChainerMN's `flat`)."""
 
     name = "flat"
     granularity: ClassVar[Granularity] = "everything"
@@ -19,7 +19,7 @@ class FlatRoute(Route):
 
 
 class NaiveRoute(FlatRoute):
-    """Blocking, one collective per parameter, after backward (ChainerMN's `naive`)."""
+    """Sums each gradient in a collective of its own, after backward (ChainerMN's `naive`)."""
 
     name = "naive"
     granularity = "parameter"

@@ -12,7 +12,7 @@ from torchmn.comm.routes.base import Route
 
 
 class BetweenNodes(Route):
-    """Sums inside of each node first: a codec encodes only what passes between nodes."""
+    """Base class of routes that sum within nodes first; a codec encodes only between nodes."""
 
     plain_sum = ReduceScatterAllGather()
     _node: Group
@@ -27,16 +27,20 @@ class BetweenNodes(Route):
         return f"the {num_nodes} nodes" if num_nodes > 1 else ""
 
     def all_valid(self, is_valid: IsValid) -> IsValid:
-        """The other ranks of the node have decoded other bytes, or none; elsewhere the same."""
+        """Whether decoded values are valid on all ranks of the node.
+
+        These have decoded different bytes, or none. Ranks with the same place on other nodes have
+        decoded the same bytes.
+        """
         return self._node.all_true(is_valid)
 
 
 class HierarchicalRoute(BetweenNodes):
     """For nodes with one network adapter each (ChainerMN's `hierarchical`).
 
-    Reduce to intra_rank 0 of each node, all-reduce between these leaders in stripes (all-to-all,
-    sum at the owner, all-gather), broadcast in the node. Nodes may have different numbers of ranks.
-    A codec encodes only what passes between leaders.
+    Reduces to intra_rank 0 of each node, all-reduces between these leaders in stripes (all-to-all,
+    sum at the owner, all-gather), then broadcasts in the node. Nodes may have different numbers of
+    ranks. A codec encodes only messages between leaders.
     """
 
     name = "hierarchical"
@@ -60,7 +64,8 @@ class HierarchicalRoute(BetweenNodes):
             self._node.broadcast_(block.buffer, 0)
 
     def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
-        # On all leaders or on none: announced messages use a connection of their own.
+        # Announced sums use connections of their own: all leaders announce them, or none. A leader
+        # of several ranks cannot, because its block is summed within the node first.
         if self._leaders is not None and self._leaders.size == self.size:
             algorithm.prefetch_send(self._leaders, block)
 
@@ -71,17 +76,17 @@ class HierarchicalRoute(BetweenNodes):
 
 
 class NonCudaAwareRoute(HierarchicalRoute):
-    """For GPUs whose network library cannot read GPU memory (ChainerMN's `non_cuda_aware`).
+    """For GPUs if the network library cannot read their memory (ChainerMN's `non_cuda_aware`).
 
-    Reduce to intra_rank 0 on the GPUs, copy to pinned host memory, all-reduce between leaders on
-    the host, copy back, broadcast on the GPUs. CPU tensors are not copied.
+    Reduces to intra_rank 0 on the GPUs, copies to pinned host memory, all-reduces between leaders
+    on the host, copies back, and broadcasts on the GPUs. CPU tensors are not copied.
     """
 
     name = "non_cuda_aware"
     _host: Tensor | None = None
 
     def only_queues(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> bool:
-        """See `Route.only_queues`: it waits for a GPU."""
+        """See `Route.only_queues`. False: the sum waits for the GPU."""
         return False
 
     def _sum_over_leaders_(
@@ -100,4 +105,4 @@ class NonCudaAwareRoute(HierarchicalRoute):
         leaders.await_stream(buffer.device)
         super()._sum_over_leaders_(leaders, block.with_buffer(host), algorithm)
         buffer.copy_(host, non_blocking=True)
-        leaders.await_stream(buffer.device)  # the pinned buffer is used again
+        leaders.await_stream(buffer.device)  # the next sum overwrites the pinned buffer

@@ -1,4 +1,4 @@
-"""Route ``pure_nccl``: NCCL sums over all GPUs."""
+"""Route ``pure_nccl``: NCCL computes sums over all GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PureNcclRoute(Route):
 
     name = "pure_nccl"
     bucket_bytes = 25 * MiB
-    """As DistributedDataParallel's. Each sum costs the host some launches, whatever its size."""
+    """Like DistributedDataParallel. Each sum costs the host some launches, whatever its size."""
 
     def check_placement(self) -> None:
         if self.device.type != "cuda":

@@ -8,14 +8,14 @@ from torchmn.comm.allreduce import AllReduceAlgorithm, ReduceBlock
 from torchmn.comm.group import Group
 from torchmn.comm.routes.base import Route
 
-_UNHIDDEN_BUCKET_BYTES = 64 * MiB  # nothing waits for a bucket: few of them need few waits
+_UNHIDDEN_BUCKET_BYTES = 64 * MiB  # sums do not overlap backward: fewer buckets need fewer waits
 
 
 class SingleNodeRoute(Route):
-    """For ranks that share a node (ChainerMN's `single_node`).
+    """For ranks that are all on one node (ChainerMN's `single_node`).
 
-    Through shared memory sums stay in full precision whatever the codec: nothing crosses between
-    nodes, and narrowing is work for the cores that train (VGG with float16 had 0.76 to 1.03 x the
+    Sums through shared memory ignore the codec and keep full precision: nothing is sent between
+    nodes, and encoding takes time on the cores that train (VGG with float16 had 0.76 to 1.03 x the
     throughput of DistributedDataParallel in five runs on a machine shared with others).
     """
 
@@ -36,7 +36,7 @@ class SingleNodeRoute(Route):
 
     @property
     def overlaps_backward(self) -> bool:
-        """Only on GPUs. Through shared memory the sum is work for the core that backward needs.
+        """True on GPUs only. Sums through shared memory run on the cores that backward needs.
 
         VGG, 2 ranks on 2 cores: 1.00 x DistributedDataParallel on gloo if overlapped with backward,
         1.01 to 1.04 x after it.
@@ -45,7 +45,7 @@ class SingleNodeRoute(Route):
 
     @property
     def inter_node_group(self) -> Group | None:
-        """See `Route.inter_node_group`: through shared memory nothing is slow."""
+        """See `Route.inter_node_group`. None with shared memory: there are no slow links."""
         return None if self._node.transport.is_shared_memory else self._node
 
     @property

@@ -1,4 +1,4 @@
-"""Route ``two_dimensional``: sums within nodes, then between equal places of all nodes."""
+"""Route ``two_dimensional``: sums within nodes, then between equal local ranks of all nodes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class TwoDimensionalRoute(BetweenNodes):
     """For nodes with several network adapters (ChainerMN's `two_dimensional`).
 
     Reduce-scatter in the node, all-reduce of each stripe with the ranks of the same intra_rank on
-    the other nodes, all-gather in the node. All nodes need the same number of ranks, which
-    ChainerMN did not check. A codec encodes only what passes between nodes.
+    the other nodes, all-gather in the node. All nodes must have the same number of ranks, which
+    ChainerMN did not check. A codec encodes only messages between nodes.
     """
 
     name = "two_dimensional"
@@ -41,6 +41,7 @@ class TwoDimensionalRoute(BetweenNodes):
         mine = block
         if self._node.size > 1:
             part = self._node.reduce_scatter_stripes_(block.buffer)
+            # The stripe is a view into the buffer, so its offset is its place in the block.
             start = int(part.storage_offset()) - int(block.buffer.storage_offset())
             mine = block.between(start, start + part.numel())
         algorithm.sum_(self._column, mine)
@@ -48,5 +49,6 @@ class TwoDimensionalRoute(BetweenNodes):
             self._node.all_gather_stripes_(block.buffer)
 
     def _prefetch_send(self, block: ReduceBlock, algorithm: AllReduceAlgorithm) -> None:
+        # With several ranks per node the stripe is known only after the reduce-scatter.
         if self._node.size == 1:
             algorithm.prefetch_send(self._column, block)

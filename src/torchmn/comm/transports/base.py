@@ -1,10 +1,10 @@
 """Transports: the interface between collectives and a communication library.
 
-A transport has three methods (`exchange`, `split`, `close`). Every collective has an algorithm over
-`exchange` here; a transport overrides those for which its library has a better one. All of them
-block the calling thread until they are complete and take a `TimeLimit`; the engine makes them
-asynchronous, so that the MPI calls of a process come from one thread. Tensors are one-dimensional
-and contiguous.
+A transport must implement three methods: `exchange`, `split` and `close`. The base class implements
+every collective in terms of `exchange`; a transport overrides those for which its library has a
+better algorithm. All methods block the calling thread until they are complete and take a
+`TimeLimit`. The engine makes them asynchronous and ensures that one thread at a time calls MPI.
+Tensors are one-dimensional and contiguous.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Message = tuple[int, Tensor]  # (peer rank, one-dimensional contiguous tensor)
 _SMALL_BYTES = 64 * KiB
 _EAGER_S = 0.01
 _POLL_S = 0.00003
-_UNUSED_TAG = 3  # no message has it
+_UNUSED_TAG = 3  # not used by any message
 MAX_DIRECT_RANKS = 16
-"""More ranks than this gather small tensors in rounds, for which few of them need connections."""
+"""Larger groups all-gather in rounds on CPUs: each rank needs connections to few others."""
 SYNCHRONOUS_TAG = 66
-"""A message with this tag or a higher one is sent only when its receiver receives it."""
+"""Messages with this tag or a higher one are sent only when the receiver has posted a receive."""
 
 COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     "sum": torch.add,
@@ -44,23 +44,23 @@ COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
 
 
 class QueuedWork(Protocol):
-    """What a library has queued on a device, and nobody waits for."""
+    """Work of a library that is queued on a device without waiting for it."""
 
     what: str
-    """Its name, for errors."""
+    """The name of the operation, for error messages."""
 
     def is_done(self) -> bool:
-        """Whether the device has done it. Raises the error with which it has failed.
+        """Whether the device has completed the work. Raises its error if it has failed.
 
-        It may still occupy the device then, until `Transport.abort` is called.
+        Work that has failed may still occupy the device until `Transport.abort` is called.
         """
 
 
 class TimeLimit:
-    """The deadline of a collective and its wait policy.
+    """The deadline of a collective, and how to wait for it.
 
-    ``is_eager()`` is whether the waiting thread may spin: yes on a thread that has nothing else to
-    do, no on a thread that shares its core with the computation.
+    ``is_eager()`` returns whether the waiting thread may busy-wait: True on a thread that has
+    nothing else to do, False on a thread that shares its core with the computation.
 
     >>> from torchmn.comm.transports.base import TimeLimit
     >>> TimeLimit(60.0).seconds
@@ -74,15 +74,16 @@ class TimeLimit:
         self.deadline = time.monotonic() + seconds
         self.is_eager = is_eager
         self.reason = ""
-        """Why waiting longer made no sense, or for whom it was waited, where that is known."""
+        """The reason for ending the wait, or the ranks that are waited for; empty if not known."""
         self.on_queued: Callable[[QueuedWork], None] | None = None
-        """Takes what a transport has queued on a device, and calls `Transport.abort` if that fails.
+        """Called with work that a transport queued on a device instead of waiting for it.
 
-        None: the transport waits for it and does so itself.
+        The callee then enforces the time limit and calls `Transport.abort` if the work fails. If
+        None, the transport does both itself.
         """
 
     def restart(self) -> None:
-        """Count from now."""
+        """Move the deadline to ``seconds`` from now."""
         self.deadline = time.monotonic() + self.seconds
 
     @property
@@ -91,16 +92,16 @@ class TimeLimit:
         return max(0.0, self.deadline - time.monotonic())
 
     def pause_s(self) -> float:
-        """Seconds to sleep between two polls where spinning is not allowed."""
+        """Seconds to sleep between two polls if the thread may not busy-wait."""
         return _POLL_S
 
     def end(self) -> None:
-        """Move the deadline to now, from another thread. See also `abort_pending_receives`."""
+        """End the wait now, from any thread. See also `abort_pending_receives`."""
         self.deadline = 0.0
 
 
 class BackoffTimeLimit(TimeLimit):
-    """A wait that may be long at little cost: the longer it lasts, the longer the pauses."""
+    """A time limit for long waits at low cost: pauses between polls grow with the time waited."""
 
     __slots__ = ("_began_s", "_longest_pause_s")
 
@@ -110,7 +111,7 @@ class BackoffTimeLimit(TimeLimit):
         self._longest_pause_s = longest_pause_s
 
     def pause_s(self) -> float:
-        """See `TimeLimit.pause_s`: an eighth of the time waited so far, up to a limit."""
+        """See `TimeLimit.pause_s`. An eighth of the time waited so far, up to a limit."""
         waited_s = time.monotonic() - self._began_s
         return max(_POLL_S, min(waited_s / 8, self._longest_pause_s))
 
@@ -118,8 +119,8 @@ class BackoffTimeLimit(TimeLimit):
 def poll_until(is_done: Callable[[], bool], limit: TimeLimit, polls_before_yield: int) -> bool:
     """Call ``is_done`` until it returns True; False if the deadline passes first.
 
-    An eager thread spins, then yields its core, then sleeps between polls; any other sleeps from
-    the beginning.
+    An eager thread busy-waits, then yields its core, then sleeps between polls. Any other thread
+    sleeps between polls from the beginning.
     """
     polls = 0
     yields_since_s = 0.0
@@ -134,15 +135,15 @@ def poll_until(is_done: Callable[[], bool], limit: TimeLimit, polls_before_yield
                 continue
         time.sleep(limit.pause_s())
         if limit.left_s == 0.0:
-            return is_done()
+            return is_done()  # the last poll was before the pause
     return True
 
 
 class Scratch:
     """One growing byte buffer per device, reused by the collectives of a rank.
 
-    A fresh 64 MB tensor costs more in page faults than the sum that it is needed for. Collectives
-    of a rank run one at a time, so one buffer is enough.
+    Allocating a 64 MB tensor costs more in page faults than the sum that needs it. Collectives of a
+    rank run one at a time, so one buffer is enough.
     """
 
     def __init__(self, *, pin_memory: bool = False) -> None:
@@ -164,9 +165,10 @@ class Scratch:
 
 
 class Transport(ABC):
-    """Moves tensors between the ranks of one group. Every method but `exchange` is collective.
+    """Moves tensors between the ranks of a group.
 
-    Raises from every method: TimeLimitError, PeerLostError.
+    Methods are *collective* unless documented otherwise, except `exchange`, which only the senders
+    and receivers of its messages call. All may raise TimeLimitError and PeerLostError.
 
     A subclass defines `exchange`, `split` and `close`:
 
@@ -189,22 +191,22 @@ class Transport(ABC):
     rank: int
     size: int
     is_trusted = False
-    """Whether peers may send pickles: true where only the ranks of the job can connect."""
+    """Whether pickles from peers are accepted: only if no process outside the job can connect."""
     is_threaded = True
-    """Whether a thread other than the one that joined the world may call it."""
+    """Whether threads other than the one that joined the world may call the transport."""
     is_concurrent = True
-    """Whether two communicators of a rank may exchange at the same time."""
+    """Whether two communicators of one rank may run collectives at the same time."""
     is_close_collective = False
     """Whether `close` waits for the other ranks."""
     is_shared_memory = False
-    """Whether collectives pass through memory that all ranks have mapped."""
+    """Whether collectives use memory that all ranks have mapped."""
     has_fast_small_sums = False
-    """Whether sums of some KiB are faster than through shared memory."""
+    """Whether sums of a few KiB are faster than through shared memory."""
     supports_nccl = False
     progress_period_s: float | None = None
-    """How often `progress` must be called; None: never."""
+    """The period in seconds at which `progress` must be called; None if it need not be called."""
     own_address: str | None = None
-    """The address at which the other ranks reach this host, where it is known."""
+    """The address at which the other ranks reach this host; None if not known."""
 
     def __init__(self, rank: int, size: int, scratch: Scratch | None = None) -> None:
         self.rank = rank
@@ -212,13 +214,14 @@ class Transport(ABC):
         self.scratch = scratch or Scratch()
         self.sent: defaultdict[int, int] = defaultdict(int)
         self.received: defaultdict[int, int] = defaultdict(int)
-        """Bytes by peer; through shared memory under the own rank, a library's as of a ring."""
+        """Bytes by peer. Shared memory counts as this rank, a library's collectives as a ring."""
 
     @property
     def thread_safe_transport(self) -> Transport:
-        """The same ranks, where threads may exchange at once if each has a peer or tag of its own.
+        """A transport of the same ranks whose `exchange` threads may call at the same time.
 
-        gloo and MPI allow that; a transport that does not returns the one it wraps.
+        Each thread needs a peer or a tag of its own. gloo and MPI allow that; a transport that does
+        not returns the one that it wraps.
         """
         return self
 
@@ -226,14 +229,14 @@ class Transport(ABC):
     def exchange(
         self, sends: Sequence[Message], recvs: Sequence[Message], limit: TimeLimit, tag: int = 0
     ) -> None:
-        """Post all sends and receives at once and return when all are done.
+        """Post all sends and receives at once and block until all are complete.
 
-        Peers must post the matching messages; empty tensors are skipped on both sides; a message
-        to oneself is not allowed. Messages between the same two ranks keep their order.
+        Peers must post the matching messages. Empty tensors are skipped on both sides. A rank must
+        not send to itself. Messages between the same two ranks keep their order.
         """
 
     def transports(self) -> Iterator[Transport]:
-        """This one, and those that carry what it does not carry itself."""
+        """Yield this transport and the transports that it wraps."""
         yield self
 
     def _count_bytes(self, sends: Sequence[Message], recvs: Sequence[Message]) -> None:
@@ -243,7 +246,7 @@ class Transport(ABC):
             self.received[peer] += tensor.nbytes
 
     def _count_ring(self, nbytes: int) -> None:
-        """Count an all-reduce of a library, as that of a ring: to the next rank, from the last."""
+        """Count the bytes of a library's all-reduce as if it used a ring of all ranks."""
         if self.size > 1:
             passed = 2 * nbytes * (self.size - 1) // self.size
             self.sent[(self.rank + 1) % self.size] += passed
@@ -251,45 +254,46 @@ class Transport(ABC):
 
     @abstractmethod
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """A transport among ``ranks`` (ranks of this group, which must hold the caller's).
+        """A transport between ``ranks`` of this group, which must include the caller.
 
-        Every member calls it with the same ranks and the same ``key``, which no other split of
-        this transport with a common member may have used.
+        Every member calls it with the same ranks and the same ``key``. Splits of this transport
+        that have a member in common must have different keys.
         """
 
     def abort(self) -> None:  # noqa: B027 - most transports queue nothing
-        """End what is queued on a device and was not done, so that the device goes on. Local.
+        """Abort work that is still queued on a device, so that the device can continue. Local.
 
-        What it should have written means nothing. The transport cannot be used any more.
+        The memory that this work should have written is undefined. The transport cannot be used
+        afterwards.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Release connections. Call it on every rank; nothing may be in flight."""
+        """Close all connections. Every rank calls it when no message is pending."""
 
     def queues(self, buffer: Tensor) -> bool:
-        """Whether a sum of this buffer returns when it is queued on its device. Local."""
+        """Whether a sum of this buffer returns once it is queued on the buffer's device. Local."""
         return False
 
     def prefetch_send(self, buffer: Tensor) -> None:  # noqa: B027 - most transports need no hint
-        """Announce a sum by `all_reduce_` or `striped_all_reduce_`. Local.
+        """Announce a later sum by `all_reduce_` or `striped_all_reduce_`. Local.
 
-        Its first messages may then be sent right after those of the sums announced before it. All
-        ranks announce the same sums in the same order and make them in that order; the buffer must
-        not change in between.
+        Its first messages may be sent as soon as those of the sums announced before it have been
+        sent. All ranks must announce the same sums and compute them in the order of announcement.
+        The buffer must not change in between.
         """
 
     def progress(self) -> None:  # noqa: B027 - most transports send by themselves
-        """Send on what completed exchanges have left in the library's buffers. Local.
+        """Make the library send what completed exchanges have left in its buffers. Local.
 
-        A wrapper that waits without calling its library calls it every `progress_period_s`.
+        Called every `progress_period_s` by a wrapper that waits without calling the library.
         """
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
         """Receive a CPU tensor of known size from whichever rank sends first; returns its rank.
 
-        Called by the receiver; the sender uses `exchange`. Raises UnsupportedError: this transport
-        does not support it.
+        Called by the receiver only; the sender calls `exchange`. Raises UnsupportedError: this
+        transport does not support it.
         """
         raise UnsupportedError(
             f"The transport {self.name} cannot receive from any source. Name the source, or use "
@@ -299,11 +303,11 @@ class Transport(ABC):
     # ---- collectives over `exchange`, overridden where the library is better ----
 
     def barrier(self, limit: TimeLimit) -> None:
-        """Return when every rank has arrived."""
+        """Block until all ranks have called it."""
         self.barrier_of(range(self.size), limit)
 
     def barrier_of(self, ranks: Sequence[int], limit: TimeLimit) -> None:
-        """Return when all of ``ranks`` have arrived (dissemination: log2 W rounds)."""
+        """Block until all of ``ranks`` have called it (dissemination barrier, log2 W rounds)."""
         token, received = torch.zeros(2, 1, dtype=torch.uint8, device="cpu")
         index, distance, size = ranks.index(self.rank), 1, len(ranks)
         while distance < size:
@@ -312,7 +316,7 @@ class Transport(ABC):
             distance *= 2
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """Give every rank the root's buffer: by a tree if small, else by scatter and all-gather."""
+        """Copy the root's buffer to all ranks: a tree if small, else scatter and all-gather."""
         if self.size == 1 or buffer.numel() == 0:
             return
         if self.size > 2 and buffer.nbytes > _SMALL_BYTES:
@@ -334,15 +338,15 @@ class Transport(ABC):
             reach *= 2
 
     def all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """Reduce over the ranks, in place, with the same bits on every rank."""
+        """Reduce a buffer over all ranks, in place; bit-identical on all ranks."""
         self.striped_all_reduce_(buffer, op, limit)
 
     def striped_all_reduce_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """Reduce as `all_reduce_`, by the algorithm that is the same over all transports.
+        """Like `all_reduce_`, by an algorithm that does not depend on the transport.
 
-        Direct reduce-scatter to stripe owners, who fold in rank order, then all-gather: the same
-        bytes as a ring in two rounds instead of 2(W-1) (Thakur, Rabenseifner, Gropp 2005, "long
-        vector" reduce-scatter by pairwise exchange).
+        Each rank sends each stripe to its owner, which reduces it by `fold`; then an all-gather.
+        This sends the same number of bytes as a ring, in two rounds instead of 2(W-1) (Thakur,
+        Rabenseifner, Gropp 2005, "long vector" reduce-scatter by pairwise exchange).
         """
         if self.size == 1:
             return
@@ -350,7 +354,7 @@ class Transport(ABC):
         self.all_gather_stripes_(buffer, limit)
 
     def reduce_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
-        """Sum over the ranks into the root's buffer; other ranks' buffers become undefined."""
+        """Sum over all ranks into the root's buffer; other ranks' buffers become undefined."""
         if self.size == 1:
             return
         self.reduce_scatter_stripes_(buffer, "sum", limit)
@@ -361,10 +365,11 @@ class Transport(ABC):
             self.exchange([(root, pieces[self.rank])], [], limit)
 
     def reduce_scatter_stripes_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """Fold stripe r of all ranks into stripe r of rank r's buffer, in rank order."""
+        """Reduce stripe r of all ranks into stripe r of rank r's buffer, in the order of `fold`."""
         pieces = self.stripes(buffer)
         mine = pieces[self.rank]
         scratch = self.scratch.take(mine.numel() * (self.size - 1), buffer.dtype, buffer.device)
+        # Not strict: an empty scratch is split into a single piece.
         received = dict(zip(self._others, scratch.split(max(1, mine.numel())), strict=False))
         self.exchange(
             [(peer, pieces[peer]) for peer in self._others],
@@ -373,11 +378,12 @@ class Transport(ABC):
         )
         if mine.numel() == 0:
             return
+        # Only this rank reduces the stripe, so the order of the pieces needs no agreement.
         received[self.rank] = mine
         fold(mine, [received[peer] for peer in range(self.size)], op)
 
     def all_gather_stripes_(self, buffer: Tensor, limit: TimeLimit) -> None:
-        """Give every rank stripe r of rank r's buffer, for all r."""
+        """Copy stripe r of rank r's buffer to all ranks, for all r."""
         if self.size > MAX_DIRECT_RANKS and not buffer.is_cuda:
             self._all_gather_in_rounds_(buffer, limit)
             return
@@ -390,11 +396,11 @@ class Transport(ABC):
         )
 
     def _all_gather_in_rounds_(self, buffer: Tensor, limit: TimeLimit) -> None:
-        """All-gather in ceil(log2 W) rounds (Bruck et al. 1997), each with one peer on either side.
+        """All-gather in ceil(log2 W) rounds, with one target and one source each (Bruck 1997).
 
-        Each round doubles the run of stripes that a rank holds, which begins with its own: it sends
-        that to the rank as far before it, and receives as much from the rank as far after it. The
-        bytes are those of sending each stripe to all.
+        A rank holds a run of n consecutive stripes, beginning with its own. In each round it sends
+        the run to rank - n and receives the following stripes from rank + n, which doubles n. The
+        number of bytes is the same as for sending each stripe to all ranks.
         """
         num_held = 1
         while num_held < self.size:
@@ -408,7 +414,7 @@ class Transport(ABC):
             num_held += num_sent
 
     def _run_of_stripes(self, buffer: Tensor, first: int, count: int) -> list[Tensor]:
-        """Stripe ``first`` and those after it, stripe 0 after the last: one tensor, or two."""
+        """``count`` stripes from ``first`` on: one tensor, or two if they wrap around."""
         size, (quotient, rest) = self.size, divmod(buffer.numel(), self.size)
         begin, end = (
             rank * quotient + min(rank, rest) for rank in (first, (first + count - 1) % size + 1)
@@ -416,17 +422,17 @@ class Transport(ABC):
         return [buffer[begin:end]] if first + count <= size else [buffer[begin:], buffer[:end]]
 
     def stripes(self, buffer: Tensor) -> list[Tensor]:
-        """Cut a buffer into one contiguous stripe per rank, sizes differing by at most one."""
+        """Split a buffer into a contiguous stripe per rank; sizes differ by at most one element."""
         return [*buffer.tensor_split(self.size)]
 
     @property
     def _others(self) -> list[int]:
-        """All other ranks, starting after this one: first messages have different targets."""
+        """All other ranks, from the next one on, so that ranks begin with different targets."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
 
 class WrappingTransport(Transport):
-    """A transport that leaves to ``inner`` what it does not do itself."""
+    """Base class of transports that delegate to ``inner`` what they do not implement."""
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner.rank, inner.size, inner.scratch)
@@ -477,8 +483,12 @@ class WrappingTransport(Transport):
 
 
 def gather_json(transport: Transport, value: object, limit: TimeLimit) -> list[Any]:
-    """A JSON value of every rank, in rank order: what ranks tell each other first. *Collective.*"""
+    """Gather a JSON value from every rank, in rank order. *Collective.*
+
+    Used while a communicator is set up: it needs no more than a transport.
+    """
     own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    # The rows of an all-gather have the same length, so ranks exchange their lengths first.
     sizes = torch.zeros(transport.size, dtype=torch.int64, device="cpu")
     sizes[transport.rank] = len(own)
     transport.all_gather_stripes_(sizes, limit)
@@ -490,13 +500,15 @@ def gather_json(transport: Transport, value: object, limit: TimeLimit) -> list[A
 
 
 def abort_pending_receives(transport: Transport) -> None:
-    """End receives that wait in other threads, where the transport does not poll. Local.
+    """End receives that wait in other threads, for transports that do not poll. Local.
 
-    A gloo group closes its connections when a receive exceeds its time limit; nothing else ends a
-    thread that waits in it. Connections to lost peers are closed already. Peers without a message
-    so far may have no connection, and are not given one now.
+    A gloo group closes its connections when a receive exceeds its time limit, and nothing else ends
+    a thread that waits in gloo. So this posts a receive with a very short limit from each peer.
+    Connections to lost peers are closed already. Peers without a message so far are left out: they
+    may have no connection, and a receive would make one.
     """
     nothing = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    # Copies, because the waiting threads may add peers meanwhile.
     peers = {
         p for each in transport.transports() for p in (*each.sent.copy(), *each.received.copy())
     }
@@ -510,9 +522,10 @@ def abort_pending_receives(transport: Transport) -> None:
 
 
 def fold(into: Tensor, pieces: Sequence[Tensor], op: ReduceOp) -> None:
-    """Reduce ``pieces`` into ``into``, which may be one of them; the others are only read.
+    """Reduce ``pieces`` into ``into``, which may be one of them; the others are not changed.
 
-    16-bit floats are summed and multiplied in float32 and rounded once.
+    Pieces are combined in order, except that ``into`` comes first if it is one of them. 16-bit
+    floats are summed and multiplied in float32, always in order, and rounded once.
     """
     combine = COMBINE[op]
     if op in ("sum", "product") and into.dtype in (torch.float16, torch.bfloat16):

@@ -1,16 +1,16 @@
-"""torch.distributed process groups: gloo for CPU tensors, NCCL for CUDA tensors.
+"""Process groups of torch.distributed: gloo for CPU tensors, NCCL for CUDA tensors.
 
-The groups are made from a store, without the default group: ranks may be processes or threads of
-one process, and a default group that the user has made beside us is left alone.
+The groups are made from a store, without torch's default group: ranks may be processes or threads
+of one process, and a default group of the script is not touched.
 
-NCCL refuses two ranks on one GPU, unless it was prepared for that (see `may_share_gpus`). Where
-ranks share one, CUDA tensors go over gloo, through pinned host memory.
+NCCL refuses two ranks on one GPU, unless it was prepared for that (see `may_share_gpus`). If ranks
+share a GPU, CUDA tensors are sent over gloo, through pinned host memory.
 
-What goes to NCCL is queued: a method returns when its work is on the current stream, and whoever
-gave the `TimeLimit` looks at the work (`TimeLimit.on_queued`); without such a one the method looks
-itself until the GPU has done it. NCCL's own watchdog is not used: it ends the process by SIGABRT
-some time after a limit, and a script could neither report that nor save anything. A kernel that
-waits for a lost peer occupies the GPU until it is aborted.
+Operations of NCCL are queued: a method returns when its work is on the current stream, and
+`TimeLimit.on_queued` gets the work and enforces the limit. Without such a callback the method polls
+until the GPU has completed the work. NCCL's own watchdog is not used: it ends the process with
+SIGABRT some time after a limit, so that a script could neither report the error nor save anything.
+A kernel that waits for a lost peer occupies the GPU until it is aborted.
 """
 
 from __future__ import annotations
@@ -69,23 +69,23 @@ _OPS = {
     "min": dist.ReduceOp.MIN,
 }
 _POLLS_BEFORE_YIELD = 200
-_NO_LIMIT = timedelta(days=30)  # of NCCL's own: ours come first
+_NO_LIMIT = timedelta(days=30)  # NCCL's own limit must never be reached before ours
 _CLOSE_S = 60.0
 _ABORT_S = 10.0
 _OF_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 _making_nccl = threading.Lock()
 _CAN_BE_LAZY = "lazy_init" in (dist.ProcessGroupGloo.create_device.__doc__ or "")
-"""torch 2.6 and 2.7 connect all ranks with each other at once."""
+"""False for torch 2.6 and 2.7, whose gloo connects all pairs of ranks at once."""
 _LATE = ("timed out", "timeout", "time out")
 _LOST = ("connection closed", "connection reset", "broken pipe", "connection refused")
 
 
 class TorchDistributedTransport(Transport):
-    """gloo and, where there is a GPU, NCCL, over one store.
+    """A gloo process group and, for a GPU, an NCCL process group, over one store. *Collective.*
 
-    ``store`` must be reachable by all ranks and not be used by anything else under the same prefix.
-    ``cuda_device`` is this rank's GPU or None. ``supports_nccl=False``: ranks share GPUs, and CUDA
-    tensors go over gloo. *Collective.*
+    ``store`` must be reachable by all ranks, and nothing else may use it under the same prefix.
+    ``cuda_device`` is this rank's GPU or None. With ``supports_nccl=False``, for ranks that share a
+    GPU, CUDA tensors are sent over gloo.
     """
 
     name = "torch.distributed"
@@ -118,32 +118,34 @@ class TorchDistributedTransport(Transport):
         self.supports_nccl = supports_nccl and dist.is_nccl_available()
         self._nccl: Any = None
         self._nccl_turn = threading.Lock()
-        self._has_failed = has_failed or threading.Event()  # this group or one it was split from
+        # Shared with all groups that are split from this one.
+        self._has_failed = has_failed or threading.Event()
         self._staging: Staging | None = None
         if cuda_device is not None and self.supports_nccl:
             self._nccl = _nccl(PrefixStore("nccl", store), rank, size)
-            self.is_close_collective = True  # NCCL waits for the ranks of this node
+            self.is_close_collective = True  # NCCL waits for the other ranks of this node
             if size > 1:
-                # NCCL connects in the first call, of all ranks: a message between two would hang.
+                # NCCL connects all ranks in the first call, so all must take part in it: a message
+                # between two ranks as the first call would hang.
                 token = torch.zeros(1, dtype=torch.int32, device=cuda_device)
                 self.all_reduce_(token, "sum", TimeLimit(timeout_s))
         _register_exit_cleanup().add(self)
 
     @property
     def has_nccl(self) -> bool:
-        """Whether CUDA tensors go over NCCL. Local."""
+        """Whether CUDA tensors are sent over NCCL. Local."""
         return self._nccl is not None
 
     def use_gpu(self, device: torch.device, *, may_use_nccl: bool) -> None:
-        """Send tensors of this GPU from now on: what is split from this one by NCCL, if it may.
+        """Set the GPU of this rank. Transports split from this one use NCCL if they may. Local.
 
-        This one by gloo, through host memory, unless it was made with NCCL. Local.
+        This transport itself sends CUDA tensors over gloo, unless it was made with NCCL.
         """
         self.cuda_device = device
         self.supports_nccl = self.supports_nccl and may_use_nccl
 
     def _is_staged(self, tensor: Tensor) -> bool:
-        """Whether a tensor goes through host memory. Raises UnsupportedError: it cannot be sent."""
+        """Whether a tensor is sent through host memory. Raises UnsupportedError if it cannot be."""
         if not tensor.is_cuda or self._nccl is not None:
             return False
         if self.cuda_device is None:
@@ -198,7 +200,7 @@ class TorchDistributedTransport(Transport):
         self._count_ring(buffer.nbytes)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(_OPS[op])
-        options.timeout = _left(limit)  # of gloo's own thread, which `close` waits for
+        options.timeout = _left(limit)  # for gloo's own thread, which `close` waits for
         self._wait(lambda group: group.allreduce([buffer], options), buffer, "all_reduce", limit)
 
     def broadcast_(self, buffer: Tensor, root: int, limit: TimeLimit) -> None:
@@ -224,10 +226,10 @@ class TorchDistributedTransport(Transport):
             raise _translate(error, what, limit.seconds) from error
 
     def _on_nccl(self, start: Start, what: str, limit: TimeLimit) -> None:
-        """Queue something of NCCL on the current stream.
+        """Queue an operation of NCCL on the current stream.
 
-        Threads take turns to start: of a chain of modules each has messages of its own, and a group
-        of messages is a state of the process group.
+        A lock is held while it starts: several threads may send messages, as modules of a chain do,
+        and coalescing is a state of the process group.
         """
         is_watched = limit.on_queued is not None
         try:
@@ -235,13 +237,14 @@ class TorchDistributedTransport(Transport):
                 started = start(self._nccl)
             if started is None:
                 return
-            started.wait()  # the current stream waits for it; the host does not
+            started.wait()  # makes the current stream wait, not the host
             work = _NcclWork(started, what)
             if limit.on_queued is not None:
                 limit.on_queued(work)
             elif not poll_until(work.is_done, limit, _POLLS_BEFORE_YIELD):
                 raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
         except (RuntimeError, CommunicationError) as error:
+            # A watched operation is aborted by its `Group`, which first stops handing out results.
             if not is_watched:
                 self.abort()
             if isinstance(error, CommunicationError):
@@ -266,18 +269,19 @@ class TorchDistributedTransport(Transport):
             supports_nccl=self.supports_nccl,
             has_failed=self._has_failed,
         )
-        if part.size > 1:  # a rank that exits now would break connections that others still make
+        if part.size > 1:
+            # A rank that exits after the split would break connections that others still make.
             part.barrier(limit)
         return part
 
     def close(self) -> None:
         nccl, self._nccl = self._nccl, None
-        self._gloo = None  # a gloo group closes its sockets when it is gone
+        self._gloo = None  # a gloo group closes its sockets when it is destroyed
         if nccl is None:
             return
         if not self._has_failed.is_set():
             limit_s = min(self._timeout_s, _CLOSE_S)
-            if _run_within(limit_s, nccl.shutdown):  # it waits for the other ranks of this node
+            if _run_within(limit_s, nccl.shutdown):  # waits for the other ranks of this node
                 return
             warnings.warn(
                 f"Another rank of this node has not closed its NCCL communicator within "
@@ -288,18 +292,19 @@ class TorchDistributedTransport(Transport):
         _run_within(_ABORT_S, nccl.abort)
 
     def abandon(self) -> None:
-        """Close at the exit of the process, without the other ranks if it has failed. Local."""
+        """Close at the exit of the process; does not wait for other ranks after an error. Local."""
+        # Set by Python for an uncaught exception: the other ranks may be stuck in a collective.
         if getattr(sys, "last_value", None) is not None:
             self._has_failed.set()
         self.close()
 
 
 Start = Callable[[Any], Any]
-"""Starts something on a process group and returns its work."""
+"""A function that starts an operation on a process group and returns its Work."""
 
 
 class _NcclWork:
-    """Something of NCCL that a GPU will do: a `QueuedWork`."""
+    """A queued operation of NCCL, as a `QueuedWork`."""
 
     def __init__(self, work: Any, what: str) -> None:
         self._work = work
@@ -309,7 +314,7 @@ class _NcclWork:
         try:
             if not self._work.is_completed():
                 return False
-            self._work.wait()  # it has ended: this raises its error
+            self._work.wait()  # does not block any more; raises the error of the operation
         except RuntimeError as error:
             raise _translate(error, self.what, math.inf) from error
         return True
@@ -318,15 +323,16 @@ class _NcclWork:
 def _nccl(store: Any, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     set_timeout(options, _NO_LIMIT)
+    # The lock: ranks may be threads, and the environment belongs to the process.
     with _making_nccl, _errors_left_to_us():
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """NCCL groups made inside do not end the process, and `wait` does not wait on the host.
+    """Context for making NCCL groups that do not end the process and whose `wait` does not block.
 
-    torch reads these variables when it makes a group.
+    torch reads the environment variables when it makes a group.
     """
     before = {name: os.environ.get(name) for name in _OF_NCCL}
     os.environ.update(_OF_NCCL)
@@ -341,7 +347,7 @@ def _errors_left_to_us() -> Iterator[None]:
 
 
 def _batch(group: Any, sends: Sequence[Message], recvs: Sequence[Message], tag: int) -> Any:
-    """All messages as one operation of NCCL, which may otherwise wait for one another."""
+    """Start all messages as one operation of NCCL. Separate ones could wait for each other."""
     start_coalescing(group)
     _start_all(group, sends, recvs, tag)
     return end_coalescing(group)
@@ -359,7 +365,8 @@ def _start_all(
 
 
 def _run_within(limit_s: float, end: Callable[[], object]) -> bool:
-    """Call what has no time limit of its own, and may wait for a GPU; whether it has returned."""
+    """Call a function that may block without a limit; returns whether it ended in time."""
+    # A daemon thread, so that a call that never returns does not keep the process from exiting.
     ending = threading.Thread(target=_ignoring_errors, args=(end,), daemon=True)
     ending.start()
     ending.join(limit_s)
@@ -367,16 +374,16 @@ def _run_within(limit_s: float, end: Callable[[], object]) -> bool:
 
 
 def _ignoring_errors(end: Callable[[], object]) -> None:
-    with suppress(RuntimeError):  # it was aborted before
+    with suppress(RuntimeError):  # the group was aborted before
         end()
 
 
 @cache
 def _register_exit_cleanup() -> weakref.WeakSet[TorchDistributedTransport]:
-    """The open transports, closed when the interpreter exits. Registered once.
+    """The open transports, which are closed when the interpreter exits. Registered once.
 
-    gloo's threads end the process with SIGABRT if its groups still exist when Python finalizes:
-    one exit in ten with 4 ranks.
+    gloo's threads end the process with SIGABRT if groups still exist when Python finalizes: in one
+    exit out of ten with 4 ranks.
     """
     transports: weakref.WeakSet[TorchDistributedTransport] = weakref.WeakSet()
 
@@ -389,10 +396,11 @@ def _register_exit_cleanup() -> weakref.WeakSet[TorchDistributedTransport]:
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, own_address: str | None) -> Any:
-    """gloo listens on ``own_address``; without one on GLOO_SOCKET_IFNAME or by the host's name.
+    """Make a gloo group that listens on ``own_address``. *Collective.*
 
-    Many ranks are connected with those that they exchange with, when they do; few ranks with all
-    others now, so that one that cannot be reached is found here.
+    Without an address gloo uses GLOO_SOCKET_IFNAME or the address of the host name. Large groups
+    connect two ranks when they first exchange a message (torch 2.8 and later). Small groups connect
+    all ranks now, so that a rank that cannot be reached is found here.
     """
     is_lazy = size > MAX_DIRECT_RANKS and _CAN_BE_LAZY
     if own_address is None and not is_lazy:
@@ -410,9 +418,10 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, own_address: str
 
 
 def _sized_tag(tag: int, tensor: Tensor) -> int:
-    """A tag that includes the size: gloo ends the process when sizes do not match.
+    """A tag that depends on the size of the message, so that sizes of matching messages agree.
 
-    Ranks in different collectives then wait until their time limit.
+    gloo ends the process if they do not. With different tags, ranks in different collectives wait
+    until their time limit instead.
     """
     return (tag << 16 | zlib.crc32(str(tensor.nbytes).encode()) & 0xFFFF) & 0x7FFFFFFF
 
@@ -422,12 +431,12 @@ def _left(limit: TimeLimit) -> timedelta:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes, so that every dtype can be sent."""
+    """A uint8 view of a tensor, so that every dtype can be sent."""
     return tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
 
 
 def _translate(error: Exception, what: str, seconds: float) -> CommunicationError:
-    """The torchmn error for an error of gloo or NCCL."""
+    """Translate an error of gloo or NCCL, which have no classes of errors, by its message."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     lowered = text.lower()
     if any(word in lowered for word in _LOST):

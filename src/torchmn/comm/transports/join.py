@@ -1,7 +1,7 @@
-"""Joining the world: the transport of all ranks of this job, made once per process.
+"""Joining the world: make the transport of all ranks of this job, once per process.
 
-MPI has one world per process, and a torchrun store one server, so the first communicator joins and
-later ones are split from it.
+MPI has one world per process and a torchrun store one server, so the first communicator joins the
+world and all communicators are split from it.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ TRANSPORTS = ("auto", "mpi", "torch")
 _STORE_BACKLOG = 4096
 
 _joined: dict[object, tuple[int, Transport]] = {}
-"""The process that joined, which may be the parent of this one, and its transport of all ranks."""
+"""The transport of all ranks, with the process that joined: after a fork that is the parent."""
 _met: list[tuple[str, TCPStore]] = []
 _until_joined = contextlib.ExitStack()
-"""Ends the publication of rank 0's port."""
+"""Withdraws the published port of rank 0 once all ranks have joined."""
 
 
 def choose_transport(
     name: str, launched: LauncherInfo | None, environment: Mapping[str, str], *, has_cuda: bool
 ) -> str:
-    """``auto`` to ``mpi`` or ``torch``. Raises UnknownNameError.
+    """Resolve ``auto`` to ``mpi`` or ``torch``. Raises UnknownNameError.
 
-    torch for a process group of the script, else the choice of ``torchmn run``, else NCCL for GPUs,
-    else MPI under an MPI launcher if mpi4py is installed.
+    ``torch`` if the ranks are those of the script's process group, else the choice of
+    ``torchmn run``, else ``mpi`` for CPUs under an MPI launcher if mpi4py is installed, else
+    ``torch``.
     """
     raise_if_unknown("transport", name, TRANSPORTS)
     if name != "auto":
@@ -81,7 +82,7 @@ def choose_transport(
 
 
 def join_world(kind: str, timeout_s: float) -> Transport:
-    """The transport of all ranks of the job. *Collective* the first time, then cached.
+    """Return the transport of all ranks of the job. *Collective* the first time, then cached.
 
     Raises TopologyError: MPI and the launcher's variables contradict each other; LaunchError: there
     is no rendezvous address; TimeLimitError: not all ranks joined; UsageError: another process has
@@ -116,7 +117,9 @@ def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
             HashStore(), 0, 1, timeout_s=timeout_s, is_trusted=has_secret
         )
     address, server = meet(launched, timeout_s)
+    # A prefix, because init_process_group() of the script may use the same server.
     store = PrefixStore("torchmn", server)
+    # Rank 0 publishes its port until the barrier: late ranks look it up until then.
     with _until_joined:
         transport = TorchDistributedTransport(
             store,
@@ -137,10 +140,10 @@ def _join_torch(launched: LauncherInfo | None, timeout_s: float) -> Transport:
 
 
 def meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, Store]:
-    """Rank 0's address as this rank reaches it, and its store; connected once per process.
+    """Rank 0's address as seen from this rank, and its store. Connects once per process.
 
-    The store of the script's process group, if that is adopted, without an address. Raises as
-    `join_world`.
+    If the script's process group is adopted, its store and an empty address. Raises the same errors
+    as `join_world`.
     """
     if is_adopted(launched):
         return "", default_store()
@@ -151,9 +154,10 @@ def meet(launched: LauncherInfo, timeout_s: float) -> tuple[str, Store]:
 
 
 def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPStore]:
-    """Rank 0's address as this rank reaches it, and its store.
+    """Rank 0's address as seen from this rank, and a connection to its store.
 
-    It is at MASTER_ADDR and MASTER_PORT, or at a free port published by MPI or by rank 0 itself.
+    The store is at MASTER_ADDR and MASTER_PORT, or at a free port that rank 0 publishes over MPI or
+    in a file.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if address and port:
@@ -191,10 +195,12 @@ def _connect_store(launched: LauncherInfo, timeout_s: float) -> tuple[str, TCPSt
 
 
 def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) -> TCPStore:
+    # torchrun's agent serves the store itself, if it sets this variable.
     serves = launched.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     listener = _store_listener(launched, address, port) if serves else None
     try:
-        # multi_tenant: the user's own init_process_group() finds the same server and shares it.
+        # multi_tenant: init_process_group() of the script shares this server; otherwise it would
+        # fail, because the port is in use.
         if listener is not None:
             return serve_store(
                 listener,
@@ -227,11 +233,11 @@ def _store(launched: LauncherInfo, address: str, port: int, timeout_s: float) ->
 
 
 def _store_listener(launched: LauncherInfo, address: str, port: int) -> socket.socket | None:
-    """The listener of rank 0's store, on the interface of this address only.
+    """A listener for rank 0's store on the interface of ``address`` only; None to let torch listen.
 
-    torch would listen on all interfaces. It does so (``None``) where a host's own name resolves to
-    a loopback address, at which other hosts do not reach it, and where the port is in use: torch
-    finds a server that the user has made in this process, or raises.
+    torch listens on all interfaces. That is needed if the host's own name resolves to a loopback
+    address, at which other hosts cannot reach it. If the port is in use, torch either finds a
+    server that the script has made in this process, or raises.
     """
     is_alone = launched.intra_size == launched.size
     if is_loopback(address) and _names_own_host(address) and not is_alone:
@@ -242,7 +248,7 @@ def _store_listener(launched: LauncherInfo, address: str, port: int) -> socket.s
 
 
 def _raise_if_address_is_local(launched: LauncherInfo, address: str) -> None:
-    """Raise TopologyError: the address is that of each host itself, and there are several."""
+    """Raise TopologyError if ``address`` is a loopback address and there are several hosts."""
     if _spans_nodes(launched) and is_loopback(address) and not _names_own_host(address):
         raise TopologyError(
             f"MASTER_ADDR={address} is a loopback address, but {launched}, on several hosts. "
@@ -251,7 +257,7 @@ def _raise_if_address_is_local(launched: LauncherInfo, address: str) -> None:
 
 
 def _names_own_host(address: str) -> bool:
-    """Whether it is a host name, which may resolve to a loopback address on that host only."""
+    """Whether ``address`` is a host name, which may be a loopback address on that host only."""
     return address not in ("localhost", "localhost.localdomain") and not address[0].isdigit()
 
 
@@ -262,11 +268,11 @@ def _spans_nodes(launched: LauncherInfo) -> bool:
 
 
 def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str | None:
-    """The address at which other ranks reach this one, or ``None``: gloo looks for one.
+    """The address at which other ranks reach this one, or None to let gloo choose.
 
-    It is the one from which this rank reaches rank 0. On rank 0's own host that may be a loopback
-    address: ranks of other hosts then publish the address that they reach. GLOO_SOCKET_IFNAME
-    overrides it.
+    It is the source address of this rank's route to rank 0. On rank 0's own host that may be a
+    loopback address: ranks of other hosts therefore publish the address at which they reach rank
+    0's host. GLOO_SOCKET_IFNAME takes precedence.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return None
@@ -282,7 +288,7 @@ def _own_address(launched: LauncherInfo, leader: str, store: PrefixStore) -> str
 def _store_over_mpi(
     launched: LauncherInfo, mpi_world: Transport, timeout_s: float
 ) -> tuple[str, TCPStore]:
-    """Rank 0 listens on a free port and tells it over MPI."""
+    """Connect to rank 0's store, whose address is sent over MPI. *Collective.*"""
     store, place = None, None
     if mpi_world.rank == 0:
         store = _store(launched, socket.gethostname(), 0, timeout_s)
@@ -297,8 +303,9 @@ def _has_mpi4py() -> bool:
     return "mpi4py" in sys.modules or find_spec("mpi4py") is not None
 
 
+# torch.__version__ is a TorchVersion, which compares as a version and not as text.
 _CAN_TAKE_LISTENER = torch.__version__ >= "2.8"
-"""Before, only the older of torch's two servers can."""
+"""Whether torch's newer (libuv) store server accepts a listener; the older one always does."""
 
 
 def serve_store(
@@ -309,14 +316,14 @@ def serve_store(
     num_ranks: int | None = None,
     multi_tenant: bool = False,
 ) -> TCPStore:
-    """Serve a store on ``listener``, which it takes over; torch by itself uses all interfaces.
+    """Serve a store on an existing listener. By itself torch listens on all interfaces.
 
     Args:
-        listener: a TCP socket that listens.
-        address: this host's, as the server reaches itself.
-        timeout_s: the limit of requests.
-        num_ranks: that will connect, if it is known.
-        multi_tenant: whether another TCPStore of this process on this port shares the server.
+        listener: a listening TCP socket, which the store takes over.
+        address: the address of this host, at which the server connects to itself.
+        timeout_s: the time limit of requests to the store.
+        num_ranks: the number of ranks that will connect, if known.
+        multi_tenant: whether other TCPStores of this process on this port share the server.
     """
     port = listener.getsockname()[1]
     return TCPStore(
@@ -334,15 +341,16 @@ def serve_store(
 
 # torch's process groups and device meshes over the ranks of a communicator.
 #
-# `fully_shard`, `parallelize_module` and torch's pipelines take a `DeviceMesh`, which needs groups
-# of torch's default world. That world is made here where the script has not made one, with the
-# server that the ranks of the job have met at; under MPI its gloo groups stand beside MPI.
+# `fully_shard`, `parallelize_module` and torch's pipelines take a `DeviceMesh`, which needs process
+# groups within torch's default process group. If the script has not initialized that, it is done
+# here, with the store at which the ranks of the job have met. Under MPI its gloo groups exist
+# beside MPI.
 
 
 def make_process_group(comm: Communicator) -> dist.ProcessGroup:
-    """A group of `torch.distributed` of the same ranks, in the same order. *Collective.*
+    """A process group of `torch.distributed` of the same ranks, in order. *Collective.*
 
-    Raises UnsupportedError: ranks are threads, or not in the order of torch's default world.
+    Raises UnsupportedError: ranks are threads, or are not in the order of the default group.
     """
     if not dist.is_initialized():
         _make_default_world(comm)
@@ -356,19 +364,23 @@ def make_process_group(comm: Communicator) -> dist.ProcessGroup:
     group: Any = dist.group.WORLD
     if len(ranks) < dist.get_world_size():
         timeout = timedelta(seconds=comm.timeout_s)
+        # By default new_group() must be called by all ranks of the default group.
         group = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
     return cast("dist.ProcessGroup", group)
 
 
 def torch_ranks(comm: Communicator) -> list[int]:
-    """The numbers of these ranks in torch's default world. *Collective.*"""
+    """The ranks of a communicator in torch's default process group. *Collective.*"""
     return comm.allgather_obj(dist.get_rank())
 
 
 def mesh_of_groups(
     groups: Sequence[dist.ProcessGroup], names: Sequence[str], ranks: Tensor, device_type: str
 ) -> DeviceMesh:
-    """A mesh with a group for each axis. Local. ``ranks``: (size of axis 0, size of axis 1, ...)"""
+    """A DeviceMesh from a group for each axis. Local.
+
+    ``ranks`` (size of axis 0, size of axis 1, ...) holds ranks of the default process group.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
     if len(groups) == 1:
@@ -377,7 +389,7 @@ def mesh_of_groups(
 
 
 def _make_default_world(comm: Communicator) -> None:
-    """The default group of torch.distributed, of all processes of the job. *Collective.*"""
+    """Initialize torch's default process group with all processes of the job. *Collective.*"""
     launched = own_place()
     timeout = timedelta(seconds=comm.timeout_s)
     backend = "gloo" if comm.device.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -402,6 +414,9 @@ def _make_default_world(comm: Communicator) -> None:
 
 
 def _destroy_default_world() -> None:
-    """Before Python finalizes: threads of gloo groups that still exist would end it by SIGABRT."""
+    """Destroy torch's default process group at exit, if it still exists.
+
+    gloo's threads end the process with SIGABRT if groups still exist when Python finalizes.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()

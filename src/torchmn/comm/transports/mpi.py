@@ -1,13 +1,13 @@
 """MPI, through mpi4py.
 
-`mpi4py.MPI` is imported, and MPI thereby initialised, only when this transport is made. Every
-call is a non-blocking one that is polled until its deadline, because a blocking MPI call cannot be
-given a time limit. Polling spins on a thread that has nothing else to do and sleeps on one that
-shares its core with the computation (Open MPI progresses only inside MPI calls).
+`mpi4py.MPI` is imported, which initializes MPI, only when this transport is made. All calls are
+non-blocking and are polled until their deadline, because blocking MPI calls have no time limit.
+Polling busy-waits on a thread that has nothing else to do, and sleeps on a thread that shares its
+core with the computation (Open MPI makes progress only inside MPI calls).
 
 Measured on one machine, 2 ranks, sum of 64 MB float32: `MPI_Allreduce` 27 ms, `MPI_Iallreduce` 54
 ms, stripes by `Isend`/`Irecv` with torch's addition 12 ms. So only small buffers use
-`MPI_Iallreduce`, large ones the direct algorithm of the base class.
+`MPI_Iallreduce`, large ones the algorithm of the base class.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ from torchmn.control.mpi_start import limited_mpi_start
 _NATIVE_BYTES = 16 * KiB
 _POLLS_BEFORE_YIELD = 2000
 _NOTE_AFTER_S = 60.0
-"""How long a rank waits at its exit before it says so."""
+"""Seconds that a rank waits at exit before it prints a message."""
 _TURN = threading.Lock()
-"""Held for each call of MPI, none of which blocks: THREAD_SERIALIZED allows one thread at a time,
+"""Held during each MPI call, none of which blocks: THREAD_SERIALIZED allows one thread at a time,
 and a parameter server has several threads."""
 
 
 class MpiTransport(Transport):
-    """MPI over ``mpi_comm``, which this transport then owns (see `world`). *Collective.*
+    """A transport over an MPI communicator, which it then owns (see `world`). *Collective.*
 
-    CUDA tensors are staged through pinned host memory. ``is_threaded`` is whether MPI allows calls
-    from other threads, one at a time (THREAD_SERIALIZED or better).
+    CUDA tensors are staged through pinned host memory. ``is_threaded`` tells whether MPI allows
+    calls from other threads, one at a time (THREAD_SERIALIZED or better).
     """
 
     name = "mpi"
@@ -85,6 +85,7 @@ class MpiTransport(Transport):
             mpi = load_mpi()
         if mpi.Is_finalized():
             raise LaunchError("MPI is already finalized; a process can join it only once.")
+        # A duplicate, so that messages of torchmn never match those of the script.
         comm, request = mpi.COMM_WORLD.Idup()
         transport = cls(comm)
         transport._wait([request], TimeLimit(timeout_s), "joining MPI.COMM_WORLD")
@@ -126,7 +127,7 @@ class MpiTransport(Transport):
         except TimeLimitError:
             with _TURN:
                 for request in requests[:num_recvs]:
-                    request.Cancel()  # the caller may free the memory now
+                    request.Cancel()  # the caller may free the memory after this error
             raise
 
     def receive_any(self, buffer: Tensor, limit: TimeLimit, tag: int = 0) -> int:
@@ -162,7 +163,7 @@ class MpiTransport(Transport):
         self._wait([request], limit, "all_reduce")
 
     def progress(self) -> None:
-        """See `Transport.progress`: Open MPI sends inside of calls of MPI only."""
+        """See `Transport.progress`. Open MPI sends only during MPI calls."""
         with _TURN:
             self._comm.Iprobe()
 
@@ -177,7 +178,7 @@ class MpiTransport(Transport):
             raise TimeLimitError(f"{what} did not complete within {limit.seconds:g} s.")
 
     def _completes(self, test: Callable[[], Any], limit: TimeLimit) -> bool:
-        """Whether a test of MPI succeeds in time."""
+        """Poll an MPI test; returns whether it succeeded within the limit."""
 
         def is_done() -> bool:
             with _TURN:
@@ -186,10 +187,11 @@ class MpiTransport(Transport):
         return poll_until(is_done, limit, _POLLS_BEFORE_YIELD)
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        self.barrier_of(ranks, limit)  # with a limit, which Create_group lacks
+        self.barrier_of(ranks, limit)  # finds missing ranks in time: Create_group has no limit
         with _TURN:
             group = self._comm.Get_group().Incl(list(ranks))
             try:
+                # MPI guarantees only tags up to 32767.
                 tag = int.from_bytes(key.encode()[-2:], "big") % 32768
                 comm = self._comm.Create_group(group, tag)
             finally:
@@ -203,7 +205,7 @@ class MpiTransport(Transport):
 
 
 def _portions(tensor: Tensor) -> list[tuple[int, int]]:
-    """(address, bytes) of the parts in which a tensor is sent: an MPI count is a 32-bit int."""
+    """(address, bytes) of the parts of a tensor to send: MPI counts are 32-bit integers."""
     nbytes = tensor.numel() * tensor.element_size()
     address = tensor.data_ptr()
     if nbytes <= GiB:
@@ -212,7 +214,7 @@ def _portions(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _native_types(mpi: Any) -> dict[torch.dtype, Any]:
-    """The MPI datatypes that `MPI_Iallreduce` can reduce."""
+    """The torch dtypes that `MPI_Iallreduce` can reduce, with their MPI datatypes."""
     return {
         torch.float32: mpi.FLOAT,
         torch.float64: mpi.DOUBLE,
@@ -232,9 +234,9 @@ def load_mpi() -> Any:
     try:
         import mpi4py
 
-        if "mpi4py.MPI" not in sys.modules:  # else the user has initialized MPI
+        if "mpi4py.MPI" not in sys.modules:  # otherwise the script has initialized MPI
             mpi4py.rc.thread_level = "serialized"
-            mpi4py.rc.finalize = False
+            mpi4py.rc.finalize = False  # `_leave` does it, after a barrier that can be limited
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UnsupportedError(
@@ -247,7 +249,7 @@ def load_mpi() -> Any:
 
 @cache
 def _register_exit_cleanup(mpi: Any) -> None:
-    """Finalize MPI at exit in place of mpi4py, whose own callback is switched off. Once."""
+    """Register `_leave` at exit, once, in place of mpi4py's own call of `MPI_Finalize`."""
     atexit.register(_leave, mpi)
 
 
@@ -259,17 +261,19 @@ def _abort(mpi: Any, status: int) -> None:
 
 
 def _leave(mpi: Any) -> None:
-    """Finalize MPI at exit: wait until all ranks exit, as `MPI_Finalize` requires.
+    """Finalize MPI at exit, after all ranks have reached their exit, as `MPI_Finalize` requires.
 
-    However long that takes: another rank may save or evaluate, and what it waits for in a
-    collective has a time limit of its own. With ``TORCHMN_EXIT_TIMEOUT_S`` the job is aborted after
-    that time. After an uncaught exception it is aborted at once.
+    Waits without a limit by default: another rank may still save or evaluate, and its collectives
+    have time limits of their own. With ``TORCHMN_EXIT_TIMEOUT_S`` the job is aborted after that
+    time. After an uncaught exception it is aborted at once.
     """
     if mpi.Is_finalized():
         return
+    # In an interactive session (sys.ps1) an exception does not end the process.
     has_failed = getattr(sys, "last_value", None) is not None and not hasattr(sys, "ps1")
     if has_failed and mpi.COMM_WORLD.Get_size() > 1:
         _abort(mpi, 1)
+    # A barrier that is polled, because MPI_Finalize blocks without a limit and without a message.
     with _TURN:
         request = mpi.COMM_WORLD.Ibarrier()
     limit_s = float(os.environ.get(EXIT_TIMEOUT_VARIABLE, "inf"))

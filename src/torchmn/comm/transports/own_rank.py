@@ -1,8 +1,9 @@
-"""Which rank this process is: that of a process group of the script's own, or of its launcher.
+"""The rank of this process, from the script's own process group or from the launcher.
 
-A default group of several processes, as `torch.multiprocessing.spawn` and `init_process_group` with
-``rank=`` make it, is adopted: its ranks, its store, and NCCL only if it has NCCL. It stays the
-script's: its collectives are not used, and it is not destroyed.
+A default process group of several processes, such as scripts make with
+`torch.multiprocessing.spawn` and `init_process_group` with ``rank=``, is adopted: torchmn uses its
+ranks and its store, and NCCL only if it has NCCL. The group still belongs to the script: its
+collectives are not used, and it is not destroyed.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _GROUP = "init_process_group()"
 
 
 def own_place() -> LauncherInfo | None:
-    """The rank and size of this process; ``None`` if nothing says that it is one of several. Local.
+    """The rank and size of this process; None if there is no sign of other ranks. Local.
 
-    The variables of a launcher count if they describe this process. In a child of multiprocessing
-    they are those of its parent, and Lightning sets WORLD_SIZE without RANK.
+    The variables of a launcher are used if they describe this process. A child of multiprocessing
+    inherits those of its parent, and Lightning sets WORLD_SIZE without RANK.
 
-    Raises TopologyError: the group and the launcher contradict each other.
+    Raises TopologyError: the process group and the launcher contradict each other.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     has_only_size = "RANK" not in os.environ and os.environ.get("WORLD_SIZE") == str(size)
@@ -33,6 +34,7 @@ def own_place() -> LauncherInfo | None:
         return read_launcher_env(os.environ)
     said = (("rank", str(rank)), ("world_size", str(size)))
     group = LauncherInfo(launcher=_GROUP, kind="agents", rank=rank, known_size=size, variables=said)
+    # A child of multiprocessing inherits variables that describe the rank of its parent.
     if has_only_size or multiprocessing.parent_process() is not None:
         return group
     launched = read_launcher_env(os.environ)
@@ -47,12 +49,12 @@ def own_place() -> LauncherInfo | None:
 
 
 def is_adopted(place: LauncherInfo | None) -> bool:
-    """Whether the rank is that of the script's process group, not of a launcher."""
+    """Whether a rank comes from the script's process group and not from a launcher."""
     return place is not None and place.launcher == _GROUP
 
 
 def warn_if_alone_among_children() -> None:
-    """Warn in a process of multiprocessing that has an address to meet at, but no rank."""
+    """Warn in a child of multiprocessing that has MASTER_ADDR but no rank."""
     address = os.environ.get("MASTER_ADDR")
     if address and not os.environ.get("RANK") and multiprocessing.parent_process() is not None:
         warnings.warn(

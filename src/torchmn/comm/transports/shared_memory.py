@@ -1,15 +1,15 @@
 """Shared memory between the ranks of one node, for CPU tensors.
 
-A wrapper around another transport: messages use that one, collectives use memory that all ranks of
-the node have mapped. The memory has no name (see `shared_segment`), so nothing is left after a
-kill -9.
+A wrapper around another transport, which carries messages; collectives use memory that all ranks of
+the node have mapped. The memory has no name (see `shared_segment`), so nothing is left behind after
+a kill -9.
 
-Buffers from `allocate` are *resident*: every rank can access those of all ranks. A sum is then
-formed in place. When all ranks have arrived, each folds its own stripe over all ranks' buffers and
-writes the result into all of them; when all have folded, it is complete. That takes two waits for
-any size, and each element is read and written once per rank.
+Buffers from `allocate` are *resident*: every rank can access those of all ranks, and sums are
+computed in place. When all ranks have arrived, each rank reduces (folds) its own stripe over all
+ranks' buffers and writes the result into all of them. When all ranks have folded, the sum is
+complete. This takes two waits for any size, and each element is read and written once per rank.
 
-Other tensors are copied in chunks that stay in the cache. Each rank has two slots of one chunk,
+Other tensors are copied in chunks that fit into the cache. Each rank has two slots of one chunk,
 used in turn:
 
     1. copy the stripes that others own into the own slot       arrived[r] = k
@@ -17,8 +17,8 @@ used in turn:
        into the own buffer and into the own slot                folded[r] = k
     3. when all folded: copy the others' stripes out of their slots
 
-Before a slot is written again (chunk k+2) all ranks have arrived at chunk k+1 and so have left
-chunk k: two waits a chunk are enough.
+Before a slot is written again (chunk k+2) all ranks have arrived at chunk k+1 and therefore have
+finished reading chunk k: two waits per chunk are enough.
 
 Measured on two cores, sum over 2 ranks: 1 MB in 0.12 ms, 64 MB in 9 ms in chunks; MPI_Allreduce
 0.11 ms and 28 ms, gloo 3.7 ms and 46 ms.
@@ -53,7 +53,7 @@ from torchmn.comm.transports.shared_segment import Address, ErrorContext, Shared
 CHUNK_BYTES = 2 * MiB
 _SEGMENT_BYTES = 128 * MiB  # on nodes with many ranks chunks get smaller
 _SMALL_BYTES = 32 * KiB
-_CACHED_BYTES = 256 * KiB  # what is folded at a time, so that copies of it come from the cache
+_CACHED_BYTES = 256 * KiB  # folded at a time, so that copies of it come from the cache
 _PAGE_BYTES = 4 * KiB
 _PURPOSE = ErrorContext(
     "the exchange between this node's ranks",
@@ -62,7 +62,7 @@ _PURPOSE = ErrorContext(
 
 
 class SharedMemoryTransport(WrappingTransport):
-    """Collectives of one node through shared memory, everything else by ``inner``. *Collective.*
+    """Collectives of one node through shared memory; ``inner`` does the rest. *Collective.*
 
     Raises UnsupportedError on all ranks: the ranks cannot share memory.
     """
@@ -87,9 +87,10 @@ class SharedMemoryTransport(WrappingTransport):
         self._sequence = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, limit: TimeLimit) -> Tensor:
-        """Zeros that all ranks of the node share, resident while this rank uses them. *Collective.*
+        """A zeroed buffer that all ranks of the node can access. *Collective.*
 
-        Raises UnsupportedError on all ranks: too little memory.
+        It is resident as long as this rank holds the tensor. Raises UnsupportedError on all ranks:
+        too little memory.
         """
         nbytes = -(-max(1, numel * dtype.itemsize) // _PAGE_BYTES) * _PAGE_BYTES
         shared = torch.frombuffer(
@@ -106,10 +107,13 @@ class SharedMemoryTransport(WrappingTransport):
         return mine
 
     def _map_together(self, nbytes: int, limit: TimeLimit) -> mmap.mmap:
-        """``nbytes`` zero bytes mapped by all ranks. Rank 0 makes the memory, the others attach.
+        """Map ``nbytes`` zero bytes on all ranks: rank 0 creates the memory, the others attach.
 
-        A failure of any rank is raised on all. Once all have mapped it no rank needs its file.
+        A failure of any rank is raised on all. The file is not needed once all ranks have mapped
+        it.
         """
+        # Two rounds: the others need the address before they map the memory, and no rank may use it
+        # before all have mapped it.
         memory: SharedMemorySegment | None = None
         mapped: mmap.mmap | None = None
         address, problem = None, ""
@@ -155,7 +159,7 @@ class SharedMemoryTransport(WrappingTransport):
                     pieces[peer].copy_(slots[peer][peer])
 
     def _all_reduce_small_(self, buffer: Tensor, op: ReduceOp, limit: TimeLimit) -> None:
-        """Every rank folds everything, in rank order: one wait instead of two."""
+        """Every rank reduces the whole buffer, in rank order: one wait instead of two."""
         slots = [slot[: buffer.nbytes].view(buffer.dtype) for slot in self._open()]
         slots[self.rank].copy_(buffer)
         self._reach(ARRIVED, limit)
@@ -171,6 +175,7 @@ class SharedMemoryTransport(WrappingTransport):
         else:
             for chunk in self._chunks(buffer):
                 pieces, slots = self._fold_chunk(chunk, "sum", limit)
+                # Other ranks go on: what the root still reads is overwritten two rounds later only.
                 if self.rank == root:
                     self._wait(FOLDED, limit)
                     for peer in self._others:
@@ -187,6 +192,7 @@ class SharedMemoryTransport(WrappingTransport):
             self._reach(ARRIVED, limit)
             if self.rank != root:
                 buffer.copy_(all_ranks[root][: buffer.numel()])
+            # The root may change its buffer as soon as it returns, so it waits for all readers.
             self._reach(FOLDED, limit)
         else:
             for chunk in self._chunks(buffer):
@@ -194,6 +200,7 @@ class SharedMemoryTransport(WrappingTransport):
                 if self.rank == root:
                     slot.copy_(chunk)
                 self._reach(ARRIVED, limit)
+                # No second wait: the next round uses the other slot.
                 if self.rank != root:
                     chunk.copy_(slot)
 
@@ -254,7 +261,7 @@ class SharedMemoryTransport(WrappingTransport):
         op: ReduceOp,
         limit: TimeLimit,
     ) -> None:
-        """Fold the own stripe over all ranks' buffers into those of ``receivers``."""
+        """Reduce this rank's stripe over all ranks' buffers into the buffers of ``receivers``."""
         self._open()
         self._reach(ARRIVED, limit)
         stripes = [self.stripes(one[: buffer.numel()])[self.rank] for one in all_ranks]
@@ -277,7 +284,7 @@ class SharedMemoryTransport(WrappingTransport):
     def _fold_chunk(
         self, chunk: Tensor, op: ReduceOp, limit: TimeLimit
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """Steps 1 and 2. Returns the stripes of the chunk and of every rank's slot."""
+        """Steps 1 and 2 above. Returns the stripes of the chunk and of every rank's slot."""
         pieces = self.stripes(chunk)
         slots = self._lay_out(pieces)
         self._offer(pieces, slots)
@@ -288,7 +295,7 @@ class SharedMemoryTransport(WrappingTransport):
         return pieces, slots
 
     def _lay_out(self, pieces: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Every rank's slot, cut like ``pieces``."""
+        """Begin a round; returns every rank's slot, split into views like ``pieces``."""
         dtype = pieces[0].dtype
         sizes = [piece.numel() for piece in pieces]
         total = sum(sizes) * dtype.itemsize
@@ -309,12 +316,12 @@ class SharedMemoryTransport(WrappingTransport):
             fold(mine, inputs, op)
 
     def _open(self) -> list[Tensor]:
-        """Begin the next round: every rank's slot for it."""
+        """Begin the next round; returns every rank's slot for it."""
         self._sequence += 1
         return self._slots[self._sequence % 2]
 
     def _reach(self, counter: int, limit: TimeLimit) -> None:
-        """Count this rank and wait for the others."""
+        """Report that this rank has reached a point, and wait until all ranks have."""
         self._count(counter)
         self._wait(counter, limit)
 
@@ -325,22 +332,22 @@ class SharedMemoryTransport(WrappingTransport):
         self._counters.wait(counter, self._sequence, limit)
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """See `Transport.split`: the new group shares memory as well."""
+        """See `Transport.split`. The new group shares memory as well."""
         return SharedMemoryTransport(
             self.inner.split(ranks, key, limit), limit, chunk_bytes=self._chunk_bytes
         )
 
     def close(self) -> None:
-        """Release the memory; the caller closes ``inner``."""
+        """Release the memory. Does not close ``inner``, which its owner closes."""
         self._slots.clear()
         self._residents.clear()
         self._counters.close()
 
 
-# Counters in shared memory, by which the ranks of a node wait for each other.
+# Counters in shared memory, with which the ranks of a node wait for each other.
 #
-# A rank writes only its own counters, each in a cache line of its own, and reads those of the
-# others.
+# A rank writes only its own counters and reads those of the others. Each is in a cache line of its
+# own: a write would otherwise slow down ranks that poll another counter of the same line.
 
 ARRIVED, FOLDED, NUM_COUNTERS = 0, 1, 2
 LINE_BYTES = 128
@@ -350,7 +357,7 @@ _fence_lock = threading.Lock()
 
 
 def counters_nbytes(num_ranks: int) -> int:
-    """Bytes of the counters of ``num_ranks`` ranks."""
+    """The number of bytes that the counters of ``num_ranks`` ranks need."""
     return LINE_BYTES * NUM_COUNTERS * num_ranks
 
 
@@ -363,12 +370,12 @@ class NodeCounters:
         self._peers = [peer for peer in range(size) if peer != rank]
 
     def count(self, counter: int, value: int) -> None:
-        """Set a counter of this rank; what the rank wrote before is visible to the others then."""
+        """Set a counter of this rank. Ranks that see it also see this rank's earlier writes."""
         _fence()
         self._cells[_index(self._rank, counter)] = value
 
     def wait(self, counter: int, value: int, limit: TimeLimit) -> None:
-        """Wait until all ranks have counted to ``value``. Raises TimeLimitError."""
+        """Wait until the counters of all ranks have reached ``value``. Raises TimeLimitError."""
         for peer in self._peers:
             has_arrived = partial(self._has_arrived, _index(peer, counter), value)
             if not poll_until(has_arrived, limit, _POLLS_BEFORE_YIELD):
@@ -390,10 +397,10 @@ def _index(rank: int, counter: int) -> int:
 
 
 def _fence() -> None:
-    """Order memory accesses before and after, on processors that reorder stores (ARM).
+    """Memory fence, for processors that reorder stores (ARM). On x86 stores stay in order.
 
-    Two rounds of acquire and release: what is written before the first release is visible before
-    anything after the second acquire. On x86 stores are ordered anyway.
+    Python has no fence of its own. Two rounds of acquire and release have the same effect: writes
+    before the first release are visible before anything after the second acquire.
     """
     with _fence_lock:
         pass

@@ -1,8 +1,8 @@
-"""Memory that processes of a node share and that no crash can leave behind.
+"""Memory shared by processes of a node that is not left behind after a crash.
 
-It is a file without a name (``O_TMPFILE``) in a folder in memory. Other processes reach
-it through ``/proc/<pid>/fd/<number>`` of the process that made it. The kernel frees it when the
-last process that has it open or mapped is gone, however that process ended.
+It is a file without a name (``O_TMPFILE``) in a file system in memory. Other processes open it
+through ``/proc/<pid>/fd/<number>`` of the process that created it. The kernel frees it when no
+process has it open or mapped any more, however the processes ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SHARED_DIRECTORY = "/dev/shm"
 
 @dataclass(frozen=True)
 class ErrorContext:
-    """What the memory is for, and the cure, for errors."""
+    """The purpose of the memory and the advice to the user, for error messages."""
 
     what: str
     cure: str
@@ -31,7 +31,10 @@ class ErrorContext:
 
 @dataclass(frozen=True)
 class Address:
-    """How another process of the same node finds a `SharedMemorySegment`."""
+    """The address of a `SharedMemorySegment` for other processes of the node.
+
+    Device, inode and size are there to find out whether the number belongs to another file now.
+    """
 
     pid: int
     number: int
@@ -41,7 +44,7 @@ class Address:
 
 
 class SharedMemorySegment:
-    """``size`` bytes in a file without a name. Local; made by one process, attached by others."""
+    """Memory in a file without a name, created by one process, attached by others. Local."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -51,7 +54,7 @@ class SharedMemorySegment:
     def create(
         cls, size: int, context: ErrorContext, directory: str = SHARED_DIRECTORY
     ) -> SharedMemorySegment:
-        """Memory for ``size`` bytes, to be reserved; ``directory`` has room for them now.
+        """Create an empty segment, after a check that ``directory`` has room for ``size`` bytes.
 
         Raises:
             SharedMemoryError: the folder is missing or has too little room.
@@ -73,9 +76,9 @@ class SharedMemorySegment:
 
     @classmethod
     def attach(cls, address: Address) -> SharedMemorySegment:
-        """The memory that another process of this node made; that process must still have it.
+        """Attach to a segment of another process of this node, which must still have it open.
 
-        Raises SharedMemoryError: it cannot be reached from here.
+        Raises SharedMemoryError: it cannot be opened from this process.
         """
         path = f"/proc/{address.pid}/fd/{address.number}"
         try:
@@ -88,11 +91,11 @@ class SharedMemorySegment:
 
     @property
     def size(self) -> int:
-        """Bytes in it."""
+        """The size in bytes."""
         return os.fstat(self._number).st_size
 
     def address(self, pid: int | None = None, number: int | None = None) -> Address:
-        """Its address for other processes, as long as this process keeps it."""
+        """The address for other processes, valid as long as this process keeps the segment."""
         facts = os.fstat(self._number)
         return Address(
             pid=os.getpid() if pid is None else pid,
@@ -103,15 +106,16 @@ class SharedMemorySegment:
         )
 
     def reserve(self, begin: int, end: int) -> None:
-        """Allocate bytes ``begin`` .. ``end - 1``; writing to others is a SIGBUS.
+        """Allocate bytes ``begin`` to ``end - 1``. Writing to a page without memory is a SIGBUS.
 
         Raises OSError: no room.
         """
+        # Not by ftruncate(), which makes a sparse file and does not fail if there is no memory.
         if end > begin:
             os.posix_fallocate(self._number, begin, end - begin)
 
     def append(self, payload: bytes) -> None:
-        """Write after the end. Raises OSError: no room."""
+        """Write bytes after the end. Raises OSError: no room."""
         view = memoryview(payload)
         end = self.size
         while view:
@@ -119,25 +123,25 @@ class SharedMemorySegment:
             view, end = view[written:], end + written
 
     def map_shared(self) -> mmap.mmap:
-        """A mapping whose changes all processes see, for the writer. Not for size 0."""
+        """A mapping whose changes are visible to all processes. The size must not be 0."""
         return mmap.mmap(self._number, self.size, access=mmap.ACCESS_WRITE)
 
     def map_private(self) -> mmap.mmap:
-        """A mapping for readers: pages are shared until the reader itself changes one.
+        """A copy-on-write mapping, for readers. The size must not be 0.
 
-        A sample changed in place by its reader changes for that process only. Not for size 0.
+        A sample that a reader changes in place changes for that process only.
         """
         return mmap.mmap(self._number, self.size, access=mmap.ACCESS_COPY)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # For DataLoader workers that are spawned: they attach while their parent lives.
+        # For spawned DataLoader workers, which attach while their parent is running.
         return SharedMemorySegment.attach, (self.address(),)
 
 
 def memory_error_from(
     error: OSError, size: int, directory: str, context: ErrorContext
 ) -> SharedMemoryError | UnsupportedError:
-    """The error for an OSError while ``size`` bytes were written to ``directory``."""
+    """Translate an OSError that occurred while ``size`` bytes were allocated in ``directory``."""
     if error.errno in (errno.EOPNOTSUPP, errno.EISDIR):
         return UnsupportedError(
             f"The file system of {directory} cannot hold files without a name, as {context.what} "

@@ -1,4 +1,4 @@
-"""CUDA tensors over libraries that cannot read the memory of a GPU: through pinned host memory."""
+"""Staging: CUDA tensors through pinned host memory, for libraries that cannot read GPU memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ExchangeOnHost = Callable[[Sequence[Message], Sequence[Message]], None]
 
 
 class Staging:
-    """One pinned buffer, through which the messages of one exchange at a time are copied. Local."""
+    """A pinned buffer through which the messages of one exchange at a time are copied. Local."""
 
     def __init__(self) -> None:
         self._pinned = Scratch(pin_memory=torch.cuda.is_available())
@@ -27,10 +27,10 @@ class Staging:
         limit: TimeLimit,
         on_host: ExchangeOnHost,
     ) -> None:
-        """Copy what is sent, call ``on_host`` with messages in host memory, copy what has arrived.
+        """Copy outgoing tensors to the host, call ``on_host`` with the copies, copy results back.
 
-        Tensors are on one GPU or on the CPU. Raises TimeLimitError: this rank's GPU does not get
-        here in time; and what ``on_host`` raises.
+        Tensors are on one GPU or on the CPU. Raises TimeLimitError if this rank's GPU does not
+        complete its work in time, and the errors of ``on_host``.
         """
         tensors = [tensor for _, tensor in (*sends, *recvs)]
         device = next((t.device for t in tensors if t.is_cuda), torch.device("cpu"))
@@ -40,21 +40,21 @@ class Staging:
         outgoing, incoming = pieces[: len(sends)], pieces[len(sends) :]
         for (_, tensor), piece in zip(sends, outgoing, strict=True):
             piece.copy_(tensor.view(torch.uint8), non_blocking=True)
-        await_stream(device, limit)
+        await_stream(device, limit)  # the library reads host memory now, outside any stream
         on_host(
             [(peer, piece) for (peer, _), piece in zip(sends, outgoing, strict=True)],
             [(peer, piece) for (peer, _), piece in zip(recvs, incoming, strict=True)],
         )
         for (_, tensor), piece in zip(recvs, incoming, strict=True):
             tensor.view(torch.uint8).copy_(piece, non_blocking=True)
-        await_stream(device, limit)  # the pinned buffer is used again
+        await_stream(device, limit)  # the next exchange overwrites the pinned buffer
 
 
 def await_stream(device: torch.device, limit: TimeLimit) -> None:
-    """Return when a GPU has done what is queued on the current stream. Local; nothing on the CPU.
+    """Block until a GPU has completed the work of the current stream. Local. No-op on the CPU.
 
-    `torch.cuda.Stream.synchronize` has no time limit: a kernel that never ends would hold this rank
-    for ever, without an error. Raises TimeLimitError.
+    `torch.cuda.Stream.synchronize` has no time limit: a kernel that never ends would block this
+    rank forever, without an error. Raises TimeLimitError.
     """
     if device.type != "cuda":
         return

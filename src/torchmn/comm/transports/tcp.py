@@ -1,22 +1,21 @@
-"""TCP connections for large messages between hosts, with few cycles per byte.
+"""TCP connections for large messages between hosts, with few CPU cycles per byte.
 
 A wrapper around another transport, which carries small messages, GPU tensors, barriers and
 broadcasts.
 
-Where a rank computes on the only core that it has, an exchange that overlaps the computation costs
-what its threads take from it: not the time on the network, but the wake-ups. Over 1 Gb/s a packet
-of 64 KB arrives every half millisecond, and with it a change of threads. ``SO_RCVLOWAT`` keeps the
-kernel from waking the thread before half a megabyte has arrived, which is possible because the
-length of every message is known.
+If a rank computes on its only core, an exchange that overlaps the computation costs the time that
+its threads take from that core: wake-ups, not the time on the network. At 1 Gb/s 64 KB arrive every
+half millisecond, each with a thread switch. ``SO_RCVLOWAT`` keeps the kernel from waking the thread
+before 512 KiB have arrived, which is possible because the length of every message is known.
 
-Sums are formed at the owners of stripes as in `Transport.striped_all_reduce_`, but in one pass: as
-soon as a piece of the own stripe has arrived from all ranks, it is summed and sent to all ranks,
-while the next piece arrives. The second half of the all-reduce overlaps the first, with the bits of
-the two steps one after the other. Two ranks send each other all they have and both add it.
+Sums are computed by the owners of stripes as in `Transport.striped_all_reduce_`, but in one pass:
+as soon as a piece of a rank's own stripe has arrived from all ranks, it is summed and sent to all
+ranks, while the next piece arrives. The all-gather overlaps the reduce-scatter, with bit-identical
+results. Two ranks send each other the whole buffer, and both add.
 
-Between the end of one sum and the beginning of the next the link would be idle: 3 to 5 ms for a
-bucket of 4 MB on a core that computes. What `prefetch_send` announces is sent right after the sums
-before it, over a second connection with an order of its own.
+Between the end of one sum and the start of the next the link would be idle: 3 to 5 ms for a bucket
+of 4 MB on a core that computes. Sums announced by `prefetch_send` are sent right after the previous
+ones, over a second connection with its own order of messages.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from torchmn.control.authenticated_listener import AuthenticatedListener
 from torchmn.control.rank_listener import RankAddress, connect_to_rank, listen_for_ranks
 
 MAX_PEERS = 15
-"""With more peers the many connections of an all-to-all cost more than they save."""
+"""With more peers the connections of an all-to-all cost more than they save."""
 
 _LARGE_BYTES = 64 * KiB
 _PIECE_BYTES = MiB  # summed and sent on at a time; smaller pieces cost more than they hide
@@ -61,20 +60,20 @@ _ROLE = "tcp"
 
 @dataclass(frozen=True)
 class _Announcement:
-    """A sum that `TcpTransport.prefetch_send` has announced."""
+    """A sum announced by `TcpTransport.prefetch_send`."""
 
     number: int
     address: int
     nbytes: int
     ends: Mapping[int, int]
-    """By peer: the position in its stream at which its message ends."""
+    """By peer: the position in its stream at which the message to it ends."""
 
 
 class TcpTransport(WrappingTransport):
-    """Large messages over TCP connections, everything else by ``inner``. *Collective.*
+    """Large messages over TCP connections; ``inner`` carries the rest. *Collective.*
 
-    `connect` makes one. Where the ranks could not be connected, ``fallback_reason`` says why,
-    everything is carried by ``inner``, and groups split from it may still have connections.
+    Made by `connect`. If the ranks could not be connected, ``fallback_reason`` says why and
+    ``inner`` carries everything; groups split from this one may still have connections.
     """
 
     name = "tcp"
@@ -104,11 +103,15 @@ class TcpTransport(WrappingTransport):
 
     @classmethod
     def connect(cls, inner: Transport, limit: TimeLimit) -> Transport:
-        """Connect all ranks with each other, or none of them. *Collective.*"""
+        """Connect all ranks with each other, or none of them. *Collective.*
+
+        Returns ``inner`` itself for a single rank.
+        """
         if inner.size == 1:
             return inner
         if inner.size > MAX_PEERS + 1:
             return cls(inner, {}, {}, f"{inner.size} ranks are more than {MAX_PEERS + 1}")
+        # Two connections per peer: the second one is for announced sums.
         both = [_connect_all(inner, limit) for _ in range(2)]
         others = [peer for peer in range(inner.size) if peer != inner.rank]
         missing = [peer for peer in others if any(peer not in each for each in both)]
@@ -161,6 +164,8 @@ class TcpTransport(WrappingTransport):
         if self._is_small(buffer):
             return
         self._num_announced += 1
+        # On the script's thread, while the thread of the exchange may be in `_run`: `post_send` is
+        # all that another thread may call.
         ends = {
             peer: self._early[peer].post_send(tensor, 2 * self._num_announced)
             for peer, tensor in self._outgoing(buffer).items()
@@ -170,15 +175,16 @@ class TcpTransport(WrappingTransport):
         )
 
     def _is_small(self, buffer: Tensor) -> bool:
-        """Whether ``inner`` sums it."""
+        """Whether a sum of this buffer is left to ``inner``."""
         is_large = buffer.nbytes >= _LARGE_BYTES * self.size and not buffer.is_cuda
         return not is_large or bool(self.fallback_reason)
 
     def _next_announcement(self, buffer: Tensor) -> _Announcement | None:
-        """The next announced sum if it is that of this buffer; None if the sum was not announced.
+        """The announcement of the sum of this buffer; None if the sum was not announced.
 
-        Raises CommunicationError: it was announced after another one.
+        Raises CommunicationError: another sum was announced before it.
         """
+        # A copy, because the script's thread may announce another sum meanwhile.
         announced = list(self._announced)
         for index, each in enumerate(announced):
             if (each.address, each.nbytes) == (buffer.data_ptr(), buffer.nbytes):
@@ -192,15 +198,15 @@ class TcpTransport(WrappingTransport):
         return None
 
     def _swaps(self, buffer: Tensor) -> bool:
-        """Whether two ranks send each other the whole buffer and both sum it.
+        """Whether two ranks send each other the whole buffer and both compute the sum.
 
-        These are the bytes of a sum by stripes, and no rank has to wait for the sums of the other.
-        16 bits are folded in float32, by stripes.
+        This sends as many bytes as a sum by stripes, and no rank waits for the sums of the other.
+        16-bit floats are summed by stripes, in float32.
         """
         return self.size == 2 and buffer.dtype not in (torch.float16, torch.bfloat16)
 
     def _outgoing(self, buffer: Tensor) -> dict[int, Tensor]:
-        """What this rank sends to each peer first: the whole buffer, or the peer's stripe."""
+        """The first message to each peer: the whole buffer, or the peer's stripe."""
         if self._swaps(buffer):
             return {1 - self.rank: buffer}
         stripes = self.stripes(buffer)
@@ -216,6 +222,8 @@ class TcpTransport(WrappingTransport):
         arriving = []
         for peer, part in parts.items():
             stream = self._streams[peer] if announced is None else self._early[peer]
+            # An announced message may have been sent already. Messages announced after it need not
+            # be sent before this sum ends.
             stream.num_needed = (
                 stream.post_send(outgoing[peer], 0) if announced is None else announced.ends[peer]
             )
@@ -224,7 +232,7 @@ class TcpTransport(WrappingTransport):
             self.received[peer] += part.nbytes
         if own is buffer:
             self._run(limit)
-            COMBINE[op](buffer, scratch, out=buffer)
+            COMBINE[op](buffer, scratch, out=buffer)  # a + b and b + a have the same bits
             return
         for peer, stripe in outgoing.items():
             stream = self._streams[peer]
@@ -253,11 +261,13 @@ class TcpTransport(WrappingTransport):
         self._run(limit, sum_arrived)
 
     def _run(self, limit: TimeLimit, on_progress: Callable[[], None] = lambda: None) -> None:
-        """Send and receive until all expected messages are complete, and announced ones meanwhile.
+        """Send and receive until all expected messages are complete.
 
-        ``on_progress`` is called whenever something may have arrived.
+        Announced messages are sent as well, as far as possible in this time. ``on_progress`` is
+        called whenever data may have arrived.
         """
         streams, poll, polled = self._by_descriptor, self._poll, self._polled
+        # In the first turn all sockets are tried without a call of poll.
         ready = [(descriptor, select.POLLIN | select.POLLOUT) for descriptor in streams]
         longest_s = self.progress_period_s or _LONGEST_POLL_S
         while True:
@@ -272,6 +282,7 @@ class TcpTransport(WrappingTransport):
                     if stream.events:
                         poll.register(descriptor, stream.events)
                     else:
+                        # Registered without events, a closed socket would still end each poll.
                         poll.unregister(descriptor)
             ready = poll.poll(min(limit.left_s, longest_s) * 1e3)
             if self.progress_period_s:
@@ -284,7 +295,7 @@ class TcpTransport(WrappingTransport):
                 )
 
     def split(self, ranks: Sequence[int], key: str, limit: TimeLimit) -> Transport:
-        """See `Transport.split`: the new group has connections of its own."""
+        """See `Transport.split`. The new group has its own connections."""
         return TcpTransport.connect(self.inner.split(ranks, key, limit), limit)
 
     def close(self) -> None:
@@ -295,7 +306,7 @@ class TcpTransport(WrappingTransport):
 
 
 def _is_large(message: Message) -> bool:
-    """The same on both sides, for the sizes of what is sent and received must match."""
+    """Whether a message uses TCP. Sender and receiver agree, because both know its size."""
     _, tensor = message
     return tensor.nbytes >= _LARGE_BYTES and not tensor.is_cuda
 
@@ -304,9 +315,9 @@ def _is_large(message: Message) -> bool:
 
 
 def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]:
-    """One connection to each peer, by rank; those that failed are not in it. *Collective.*
+    """Make a connection to each peer; returns those that succeeded, by rank. *Collective.*
 
-    Every rank listens and tells the others where; the higher rank of a pair connects.
+    Every rank listens and sends its address to the others. The higher rank of each pair connects.
     """
     listener, own = listen_for_ranks(own_addresses(inner.own_address), _ROLE)
     with contextlib.closing(listener):
@@ -325,7 +336,7 @@ def _connect_all(inner: Transport, limit: TimeLimit) -> dict[int, socket.socket]
 def _accept_peers(
     listener: AuthenticatedListener, peers: range, deadline: float
 ) -> dict[int, socket.socket]:
-    """The connections of those of these ranks that connect in time."""
+    """Accept connections from ``peers`` until the deadline; returns them by rank."""
     found: dict[int, socket.socket] = {}
     poll = select.poll()
     poll.register(listener, select.POLLIN)

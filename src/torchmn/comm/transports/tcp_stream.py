@@ -1,4 +1,4 @@
-"""One TCP connection between two ranks: messages in order, moved without waiting."""
+"""A TCP connection between two ranks: messages in order, sent and received without blocking."""
 
 from __future__ import annotations
 
@@ -17,38 +17,40 @@ from torchmn.base.errors import PeerLostError
 from torchmn.cluster.units import KiB
 
 HEAD = struct.Struct("<QQ")
-"""Tag and bytes of the message that follows on a connection."""
+"""The header of each message: its tag and the number of bytes that follow."""
 _WAKE_BYTES = 512 * KiB
 
 
 @dataclass(slots=True, eq=False)
 class Incoming:
-    """A message that is expected on a stream."""
+    """A message that is expected on a stream, and how much of it has arrived."""
 
     head: bytes
     body: memoryview
     num_bytes: int = 0
-    """Received so far, head and body."""
+    """Bytes received so far, header and body."""
 
     @property
     def num_body_bytes(self) -> int:
-        """Received so far of the body."""
+        """Bytes of the body received so far."""
         return max(0, self.num_bytes - HEAD.size)
 
 
 class Stream:
-    """One connection: the messages still to be sent and received on it, in order.
+    """A connection with the queues of messages to be sent and received on it.
 
-    Any one thread may `post_send`; all else is done by the thread that runs the exchanges.
+    `post_send` may be called by one thread at a time, all other methods only by the thread that
+    runs the exchanges.
     """
 
     def __init__(self, peer: int, connection: socket.socket) -> None:
         self.peer = peer
         self.socket = connection
         connection.setblocking(False)
+        # Or the kernel would hold back a short end of a message until earlier data is acknowledged.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.num_needed = 0
-        """The bytes to send, since the beginning, before this stream is done."""
+        """The position up to which the stream must have sent before `is_done`."""
         self._num_posted = 0
         self._num_sent = 0
         self._out: deque[memoryview] = deque()
@@ -57,39 +59,41 @@ class Stream:
         self._wake_bytes = 1
 
     def post_send(self, tensor: Tensor, tag: int) -> int:
-        """Send a tensor after what was posted before; returns where it ends in the stream."""
+        """Queue a tensor to be sent; returns the position at which it ends in the stream."""
         self.post_head(tensor.nbytes, tag)
         return self.post_body(memory_of(tensor))
 
     def post_head(self, nbytes: int, tag: int) -> int:
-        """Begin a message whose body of ``nbytes`` is posted later."""
+        """Queue the header of a message whose body of ``nbytes`` is posted later."""
         return self.post_body(memoryview(HEAD.pack(tag, nbytes)))
 
     def post_body(self, memory: memoryview) -> int:
-        """Send a part of the body of a message."""
+        """Queue a part of the body of a message; returns the position at which it ends."""
         self._num_posted += len(memory)
         self._out.append(memory)
         return self._num_posted
 
     def post_recv(self, tensor: Tensor, tag: int) -> Incoming:
-        """Receive a tensor after what was posted before."""
+        """Receive into a tensor, after all messages that were posted before."""
         incoming = Incoming(HEAD.pack(tag, tensor.nbytes), memory_of(tensor))
         self._in.append(incoming)
         return incoming
 
     @property
     def is_done(self) -> bool:
-        """Whether all expected messages are complete."""
+        """Whether all expected messages have been received, and sent up to `num_needed`."""
         return self._num_sent >= self.num_needed and not self._in
 
     @property
     def events(self) -> int:
-        """The events to poll for."""
+        """The poll events that this stream waits for."""
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
     def advance(self, events: int) -> None:
-        """Move what can be moved without waiting. Raises PeerLostError."""
+        """Send and receive as much as possible without blocking. Raises PeerLostError."""
         try:
+            # Neither test is for its own bit only: errors (POLLERR, POLLHUP) lead to a call of the
+            # socket, which raises them.
             if events & ~select.POLLIN and self._out:
                 self._send()
             if events & ~select.POLLOUT and self._in:
@@ -104,7 +108,7 @@ class Stream:
     def _send(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._out:
-                # By index: another thread may append.
+                # By index: iteration over a deque fails if another thread appends.
                 parts = [self._out[i] for i in range(min(len(self._out), 4))]
                 num_sent = self.socket.sendmsg(parts)
                 self._num_sent += num_sent
@@ -122,6 +126,8 @@ class Stream:
             self._wake_at(size - message.num_bytes)
             is_head_new = message.num_bytes < HEAD.size
             if is_head_new:
+                # The body is received by the same call, before the header is known to be right: a
+                # wrong one is an error anyway.
                 parts = [memoryview(self._head)[message.num_bytes :], message.body]
                 num_bytes = self.socket.recvmsg_into(parts)[0]
             else:
@@ -137,7 +143,8 @@ class Stream:
             self._in.popleft()
 
     def _wake_at(self, num_left: int) -> None:
-        """Set how many bytes must have arrived before poll returns: at most what is missing."""
+        """Set how many bytes must have arrived before poll reports the socket as readable."""
+        # Never more than the missing bytes, or poll would not return at the end of the message.
         wake_bytes = min(num_left, _WAKE_BYTES)
         if wake_bytes != self._wake_bytes:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake_bytes)
@@ -154,5 +161,5 @@ class Stream:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, in its own memory."""
+    """The memory of a contiguous CPU tensor, without a copy."""
     return memoryview(cast(Any, tensor.view(torch.uint8).numpy()))

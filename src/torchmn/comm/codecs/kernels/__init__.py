@@ -1,4 +1,4 @@
-"""Codec kernels: reference, CPU and CUDA, and their byte format."""
+"""The kernels of codecs (reference, CPU and CUDA) and their byte format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchmn.comm.codecs.kernels.wire_format import Noise, StripePlan
 
 
 class Kernels(Protocol):
-    """The interface of `reference`, `cpu` and `cuda`."""
+    """The functions of the modules `reference`, `cpu` and `cuda`."""
 
     def encode(
         self, values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
@@ -37,7 +37,7 @@ _COMPILERS = {"cpu": ("numba", "cpu"), "cuda": ("triton", "cuda")}
 
 @functools.cache
 def kernels_for(device_type: str) -> Kernels:
-    """The fastest kernels that run here. Warns once if they are the slow ones."""
+    """The fastest kernels available for a device type. Warns once if they are not compiled."""
     compiler, module = _COMPILERS.get(device_type, ("", ""))
     if compiler and importlib.util.find_spec(compiler) is not None:
         return _load(module)
@@ -54,4 +54,5 @@ def kernels_for(device_type: str) -> Kernels:
 
 
 def _load(module: str) -> Kernels:
+    # Imported on first use: a compiler takes a second to import and may not be installed.
     return cast(Kernels, importlib.import_module(f"torchmn.comm.codecs.kernels.{module}"))

@@ -1,10 +1,10 @@
-"""The kernels for CPUs: compiled by numba, one pass over memory.
+"""CPU kernels, compiled by numba: one pass over memory.
 
-A block stays in the first-level cache while it is read twice, once for its range and once to be
-quantized. Inner loops have one job each and run over slices from 0, so that LLVM vectorises them
-(32 ms as one scalar loop, 4 ms like this for 7.5 million elements in 8 bits). Nothing is reordered
-or fused (no fastmath): results are the bits of `reference`. Sums run in 32 lanes that are
-added up at the end.
+A block stays in the first-level cache while it is read twice, first for its range and then to be
+quantized. Each inner loop does one thing and runs over slices from 0, so that LLVM vectorizes it
+(4 ms instead of 32 ms as one scalar loop, for 7.5 million elements in 8 bits). Operations are
+neither reordered nor fused (no fastmath): results are bit-identical to `reference`. Sums use 32
+lanes that are added at the end.
 
 Importing this module takes a second and needs numba; `torchmn.comm.codecs.kernels` does it.
 """
@@ -44,6 +44,8 @@ _NAN = np.float32(np.nan)
 _WITHOUT_SIGN = np.int32(0x7FFFFFFF)
 _LANES = LANES
 
+# nogil: kernels run on the thread of the exchange while another thread computes. The error model of
+# numpy: a division by zero gives infinity or NaN instead of an exception.
 _entry = njit(nogil=True, cache=True, error_model="numpy")
 _inner = njit(  # wrappers for calls from Python would take as long to compile as the functions
     nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True
@@ -144,6 +146,7 @@ def _encode(
                 _add(v, residual[begin:end], w)
             low, high = _two_values(w, lanes, bits, is_stochastic, levels)
             if not (np.isfinite(low) and np.isfinite(high)):
+                # NaN as the scale makes all ranks decode NaN; the residual must not become NaN.
                 flags[s] = 1
                 floats[pair : pair + num_floats] = _NAN
                 c[:] = 0
@@ -178,7 +181,7 @@ def _encode(
 
 @_inner
 def _copy_small(values, out):
-    """Write the elements unchanged; returns whether one is not finite."""
+    """Write the elements unchanged; returns whether any is not finite."""
     wide = out[: values.size * values.itemsize].view(values.dtype)
     bad = 0
     for i in range(values.size):
@@ -202,7 +205,7 @@ def _add(values, residual, work):
 
 @_inner
 def _largest(work, lanes):
-    """The largest magnitude, by bit patterns: they order as numbers do, infinity and NaN last."""
+    """The largest magnitude, by bit patterns: their order is that of numbers, inf and NaN last."""
     patterns = work.view(np.int32)
     largest = np.int32(0)
     for i in range(patterns.size):
@@ -213,7 +216,7 @@ def _largest(work, lanes):
 
 @_inner
 def _two_values(work, lanes, bits, is_stochastic, levels):
-    """The scale of a block and its inverse, or with 1 bit its two values. NaN: not finite."""
+    """The scale of a block and its inverse; with 1 bit its two values. NaN if not finite."""
     largest = _largest(work, lanes)
     if not np.isfinite(largest):
         return _NAN, _NAN
@@ -235,6 +238,7 @@ def _two_values(work, lanes, bits, is_stochastic, levels):
 
 @_inner
 def _fold(lanes):
+    # In halves, as in all kernels: see `wire_format.LANES`.
     width = _LANES // 2
     while width:
         for j in range(width):
@@ -245,7 +249,7 @@ def _fold(lanes):
 
 @_inner
 def _moments(work, lanes):
-    """Sums of squares and of magnitudes."""
+    """The sums of squares and of magnitudes."""
     lanes[:] = _ZERO
     squares, magnitudes = lanes[0], lanes[1]
     for i in range(0, work.size, _LANES):
@@ -258,7 +262,7 @@ def _moments(work, lanes):
 
 @_inner
 def _means_by_sign(work, lanes):
-    """Mean of the negative elements and of the others; 0 where there are none."""
+    """The means of the negative elements and of the others; 0 if there are none."""
     lanes[:] = _ZERO
     below, above, counts = lanes[0], lanes[1], lanes[2]
     for i in range(0, work.size, _LANES):
@@ -294,7 +298,7 @@ def _round(work, codes, inverse, levels):
 
 @_inner
 def _hash(counter):
-    """A 32-bit integer mixed well (`lowbias32` by Chris Wellons, public domain)."""
+    """A 32-bit integer hash (`lowbias32` by Chris Wellons, public domain)."""
     x = np.uint32(counter ^ (counter >> np.uint32(16)))
     x = np.uint32(x * np.uint32(0x7FEB352D))
     x = np.uint32(x ^ (x >> np.uint32(15)))
@@ -304,7 +308,7 @@ def _hash(counter):
 
 @_inner
 def _chance(counter):
-    """A number in (0, 1), an odd multiple of 2**-24."""
+    """A pseudorandom number in (0, 1), an odd multiple of 2**-24."""
     return (np.float32(_hash(counter) >> np.uint32(9)) + _HALF) * _ULP
 
 
@@ -345,7 +349,7 @@ def _residual_of_bits(values, residual, new_residual, codes, low, high):
 
 @_inner
 def _pack(codes, out, bits):
-    """Write the codes of a block; returns how many bytes they take."""
+    """Pack the codes of a block; returns the number of bytes written."""
     per_byte = 8 // bits
     nbytes = (codes.size + per_byte - 1) // per_byte
     packed = out[:nbytes]
@@ -391,12 +395,12 @@ def _decode(encoded, out, table, flags, bits, block_length, add):
                 _read_planes(c, o, low, levels, bits, add)
 
 
-# ``add`` does not change inside a loop, and LLVM makes two loops: as fast as two functions.
+# ``add`` is constant within a loop, so LLVM splits it into two: as fast as separate functions.
 
 
 @_inner
 def _read_small(encoded, out, add):
-    """Read the elements unchanged; returns whether one is not finite."""
+    """Read the elements unchanged; returns whether any is not finite."""
     wide = encoded[: out.size * out.itemsize].view(out.dtype)
     bad = 0
     for i in range(out.size):

@@ -1,9 +1,9 @@
-"""The kernels for GPUs: written in Triton, one program per block, one pass over memory.
+"""GPU kernels in Triton: one program per block, one pass over memory.
 
-A block is a matrix of (planes, bytes): the elements whose codes share byte j are column j, see
+A block is a matrix (planes, bytes): column j holds the elements whose codes share byte j, see
 `wire_format`. Divisions are exact and products are not fused with additions, so that results are
-the bits of `reference`, except that with 4, 2 and 1 bits scales are summed in another order.
-``TRITON_INTERPRET=1``, set before Triton is imported, runs them on CPU tensors.
+bit-identical to `reference`, except that with 4, 2 and 1 bits scales are summed in another order.
+With ``TRITON_INTERPRET=1``, set before Triton is imported, the kernels run on CPU tensors.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -39,7 +39,7 @@ from torchmn.comm.streams import streams_of
 __all__ = ["decode", "encode", "outer_sum", "subtract_outer_"]
 
 EXACT = {"enable_fp_fusion": False}
-"""Options of each kernel."""
+"""Options of all kernels: products and sums are rounded separately."""
 _SMALL_CHUNK = 1024
 _NUM_COLUMNS = 6
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and subtracting it rounds to even
@@ -50,7 +50,7 @@ _INFINITE_BITS = tl.constexpr(0x7F800000)
 
 @dataclass(frozen=True)
 class _Tables:
-    """Of a plan, on its GPU: rows of start, length, float index, byte, segment, counter."""
+    """Tables of a plan on its GPU. Rows: start, length, float index, byte, segment, counter."""
 
     blocks: Tensor
     small: Tensor
@@ -69,7 +69,7 @@ def encode(
     if noise is not None:
         keys = torch.from_numpy(noise.keys(plan.stripe).astype(np.int64))
         keys_there = torch.empty(keys.shape, dtype=keys.dtype, device=values.device)
-        streams_of(values.device).send(keys, keys_there)
+        streams_of(values.device).send(keys, keys_there)  # unlike .to(): no wait
     with torch.cuda.device_of(out):  # Triton launches on the current device
         if len(tables.blocks):
             _encode_block[(len(tables.blocks),)](
@@ -119,7 +119,7 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
 def _launch_small(
     buffer: Tensor, encoded: Tensor, flags: Tensor, tables: _Tables, *, add: bool, reads: bool
 ) -> None:
-    """Copy small parameters to the encoded bytes if ``reads``, else from there."""
+    """Copy small parameters from the buffer to the encoded bytes if ``reads``, else back."""
     if len(tables.small):
         _copy_small[(len(tables.small),)](
             buffer,
@@ -134,7 +134,7 @@ def _launch_small(
 
 
 def _columns(plan: StripePlan) -> int:
-    """Columns of a block's matrix: bytes of its codes, up to a power of two."""
+    """The number of columns of a block's matrix: bytes of its codes, rounded up to a power of 2."""
     return int(triton.next_power_of_2(plan.spec.block_length * plan.spec.bits // 8))
 
 
@@ -152,7 +152,7 @@ def _tables_of(plan: StripePlan, device: torch.device) -> _Tables:
 
 
 def _rows_of(segment: int, row: list[int], plan: StripePlan) -> npt.NDArray[np.int64]:
-    """The rows of a segment in its table: one for each block, or for each chunk of a small one."""
+    """The rows of a segment in its table: one per block, or per chunk of a small parameter."""
     spec, is_small = plan.spec, row[IS_SMALL]
     step = _SMALL_CHUNK if is_small else spec.block_length
     first = np.arange(0, row[NUMEL], step, dtype=np.int64)
@@ -169,6 +169,7 @@ def _rows_of(segment: int, row: list[int], plan: StripePlan) -> npt.NDArray[np.i
     return found
 
 
+# By bits and not by a comparison: infinity and NaN have all bits of the exponent set.
 @triton.jit
 def _is_infinite(x):
     return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= _INFINITE_BITS
@@ -176,7 +177,7 @@ def _is_infinite(x):
 
 @triton.jit
 def _chance(counter):
-    """`lowbias32` of a counter, as an odd multiple of 2**-24 in (0, 1)."""
+    """A pseudorandom number in (0, 1), an odd multiple of 2**-24: `lowbias32` of a counter."""
     x = counter
     x = x ^ (x >> 16)
     x = x * tl.full([], 0x7FEB352D, tl.uint32)
@@ -224,6 +225,7 @@ def _encode_block(
     magnitude = tl.abs(w)
     is_bad = _total((mask & _is_infinite(w)).to(tl.int32)) > 0
     largest = tl.max(tl.max(magnitude, axis=1), axis=0)
+    # tl.where() evaluates both of its values, so divisors below must never be zero.
     if BITS == 1:
         if IS_STOCHASTIC:
             low = tl.min(tl.min(tl.where(mask, w, float("inf")), axis=1), axis=0)
@@ -250,6 +252,7 @@ def _encode_block(
     low, high = low.to(tl.float32), high.to(tl.float32)
     is_bad = is_bad | _is_infinite(low) | _is_infinite(high)
     if IS_STOCHASTIC:
+        # Counters wrap around at 32 bits, as in the other kernels.
         first = (tl.load(keys + segment) + counter) & 0xFFFFFFFF
         chance = _chance(first.to(tl.uint32) + element.to(tl.uint32))
     if BITS == 1:
@@ -259,6 +262,7 @@ def _encode_block(
             codes = (w >= 0.0).to(tl.int32)
         decoded = tl.where(codes == 1, high, low)
     else:
+        # The conversion of NaN to an integer is undefined.
         scaled = tl.where(is_bad, 0.0, w * high)
         if IS_STOCHASTIC:
             scaled += chance - 0.5
@@ -276,6 +280,7 @@ def _encode_block(
     tl.store(floats + pair, tl.where(is_bad, float("nan"), low))
     if BITS == 1:
         tl.store(floats + pair + 1, tl.where(is_bad, float("nan"), high))
+    # Programs of several blocks may store to one flag at once: all store 1.
     tl.store(flags + segment, tl.full([], 1, tl.uint8), mask=is_bad)
 
 
@@ -321,7 +326,7 @@ def _decode_block(
 def _copy_small(
     buffer, encoded, flags, table, ADD: tl.constexpr, OUT: tl.constexpr, CHUNK: tl.constexpr
 ):
-    """Copy a part of a small parameter from the buffer to the encoded bytes or back."""
+    """Copy a chunk of a small parameter from the buffer to the encoded bytes, or back."""
     row = table + tl.program_id(0) * 6
     start, length, place = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     segment = tl.load(row + 4)
@@ -331,6 +336,7 @@ def _copy_small(
         x = tl.load(buffer + start + element, mask=mask, other=0.0)
     else:
         x = tl.load(encoded + place + element, mask=mask, other=0.0)
+    # x - x is NaN for infinity and NaN, and 0 for any other number.
     is_bad = tl.sum((mask & ((x - x) != 0.0)).to(tl.int32), axis=0) > 0
     tl.store(flags + segment, tl.full([], 1, tl.uint8), mask=is_bad)
     if OUT:

@@ -1,6 +1,6 @@
-"""The kernels in plain torch, on any device: the compiled ones are tested against them.
+"""Reference kernels in plain torch, for any device. The compiled kernels are tested against them.
 
-Blocks are rows of a matrix. Slow, but with the same bits as the compiled ones.
+Blocks are rows of a matrix. They are slow, but bit-identical to the compiled kernels.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _ROUND = 12582912.0  # 1.5 * 2**23: adding and subtracting it in float32 rounds 
 def encode(
     values: Tensor, lost: Lost | None, out: Tensor, plan: StripePlan, noise: Noise | None
 ) -> Tensor:
-    """Encode a stripe; returns flags (num_segments,) uint8: segments that are not finite.
+    """Encode a stripe; returns flags (num_segments,) uint8, nonzero if a segment is not finite.
 
-    ``values`` (span,) in the wide dtype, ``out`` (plan.nbytes,) uint8. See
+    ``values`` is (span,) in the wide dtype, ``out`` is (plan.nbytes,) uint8. ``lost``: see
     `StripeCodec.encode_with_feedback`. A block that is not finite is encoded as NaN.
     """
     spec = plan.spec
@@ -62,7 +62,7 @@ def encode(
 
 
 def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tensor:
-    """Decode into ``out`` (span,) in the wide dtype, or add to it; returns flags as `encode`."""
+    """Decode into ``out`` (span,) in the wide dtype, or add to it; returns flags like `encode`."""
     spec = plan.spec
     flags = torch.zeros(len(plan.table), dtype=torch.uint8, device=out.device)
     for s, row in enumerate(plan.table.tolist()):
@@ -90,10 +90,10 @@ def decode(encoded: Tensor, out: Tensor, plan: StripePlan, *, add: bool) -> Tens
 
 
 def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """``out`` (n, m) becomes ``p`` (n, r) times the transpose of ``q`` (m, r).
+    """Write the product of ``p`` (n, r) and the transpose of ``q`` (m, r) to ``out`` (n, m).
 
-    Added up in the order of r, every product and sum rounded: the same bits on every machine, which
-    a matrix product does not promise.
+    Terms are added in the order of r, and every product and sum is rounded, so the bits are the
+    same on every machine, which matrix products do not guarantee.
     """
     torch.mul(p[:, :1], q[:, 0], out=out)
     for k in range(1, p.shape[1]):
@@ -101,7 +101,7 @@ def outer_sum(p: Tensor, q: Tensor, out: Tensor) -> None:
 
 
 def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
-    """Subtract ``p`` (n, r) times the transpose of ``q`` (m, r) from ``v`` (n, m)."""
+    """Subtract the product of ``p`` (n, r) and the transpose of ``q`` (m, r) from ``v`` (n, m)."""
     for k in range(p.shape[1]):
         v -= p[:, k : k + 1] * q[:, k]
 
@@ -112,7 +112,10 @@ def subtract_outer_(v: Tensor, p: Tensor, q: Tensor) -> None:
 def _encode_rows(
     work: Tensor, counters: Tensor, spec: QuantizationSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (blocks, length) float32 to numbers (blocks, num_floats), codes, and which are bad."""
+    """Encode rows (blocks, length) float32.
+
+    Returns the numbers (blocks, num_floats), the codes, and which blocks are not finite.
+    """
     largest = work.abs().amax(dim=1)
     if spec.bits == 1:
         low, high = (
@@ -128,7 +131,8 @@ def _encode_rows(
             is_usable = torch.isfinite(squares) & (magnitudes > 0)
             span = torch.where(is_usable, torch.minimum(span, typical), span)
         is_zero = span < MIN_BLOCK_RANGE
-        # A GPU multiplies by the reciprocal of a number: not the same bits.
+        # By a tensor: on a GPU torch divides by a number by multiplying with its reciprocal, which
+        # has other bits.
         low = torch.where(is_zero, 0.0, span / torch.full_like(span, spec.levels))
         inverse = torch.full_like(span, spec.levels) / span  # number / tensor rounds twice
         high = torch.where(is_zero, 0.0, inverse)
@@ -150,7 +154,7 @@ def _encode_rows(
 
 
 def _sum(terms: Tensor) -> Tensor:
-    """Sums of rows, in lanes: see `wire_format.LANES`."""
+    """The sums of rows, computed in lanes, see `wire_format.LANES`."""
     padding = -terms.shape[1] % LANES
     lanes = torch.nn.functional.pad(terms, (0, padding)).view(len(terms), -1, LANES)
     total = torch.zeros_like(lanes[:, 0])
@@ -176,7 +180,7 @@ def _values_of(codes: Tensor, numbers: Tensor, spec: QuantizationSpec) -> Tensor
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """(blocks, length) to (blocks, nbytes), in planes."""
+    """Pack codes (blocks, length) into bytes (blocks, nbytes), in planes."""
     nbytes = -(-codes.shape[1] * bits // 8)
     packed = codes.new_zeros((len(codes), nbytes))
     for plane, part in enumerate(codes.split(nbytes, dim=1)):
@@ -197,7 +201,7 @@ def _counters(like: Tensor, first: int) -> Tensor:
 
 
 def _chances(counters: Tensor) -> Tensor:
-    """A number in (0, 1) for every counter: the hash `lowbias32` in 64-bit integers."""
+    """A pseudorandom number in (0, 1) for each counter: `lowbias32` in 64-bit integers."""
     x = counters ^ (counters >> 16)
     x = (x * 0x7FEB352D) & 0xFFFFFFFF
     x = x ^ (x >> 15)
@@ -210,7 +214,7 @@ def _chances(counters: Tensor) -> Tensor:
 
 
 def _rows(segment: Tensor, spec: QuantizationSpec) -> list[Tensor]:
-    """The full blocks of a segment as a matrix, and a last partial one as another."""
+    """The full blocks of a segment as a matrix, and a partial last block as another."""
     full = segment.numel() // spec.block_length * spec.block_length
     rows = [segment[:full].view(-1, spec.block_length), segment[full:].view(1, -1)]
     return [part for part in rows if part.numel()]

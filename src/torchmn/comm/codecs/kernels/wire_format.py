@@ -1,15 +1,15 @@
 """The byte layout of a quantized stripe.
 
-For each segment in turn, each part at a multiple of 8 bytes:
+For each segment in turn, with each part at a multiple of 8 bytes:
 
     small        the elements in the wide dtype
     quantized    per block: scale (float32), with 1 bit two values (of the negative, of the others)
                  then per block: ceil(length * bits / 8) bytes of codes
 
 Codes of one block are packed in planes: with m = ceil(length * bits / 8) bytes, byte j holds in its
-lowest bits the code of element j, then that of j + m, of j + 2m and so on, so that packing and
-unpacking access memory in order. A code is q + levels for a q in -levels .. levels; the one bit is
-1 for values that are not negative.
+lowest bits the code of element j, then those of elements j + m, j + 2m and so on, so that packing
+and unpacking access memory in order. A code is q + levels for q in -levels .. levels. With 1 bit it
+is 1 for values that are not negative.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torchmn.comm.codecs.base import aligned
 from torchmn.comm.codecs.layout import Layout
 
 LANES = 32
-"""Sums over a block run in 32 lanes, lane j over elements j, j + 32 ..., then lanes are added in
-halves: every kernel adds in this order."""
+"""Sums over a block use 32 lanes: lane j sums elements j, j + 32 and so on, then lanes are added in
+halves. All kernels add in this order."""
 MIN_BLOCK_RANGE = 1e-36
 """Blocks with a smaller range are sent as zeros."""
 CLIP_FACTOR_4BIT = 2.5
@@ -37,7 +37,7 @@ START, NUMEL, IS_SMALL, FLOATS, CODES, OFFSET = range(6)
 
 @dataclass(frozen=True, eq=False)
 class QuantizationSpec:
-    """How a block is quantized; the same for all stripes of a codec."""
+    """The parameters of quantization; the same for all stripes of a codec."""
 
     bits: int
     block_length: int
@@ -50,13 +50,13 @@ class QuantizationSpec:
 
     @property
     def num_floats(self) -> int:
-        """float32 numbers per block."""
+        """The number of float32 numbers per block."""
         return 2 if self.bits == 1 else 1
 
 
 @dataclass(frozen=True, eq=False)
 class StripePlan:
-    """The bytes of a stripe. ``table`` (num_segments, 6) int64; starts are relative to it."""
+    """The byte layout of a stripe. ``table`` is (num_segments, 6) int64, relative to the stripe."""
 
     spec: QuantizationSpec
     stripe: Layout
@@ -66,7 +66,7 @@ class StripePlan:
 
 
 def plan_stripe(stripe: Layout, spec: QuantizationSpec) -> StripePlan:
-    """Lay out the bytes of a stripe."""
+    """Compute the byte layout of a stripe."""
     table = np.zeros((len(stripe.segments), 6), dtype=np.int64)
     position = num_blocks = 0
     for row, segment in zip(table, stripe.segments, strict=True):
@@ -87,19 +87,19 @@ def plan_stripe(stripe: Layout, spec: QuantizationSpec) -> StripePlan:
 
 # Random numbers for stochastic rounding: a function of seed, step, parameter and element.
 #
-# They do not depend on how parameters are put into buckets and stripes, they are the same for every
-# kernel, and a counter is all the state there is.
+# They do not depend on the distribution of parameters to buckets and stripes and are the same for
+# every kernel. The step is the only state.
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The random numbers of one encoding: element i of a parameter hashes key + i."""
+    """The random numbers of an encoding: the hash of key + i for element i of a parameter."""
 
     seed: int
     step: int
     side: str
 
     def keys(self, stripe: Layout) -> npt.NDArray[np.uint32]:
-        """(num_segments,): the first counter of each parameter."""
+        """The first counter of each parameter, (num_segments,)."""
         words = (f"{self.seed}/{self.step}/{self.side}/{s.name}" for s in stripe.segments)
         return np.array([zlib.crc32(word.encode()) for word in words], dtype=np.uint32)
