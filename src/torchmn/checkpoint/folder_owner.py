@@ -77,7 +77,7 @@ class Owner(Record, frozen=True, kw_only=True):
         return (self.machine, self.pid, self.started) == (other.machine, other.pid, other.started)
 
     def continues(self, other: Owner) -> bool:
-        """Whether this is a later round of the same elastic job, whose earlier rounds have ended."""
+        """Whether this is a later round of the same elastic job: its earlier rounds have ended."""
         return bool(self.job) and self.job == other.job and self.round > other.round
 
 

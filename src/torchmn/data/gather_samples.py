@@ -94,6 +94,7 @@ def _gathered(
     if not batches:
         return torch.empty(0, dtype=torch.int64, device="cpu"), []
     where = np.concatenate([index for index, _ in batches])
+    # `unique` returns the first position of each index: in reverse order, that of the last value.
     unique, from_end = np.unique(where[::-1], return_index=True)
     order = len(where) - 1 - from_end
     try:
@@ -107,7 +108,7 @@ def _gathered(
 
 
 def _batch(indices: Any, values: Any) -> tuple[np.ndarray[Any, Any], Any]:
-    """What is sent of a batch. Raises ValueError, TypeError: it is nothing by sample."""
+    """The indices and values of a batch. Raises ValueError, TypeError: not one for each sample."""
     where = np.asarray(indices.cpu() if isinstance(indices, Tensor) else indices).reshape(-1)
     if len(where) and where.dtype.kind not in "iu":
         raise TypeError(f"the indices of samples must be integers, and are {where.dtype}.")
