@@ -105,7 +105,7 @@ class ObservationAggregator(extension.Extension):
 
 
 def _as_number(value: Any) -> Any:
-    """Scalars as numbers, pairs as pairs of numbers, which can be sent without pickle."""
+    """Convert scalars to numbers and pairs to pairs of numbers, which are sent without pickle."""
     if isinstance(value, tuple) and len(value) == 2:
         return (float(value[0]), float(value[1]))
     if value is None or isinstance(value, (bool, int, float, str)):
