@@ -42,7 +42,7 @@ class ChunkPlace:
 
 @dataclass(frozen=True)
 class Index:
-    """``version`` of the file is None if it may change without being noticed."""
+    """The chunks of a file. ``version`` is None if the file may change without being noticed."""
 
     path: str
     columns: Columns
@@ -124,7 +124,7 @@ def make_index(path: str, columns: Columns, chunk_bytes: int, skip_ids: bool) ->
 def _info_of(
     table: Table, num: int, with_ids: bool, path: str, columns: Columns, line: int
 ) -> ChunkInfo:
-    """The first ``num`` sequences of a table that begins at a line."""
+    """Describe the first ``num`` sequences of a table, which begins at ``line`` of the file."""
     counts = table.counts[:num]
     for stream, limit in enumerate(columns.max_lengths):
         longer = np.flatnonzero(counts[:, stream] > limit)
@@ -149,7 +149,7 @@ def _info_of(
 
 
 def _version(file: BinaryIO) -> Version | None:
-    """What differs after the file was changed; None if it was changed just now.
+    """A stamp that differs after the file has changed; None if it has changed just now.
 
     Two changes within a tick of the file system's clock have the same time.
     """
@@ -179,13 +179,13 @@ def _end_of_lines(text: Array) -> int:
 
 
 def _pages(nbytes: int) -> Array:
-    """Memory that goes back to the system when it is dropped, as that of malloc may not."""
+    """Allocate memory that is returned to the system when freed, unlike that of malloc."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, np.uint8)
 
 
 def _read(file: BinaryIO, path: str, offset: int, into: Array) -> Array:
-    """The bytes from an offset; fewer than there is room for at the end of the file."""
+    """Read bytes from an offset on, to fill ``into``; fewer at the end of the file."""
     view, filled = memoryview(into.data), 0
     try:
         file.seek(offset)

@@ -130,7 +130,7 @@ class _Held:
 
 
 class _Other:
-    """Where the sequences of the first deserializer are in another one."""
+    """Another deserializer, and where it has the sequences of the first one."""
 
     def __init__(self, deserializer: Deserializer, infos: list[ChunkInfo], order: Indices) -> None:
         self._deserializer = deserializer
@@ -141,7 +141,7 @@ class _Other:
         self._held: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
 
     def part(self, begin: int, end: int) -> _Part:
-        """What belongs to the sequences from ``begin`` to ``end`` of the first deserializer."""
+        """The sequences that belong to those from ``begin`` to ``end`` of the first one."""
         numbers = self._order[begin:end]
         chunks = np.searchsorted(self._starts, numbers, side="right") - 1
         held = {int(c): self._hold(int(c)) for c in np.unique(chunks)}
@@ -203,7 +203,7 @@ def _keys(infos: list[ChunkInfo]) -> list[Hashable] | None:
 def _match(
     wanted: Sequence[Hashable], keys: Sequence[Hashable], first: Deserializer, other: Deserializer
 ) -> Indices:
-    """For each key, where it is in another deserializer."""
+    """For each key, the number of its sequence in the other deserializer. Raises DataError."""
     for each, own in ((first, wanted), (other, keys)):
         places = {key: number for number, key in enumerate(own)}
         if len(places) < len(own):

@@ -70,13 +70,13 @@ class Draw:
 
 
 class ImageTransform(Protocol):
-    """What is done to an image. Own transforms have these two methods."""
+    """A transform of images. Transforms of your own have these two methods."""
 
     def apply(self, image: Image, draw: Draw) -> Image:
-        """The transformed image, an array or view of its own; ``image`` is not changed."""
+        """Return the transformed image, a new array or a view; ``image`` is not changed."""
 
     def output_shape(self, shape: Shape | None) -> Shape | None:
-        """Its shape for images of one shape; None if it depends on the image."""
+        """The shape of transformed images of one shape; None if it depends on the image."""
 
 
 # ---- crop

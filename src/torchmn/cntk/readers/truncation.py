@@ -46,7 +46,7 @@ class RowPosition:
         return min([self.following.sweep, *(row.at.sweep for row in self.rows if row)])
 
     def state(self) -> dict[str, Any]:
-        """Its numbers; a row without a sequence has none."""
+        """The position as numbers, for a checkpoint; a row without a sequence has none."""
         rows = [
             [row.at.sweep, row.at.block, row.at.sequence, row.done] if row else []
             for row in self.rows
@@ -137,7 +137,7 @@ class Decoded:
         chunk: Callable[[int], Chunk],
         seed: int,
     ) -> dict[str, torch.Tensor]:
-        """The samples of all streams of the sequence of a piece."""
+        """The samples of all streams of the whole sequence of a piece."""
         block, at = piece.block, piece.sequence
         key = (block.sweep, int(block.chunks[at]), int(block.indices[at]))
         with self._lock:
@@ -175,7 +175,7 @@ class TruncatedOrder:
         self._decoded = Decoded()
 
     def start(self, sweep: int = 0) -> RowPosition:
-        """Where a sweep begins."""
+        """The position at which a sweep begins."""
         return RowPosition(Position(sweep))
 
     def reading_at(self, position: RowPosition) -> Position:
