@@ -113,6 +113,7 @@ def create_multi_node_checkpointer(
         if _is_writable(comm, access):
             owner = _own(comm, access)
     storage = FolderStorage(where, gid=gid, confirm=None if owner is None else owner.confirm)
+    # Of its own: a background thread uses it while gradients are exchanged over the others.
     transport = comm.groups.new_transport("checkpoint") if comm.size > 1 else None
     channel = ControlChannel(
         transport, comm.rank_label, comm.timeout_s, recorder=comm.flight_recorder.for_other_thread()

@@ -248,6 +248,7 @@ class _Progress:
         return self._elapsed_before_s + running_s
 
     def _now(self) -> Totals:
+        # Called when something is written: only then does the host wait for sums on a GPU.
         self._loss = float(self._loss)
         self._metric = None if self._metric is None else float(self._metric)
         return self._samples, self._updates, self._loss, self._metric

@@ -50,7 +50,7 @@ class SessionUpdater:
 
     @property
     def epoch_detail(self) -> float:
-        """As `epoch`: a source does not say how much of a sweep is over."""
+        """Equal to `epoch`: a source does not tell the fraction of a sweep."""
         return float(self.epoch)
 
     @property
@@ -134,7 +134,7 @@ class Action:
 
     @property
     def index(self) -> int:
-        """How many multiples were passed before this iteration."""
+        """Number of multiples that were passed before this iteration."""
         before = self._updater.before[self.unit]
         return 0 if self.period is None else before // self.period
 

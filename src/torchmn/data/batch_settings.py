@@ -30,7 +30,7 @@ class BatchSettings:
     initial: Samples
     """The global batch at the beginning; it differs where the batch grows."""
     growth: str = ""
-    """How it grows; empty if it does not."""
+    """Description of how the batch grows; empty if it does not."""
     shares: list[int] = field(default_factory=list)
     """The samples of each rank in the next step."""
     local_batch: int | None = None

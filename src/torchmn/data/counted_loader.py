@@ -138,6 +138,7 @@ class _LoopOfScript(_Loop):
         try:
             batch = super().__next__()
         finally:
+            # This rank may have drawn numbers of its own for the samples, also if that raised.
             one_pass.streams.draw_together()
             for observer in events.observers:
                 observer.phase("data", begins=False)

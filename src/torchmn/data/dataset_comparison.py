@@ -198,6 +198,7 @@ def _collect(value: Any, texts: list[str], numbers: list[float], most: int) -> N
 
 def _read(name: str, dataset: Any, length: int) -> dict[str, Content]:
     """Three samples by a name; nothing if reading them raises, is slow or random."""
+    # Generators belong to the process: ranks that are its threads must not seed them at once.
     with rng_state.in_turn:
         before, end_s = rng_state.capture(_CPU), time.monotonic() + _READING_S
         try:

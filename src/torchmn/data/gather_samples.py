@@ -86,6 +86,7 @@ def _gathered(
             own = [*map(_batch, indices, values)]
         except (TypeError, ValueError) as error:
             own = str(error)
+    # A problem is sent in place of values: all ranks raise it, and none waits for the others.
     everyone = comm.allgather_obj(own)
     for rank, theirs in enumerate(everyone):
         if isinstance(theirs, str):

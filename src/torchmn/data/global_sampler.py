@@ -103,6 +103,7 @@ class GlobalSampler(PassSampler):
         dataset = None
         if not isinstance(dataset_length, (int, np.integer)):
             dataset, dataset_length = dataset_length, len(dataset_length)
+        # Compared before they are checked: what the checks raise, all ranks raise.
         raise_if_ranks_differ(
             comm,
             "GlobalSampler",

@@ -123,6 +123,7 @@ class _FromMaster:
         return value
 
     def _note(self, seen: Mapping[str, Any]) -> None:
+        # Sent with every batch, so that `state_dict` is the same on all ranks, and local.
         self._state = seen["state"]
         for name, value in seen["progress"].items():
             setattr(self, name, value)

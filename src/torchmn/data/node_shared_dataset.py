@@ -106,6 +106,7 @@ def _pass_along(
                 mapped = memory.map_shared()
             except OSError as full:
                 error = memory_error_from(full, size, shared_directory, COPY)
+        # All ranks learn of a full memory before the chunk moves, or others would wait in recv.
         raise_if_any_failed(comm, error)
         if mapped is not None:
             _pass_chunk(comm, chain, mapped, begin, end)

@@ -180,7 +180,7 @@ def scatter_dataset(
     begin, end = shard_bounds(
         lengths[root], comm.size, comm.rank, force_equal_length=chosen["force_equal_length"]
     )
-    _scattered.add(comm)
+    _scattered.add(comm)  # a resume on another number of ranks warns that its shards differ
     shard = SubDataset(samples, begin, end, order)
     shard.is_of_one_rank = comm.size > 1
     return shard

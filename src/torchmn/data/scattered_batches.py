@@ -48,7 +48,7 @@ class _Order:
     before: torch.Tensor | None
     """torch's generator when a resumed pass began, before the loader drew a seed of workers."""
     state: LoaderState = field(default_factory=LoaderState)
-    """What is known once the order is drawn; empty before."""
+    """The state to resume the pass from, once its order is drawn; empty before."""
     num_batches: int | None = None
     """Number of batches of the whole pass, once it is known."""
     drawing: Iterator[Sequence[Any]] | None = None
@@ -60,7 +60,7 @@ class _Order:
     marks: GeneratorMarks | None = None
     """States of the sampler's generators during the pass, on rank 0."""
     indices: list[Any] = field(default_factory=list)
-    """In an evaluation, the samples of each part that the loader has drawn."""
+    """The sample indices of each part that the loader has drawn, in an evaluation only."""
     num_drawn: int = 0
     """Batches over all ranks whose parts the loader has drawn, those that it skipped included."""
 
@@ -155,6 +155,8 @@ class ScatteredBatches(PassSampler):
         if self._resumed is not None:
             with rng_state.in_turn:
                 before = torch.get_rng_state()
+        # What a loader draws when a pass begins, as the seed of its workers, was drawn before the
+        # state was saved: after a resume the generator is set back to `before`.
         self._order = _Order(self._resumed, before)
 
     def __iter__(self) -> Iterator[list[Any]]:

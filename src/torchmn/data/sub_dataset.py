@@ -110,6 +110,7 @@ class SubDataset(Dataset[Sample]):
             position += len(self)
         if not 0 <= position < len(self):
             raise IndexError(f"Sample {index} of a part with {len(self)} samples.")
+        # Torch seeds the workers of all ranks alike: augmentation must not be the same on each.
         if self.is_of_one_rank:
             rank_seeds.fork_in_worker(self._streams)
         if self._indices is None:
@@ -128,6 +129,7 @@ class SubDataset(Dataset[Sample]):
         return state
 
     def __copy__(self) -> SubDataset[Sample]:
+        # By default copies use `__getstate__`, which leaves out samples of other parts.
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         return twin

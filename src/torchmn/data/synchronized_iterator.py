@@ -1,4 +1,4 @@
-"""The same order of samples on all ranks, each of which reads its own data set."""
+"""Iterators that draw the same order on all ranks, each of which reads its own data set."""
 
 from __future__ import annotations
 

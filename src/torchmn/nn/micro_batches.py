@@ -42,7 +42,7 @@ def tensors_of(obj: Any) -> Iterator[Tensor]:
 
 
 def with_tensors(obj: Any, tensors: Iterator[Tensor]) -> Any:
-    """The same object with other tensors, in the order of `tensors_of`."""
+    """Replace the tensors in an object, in the order of `tensors_of`."""
     if isinstance(obj, Tensor):
         return next(tensors)
     if isinstance(obj, (tuple, list)):

@@ -140,6 +140,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         """
         if self._replica is not None or self._has_ended:
             return
+        # Bound before the store is made, so that no other process can take the port.
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         store = serve_store(listener, "127.0.0.1", timeout_s=self.timeout_s)
         secret = secrets.token_bytes(32)
@@ -171,6 +172,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         replica, self._replica = self._replica, None
         workers, self._workers = self._workers, None
         if replica is not None:
+            # After a failure workers may not listen any more: `workers.end` then ends them.
             with contextlib.suppress(CommunicationError):
                 if not self._has_failed:
                     replica.control.bcast_obj("end", MAIN)

@@ -71,6 +71,7 @@ class ObservationAggregator(extension.Extension):
             return
         history, self._history = self._history, []
         gathered = self.comm.gather_obj(history)
+        # The other ranks wait for rank 0, and must hear of an exception that the function raises.
         with work_of_all_ranks(self.comm, f"the aggregator of '{self.original_key}'") as gather:
             own = None if gathered is None else _as_number(self.aggregator(gathered))
         result = gather.finish(own)[0]

@@ -174,6 +174,7 @@ def extend_with_reports(
 
     log = LogReport(comm, postprocess=add_speed)
     trainer.extend(log)
+    # The log is collective, so all ranks have it; what prints and writes is on rank 0 only.
     if comm.rank != 0:
         return
     is_terminal = sys.stdout.isatty()

@@ -26,7 +26,7 @@ Version = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ChunkPlace:
-    """Where a chunk is in the file, and its first line, from 1.
+    """The place of a chunk in the file, and its first line, counted from 1.
 
     ``sequences`` is None where the index would become too large; ``has_one`` says by stream whether
     each sequence has one sample.
@@ -167,7 +167,7 @@ def _begin_of_text(file: BinaryIO, path: str) -> int:
 
 
 def _end_of_lines(text: Array) -> int:
-    """Where the last whole line ends; 0 if there is none."""
+    """The offset at which the last whole line ends; 0 if there is none."""
     end, window = len(text), 64 * KiB
     while end > 0:
         begin = max(end - window, 0)

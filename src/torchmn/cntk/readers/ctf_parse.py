@@ -235,7 +235,7 @@ def scan(text: Array, columns: Columns, with_ids: bool) -> Table:
         ids = np.empty(room, np.uint64)
         counts = np.empty((room, len(columns.inputs.dims)), np.int64)
         num, num_lines = kernels().scan(text, columns.inputs, with_ids, begins, lines, ids, counts)
-        if num >= 0:
+        if num >= 0:  # negative: the arrays were too small
             break
         room *= 4
     begins = np.append(begins[:num], len(text))
@@ -318,7 +318,7 @@ def _lengths(parts: Sequence[ChunkPart], num: int, num_streams: int) -> Array | 
 
 
 def _rows(lengths: Array | None, num: int, num_streams: int) -> tuple[Array, list[int]]:
-    """By stream, the first row of each sequence and the number of rows."""
+    """The first row of each sequence and the number of rows, both by stream."""
     if lengths is None:
         first_rows = np.repeat(np.arange(num), num_streams).reshape(num, num_streams)
         return first_rows, [num] * num_streams

@@ -442,6 +442,7 @@ class _Archives:
                     open_file(path).close()  # raises if it is no ordinary file
                     self._open[key] = zipfile.ZipFile(path)
                 archive = self._open[key]
+            # Without the lock: a ZipFile has its own, and threads decompress side by side.
             size = archive.getinfo(member).file_size
             if size > MAX_IMAGE_BYTES:
                 raise DataError(f"{path}: {member} has {size} bytes, more than {MAX_IMAGE_BYTES}.")

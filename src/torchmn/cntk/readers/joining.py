@@ -148,6 +148,7 @@ class _Other:
         return _Part(self._streams, chunks, numbers - self._starts[chunks], held)
 
     def _hold(self, chunk_id: int) -> _Held:
+        # Read under the lock: a chunk that several threads need is read once.
         with self._lock:
             held = self._held.get(chunk_id)
             if held is None:
@@ -155,6 +156,7 @@ class _Other:
             return held
 
     def __getstate__(self) -> dict[str, object]:
+        # Weak references cannot be pickled, and a worker process reads its chunks itself.
         return {name: value for name, value in vars(self).items() if name != "_held"}
 
     def __setstate__(self, state: dict[str, object]) -> None:

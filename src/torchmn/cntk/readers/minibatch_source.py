@@ -209,7 +209,7 @@ class MinibatchSource:
             streams = as_in_other_parts(first.streams.result(), self._has_one_sample)
             found = {key: streams[stream.name].to(device) for key, stream in wanted.items()}
         except BaseException:
-            self._ahead.forget()
+            self._ahead.forget()  # so that the next call reads this minibatch again
             raise
         self._ahead.begin_another(self._progress, request)
         self.global_num_samples = first.minibatch.num_samples

@@ -144,6 +144,7 @@ class Decoded:
             if key in self._sequences:
                 self._sequences.move_to_end(key)
                 return self._sequences[key]
+        # Without the lock, so that threads decode side by side; two may decode the same sequence.
         chunks, indices = block.chunks[at : at + 1], block.indices[at : at + 1]
         found = gather(chunks, indices, streams, chunk, (seed, block.sweep))
         length = 1 if block.lengths is None else int(block.lengths[at])

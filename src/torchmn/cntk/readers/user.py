@@ -181,6 +181,7 @@ class UserChunks:
 
     def get_chunk(self, chunk_id: int) -> Chunk:
         """See `Deserializer`."""
+        # A user's `get_chunk` need not be safe to call from several threads.
         with self._lock:
             return self._kept.pop(chunk_id, None) or self._read(chunk_id)
 

@@ -153,6 +153,7 @@ class Trainer:
             optimizer.zero_grad()
         loss, own = self._evaluate(arguments, device)
         own.is_sweep_end = _is_sweep_end(arguments) if is_sweep_end is None else is_sweep_end
+        # Before backward, which hides the time of this sum.
         under_way = start_sum(own, self.communicator)
         shared = self._shared
         # Whether the next step is with this rank's own gradients.

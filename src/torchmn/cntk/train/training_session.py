@@ -243,7 +243,10 @@ class TrainingSession:
 
     @contextmanager
     def _equal_buffers(self) -> Iterator[None]:
-        """Run the body with running statistics that are means over ranks. *Collective.*"""
+        """Average running statistics over ranks for the body, then restore each rank's own.
+
+        *Collective.*
+        """
         if self.comm is None:
             yield
             return

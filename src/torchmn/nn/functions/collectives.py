@@ -195,6 +195,8 @@ def _made(
     tensors = [x for x in inputs if isinstance(x, Tensor)]
 
     def make() -> tuple[tuple[Tensor, ...], Any]:
+        # A reentrant checkpoint runs first without gradients, and records in its second run. What
+        # the ranks agree on is kept with the results, so that the second run asks no other rank.
         is_recorded = torch.is_grad_enabled() or around.is_reentrant_forward
         if is_recorded:
             own = any(around.records(x) for x in tensors)

@@ -116,6 +116,7 @@ class Exchange:
         """Exchange the gradients, in a backward pass."""
         pass_id = current_graph_task_id()
         order = order_of(self.comm)
+        # Errors are found before anything is sent, so that no rank gets half of an exchange.
         self._raise_if_repeated(pass_id)
         order.raise_if_incomplete(self, pass_id)
         order.has_run_backward = True
@@ -196,7 +197,7 @@ class _Node(torch.autograd.Function):
         ctx.hidden = [Like(delegate) for delegate in inputs[num_inputs:]]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(x for x in results if not has_gradients(x)))
-        exchange.node_reference = weakref.ref(ctx)
+        exchange.node_reference = weakref.ref(ctx)  # ctx is the node, and refers to the exchange
         return tuple(results)
 
     @staticmethod

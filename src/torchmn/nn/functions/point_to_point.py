@@ -65,6 +65,7 @@ def send(x: Tensor | Sequence[Tensor], comm: Communicator, rank: int, tag: int =
     exchange.is_delegate = True
 
     def send_once() -> tuple[tuple[Tensor, ...], Any]:
+        # The sender decides which tensors have gradients: the receiver learns it by the flags.
         flags = [around.records(each) for each in xs]
         if any(flags):
             message.number = comm.replies.new_number(rank)
@@ -199,6 +200,7 @@ class _Message:
             return (), None
         exchange = Exchange(self.comm, f"gradient to rank {self.peer}", answer.recv_gradient)
         exchange.is_delegate = True
+        # In a second backward this gradient is a message itself, whose gradient comes back here.
         order_of(self.comm).expect(exchange, self.peer, answer.number)
         sent = [g for g, flag in zip(grads, flags, strict=True) if flag and g is not None]
         return (), exchange.recorded([sent[0].new_zeros(())], sent, is_in_program=False)[0]

@@ -108,6 +108,7 @@ class Exchange:
                 "framework reduces their gradients itself. Give it whole parameters, or write the "
                 "loop with torchmn.create_multi_node_optimizer() and a torchmn.Grid."
             )
+        # A framework may have seeded all ranks alike: their dropout must differ once they train.
         rank_seeds.share_equal_numbers(self.connect(device))
         made = create_multi_node_optimizer(
             optimizer,
@@ -282,7 +283,8 @@ class FrameworkOptimizer(MultiNodeOptimizer):
       In their loops each rank has a backward pass, so that asking is no part of an exchange.
     """
 
-    # What `state_dict` returns while a framework writes a checkpoint.
+    # Returned by `state_dict` while a framework writes a checkpoint: it asks rank 0 alone, which
+    # could not gather the states of the others then.
     prepared_state: dict[str, Any] | None = None
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

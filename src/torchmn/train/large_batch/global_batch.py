@@ -346,6 +346,7 @@ class GlobalBatch:
             begin, end = shard_bounds(num_own, num_passes, index, force_equal_length=False)
             share = 1.0 if is_sum else (end - begin) / num_own
             is_last = index == num_passes - 1
+            # The script runs its backward pass inside of this context, between two yields.
             with nullcontext() if is_last or ours is None else ours.no_sync():
                 yield MicroBatch(part, share)
         if ours is not None and not num_own:

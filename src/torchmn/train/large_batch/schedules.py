@@ -83,6 +83,7 @@ class BatchSchedule(LRScheduler):
         self._rates_set: list[tuple[dict[str, Any], float | None]] = []
         """Parameter groups and the rates that were set last; None: a tensor on a GPU."""
         self._has_warned = False
+        # The constructor of torch calls `step`, before the batch can have counted anything.
         super().__init__(optimizer)
         self._is_made = True
 
