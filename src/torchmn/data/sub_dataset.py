@@ -110,7 +110,7 @@ class SubDataset(Dataset[Sample]):
             position += len(self)
         if not 0 <= position < len(self):
             raise IndexError(f"Sample {index} of a part with {len(self)} samples.")
-        # Torch seeds the workers of all ranks alike: augmentation must not be the same on each.
+        # From numbers that ranks share, torch seeds their workers alike: augmentation must differ.
         if self.is_of_one_rank:
             rank_seeds.fork_in_worker(self._streams)
         if self._indices is None:

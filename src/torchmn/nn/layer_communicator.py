@@ -41,7 +41,7 @@ class LayerCommunicator:
         return self._num_layers
 
     def note_forward(self, layer: nn.Module) -> None:
-        """Count forward passes, as the time limit after the first one is a shorter one. Local."""
+        """Count forward passes: the time limit is shorter after the first one. Local."""
         if current_graph_task_id() != -1:  # a checkpointed function runs again
             return
         if layer in self._seen:

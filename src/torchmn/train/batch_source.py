@@ -41,7 +41,7 @@ class BatchSource(Protocol):
 
 
 def batch_source(iterator: Any) -> BatchSource:
-    """``iterator`` itself if it counts epochs, else `EpochLoader` over it.
+    """Return ``iterator`` if it counts epochs, else an `EpochLoader` over it.
 
     Raises UsageError: it can be iterated only once.
     """

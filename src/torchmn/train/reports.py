@@ -63,7 +63,7 @@ class LogReport(log_report.LogReport):
 
 
 class SummaryOverRanks:
-    """Replaces a ``DictSummary``; its means are over all ranks."""
+    """A summary, in place of pytorch-pfn-extras' ``DictSummary``, with means over all ranks."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm

@@ -46,7 +46,7 @@ class Record(Mapping[str, Value], Generic[Value]):
 
 @dataclass(frozen=True)
 class StreamDef:
-    """What to read as one stream. CNTK's arguments, in CNTK's order.
+    """The definition of one stream. The arguments are CNTK's, in CNTK's order.
 
     Args:
         field: the name of the input in the file; None for the stream's own name.

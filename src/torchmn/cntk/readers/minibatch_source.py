@@ -438,6 +438,7 @@ class _FrameChunk:
 
     def sequences(self, indices: Indices, seed: Seed) -> dict[str, StreamData]:
         """See `Chunk`."""
+        # One thread decodes the whole chunk, and those that need frames of it wait here.
         with self._lock:
             if self._decoded is None or self._decoded[0] != seed:
                 self._decoded = (seed, self._decode(seed))

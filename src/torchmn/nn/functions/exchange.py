@@ -222,7 +222,7 @@ class Order:
         )
 
     def note_call(self, comm: Communicator) -> None:
-        """Count steps, as the time limit after the first one is a shorter one."""
+        """Count steps: the time limit is shorter after the first one."""
         if current_graph_task_id() == -1:
             self._num_steps += self.has_run_backward
             self.has_run_backward = False

@@ -23,7 +23,7 @@ from torchmn.base.script_line import script_frame
 from torchmn.base.torch_private import current_graph_task_id
 
 Made = tuple[tuple[Tensor, ...], Any]
-"""The tensors that an exchange has received, and what else is known of it."""
+"""The tensors that an exchange has received, and further facts about it."""
 Kind = Literal["none", "reentrant", "nonreentrant"]
 
 _FILE = checkpoint.__file__

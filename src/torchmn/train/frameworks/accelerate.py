@@ -66,7 +66,7 @@ def attach(target: T, options: ExchangeOptions | None = None) -> T:
 
 
 class AcceleratorExchange(_Base):
-    """Mixed with the class of an ``Accelerator`` by `attach`."""
+    """An ``Accelerator`` whose gradients torchmn exchanges; mixed with its class by `attach`."""
 
     exchange: Exchange
 
@@ -164,7 +164,7 @@ class AcceleratorExchange(_Base):
 
 
 class TrainerExchange(_Base):
-    """Mixed with the class of a ``Trainer`` by `attach`."""
+    """A ``Trainer`` whose gradients torchmn exchanges; mixed with its class by `attach`."""
 
     exchange: Exchange
     _has_best_model = False  # whether `train` has loaded it, after a flush

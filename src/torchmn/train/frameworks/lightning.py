@@ -134,7 +134,7 @@ class _Collectives(_Base):
 
 
 class TrainerStrategy(_Collectives):
-    """Mixed with the Trainer's ``DDPStrategy`` by `lightning_strategy`."""
+    """The strategy of Lightning's Trainer; mixed with its ``DDPStrategy``."""
 
     exact_evaluation = True
     flushing: Any  # a `FlushCallback`
@@ -250,7 +250,7 @@ class FlushCallback(_Base):
 
 
 class FabricStrategy(_Collectives):
-    """Mixed with Fabric's ``DDPStrategy`` by `fabric_strategy`."""
+    """The strategy of Fabric; mixed with its ``DDPStrategy``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -306,7 +306,7 @@ class _SyncControl:
         self._exchange = exchange
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Accumulate gradients of ``module`` inside. Local."""
+        """A context in which gradients of ``module`` are accumulated, not exchanged. Local."""
         return self._exchange.no_sync(module) if enabled else nullcontext()
 
 
@@ -340,9 +340,9 @@ def _leave_out_repeated(loader: DataLoader[Any], limit: float) -> bool:
 def _class(
     part: str, ours: type, module: str = "strategies", theirs_name: str = "DDPStrategy"
 ) -> Any:
-    """Our class, mixed with one of the Lightning that the script has imported.
+    """Derive a class from ``ours`` and a class of Lightning, in the package that the script uses.
 
-    Raises ImportError: there is none.
+    Raises ImportError: Lightning is not installed.
     """
     names = {"pytorch": ["lightning.pytorch", "pytorch_lightning"]}
     names["fabric"] = ["lightning.fabric", "lightning_fabric"]

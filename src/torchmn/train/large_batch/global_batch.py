@@ -137,7 +137,7 @@ class GlobalBatch:
             )
         num_passes = min(accumulation or 1, global_batch // comm.size or 1)
         self._pass_limit = Fraction(local_batch or Fraction(share, num_passes))
-        """The most samples of a pass; not whole where passes differ by one."""
+        """The most samples of a pass; a fraction if passes differ by one sample."""
         needed = self._num_passes(share)
         if accumulation is not None and local_batch is not None and accumulation != needed:
             raise UsageError(

@@ -97,8 +97,9 @@ class GradientNoiseScale:
         self.num_measurements = 0
         self._reducer = optimizer.reducer
         self._square = 0.0
-        """The average of |G|², and of tr(Σ)."""
+        """Moving average of |G|²."""
         self._variance = 0.0
+        """Moving average of tr(Σ)."""
         _measure_norms(optimizer, self)
 
     def value(self) -> float | None:
