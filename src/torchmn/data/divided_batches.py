@@ -103,7 +103,7 @@ class DividedBatches:
         return self._num_loaders - 1
 
     def note(self) -> None:
-        """Note that a loader divides batches, and call what waits for it. On all ranks or none."""
+        """Note that a loader divides batches; call what `when_used` has. On all ranks or none."""
         self.is_used = True
         while self._when_used:
             owner, method = self._when_used.pop(0)
@@ -111,7 +111,7 @@ class DividedBatches:
                 method(made)
 
     def when_used(self, owner: object, method: Callable[[Any], None]) -> None:
-        """Call ``method(owner)`` at the first `note`, or now. The owner is not kept alive."""
+        """Call ``method(owner)`` at the first `note`, or now after it. Does not keep the owner."""
         self._when_used.append((weakref.ref(owner), method))
         if self.is_used:
             self.note()

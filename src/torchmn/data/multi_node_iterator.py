@@ -186,6 +186,7 @@ class MultiNodeLoader(_FromMaster):
         passes: list[Iterator[Any]] = []
 
         def draw(loader: Iterable[Any]) -> Any:
+            # The pass begins with the first batch, so that all ranks hear of an error in `iter`.
             if not passes:
                 passes.append(iter(loader))
             return next(passes[0])

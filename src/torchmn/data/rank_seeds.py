@@ -171,7 +171,7 @@ class RandomStreams:
 
 
 _NONE = RandomStreams(0, 0, _CPU)
-"""Stands in where nothing is shared: without a seed, or if the ranks share a process."""
+"""Stands in where nothing is shared: without a seed, with one rank, or in ranks as threads."""
 _NONE.is_shared = False
 _current = _NONE
 

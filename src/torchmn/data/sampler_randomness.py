@@ -84,7 +84,7 @@ class GeneratorMarks:
         self._last = self._now()
 
     def forget_before(self, num_batches: int) -> None:
-        """Discard what `rewind` needs only for fewer batches: an endless pass keeps few marks."""
+        """Discard states that only fewer batches need: an endless pass keeps few of them."""
         del self._states[: self._index(num_batches)]
 
     def rewind(self, num_batches: int) -> None:

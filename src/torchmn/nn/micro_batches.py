@@ -95,6 +95,6 @@ def split(batch: Any, num_parts: int) -> list[Any]:
 def _apart(piece: Tensor) -> Tensor:
     """The same memory with a version counter of its own, unless it requires a gradient.
 
-    Views share a counter: autograd would take an in-place change of one part for one of all.
+    Views share a counter: autograd would take an in-place change of one part for changes of all.
     """
     return piece if piece.requires_grad else piece.data

@@ -266,7 +266,7 @@ class _Step:
             roots.append(self._batch.scale(done.loss))
             grads.append(None)
         trained = [t for t in tensors_of(done.output) if t.requires_grad]
-        # Layers of other chains communicate in backward: this part takes part with zeros.
+        # Layers of other chains wait for those of this one in backward: run it, with zeros.
         if link.outputs is None and done.loss is None and self._runs_all:
             roots += trained
             grads += map(torch.zeros_like, trained)

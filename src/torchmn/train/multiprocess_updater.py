@@ -233,6 +233,7 @@ class MultiprocessParallelUpdater(StandardUpdater):
         """Model, loss function and iterator, with all tensors on the CPU."""
         parts = {"model": self.model, "loss_func": self.loss_func, "iterator": self._sources[rank]}
         try:
+            # `cpu()` moves a model in place. Copied together, for the function may hold the model.
             model, loss_func = copy.deepcopy((self.model, self.loss_func))
             return pickle.dumps((model.cpu(), loss_func, parts["iterator"]))
         except Exception as error:

@@ -113,7 +113,7 @@ def make_index(path: str, columns: Columns, chunk_bytes: int, skip_ids: bool) ->
                 has_one = (table.counts[:num] == 1).all(axis=0)
                 chunks.append(ChunkPlace(offset, end, line, info, kept, has_one))
             offset, line, nbytes = offset + end, line + num_lines, chunk_bytes
-        if _version(file) != version:
+        if _version(file) != version:  # written to meanwhile: chunks are then scanned at each read
             version = None
     if not chunks:
         fields = ", ".join(f"|{name}" for name in columns.fields)

@@ -350,6 +350,7 @@ class SequenceOrder:
         indices = np.concatenate([np.arange(count, dtype=np.int64) for count in counts])
         lengths = sequence_lengths(infos)
         if self._seed is not None:
+            # Not 0: numpy takes (seed, sweep, 0) for (seed, sweep), the key of the order of chunks.
             order = keyed_permutation(len(chunks), self._seed, sweep, number + 1)
             chunks, indices = chunks[order], indices[order]
             lengths = None if lengths is None else lengths[order]

@@ -90,7 +90,7 @@ class Exchange:
         hidden = [] if delegate is None or not delegate.requires_grad else [delegate]
         if is_in_program and not self.is_delegate:
             hidden += order.take_pending(self)
-        # autograd makes a node only if an input requires a gradient; `recv` has no input at all.
+        # autograd makes a node only if an input requires a gradient, and `recv` may have no input.
         anchor = torch.empty(0, requires_grad=True, device="cpu")
         self._results = [Like(result) for result in results]
         found = _Node.apply(self, list(results), len(inputs), anchor, *inputs, *hidden)  # type: ignore[no-untyped-call]

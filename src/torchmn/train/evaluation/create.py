@@ -186,7 +186,7 @@ class Recorder:
     def begin_batch(self, batch: Any) -> None:
         """Begin a batch, and end the one before."""
         self.end_batch()
-        self._heartbeat()
+        self._heartbeat()  # ranks with a shorter shard wait, and know that this one goes on
         self._batch, self._batch_size = {}, num_samples(batch)
         self.num_samples += self._batch_size or 0
 
@@ -225,6 +225,7 @@ class RecordingReporter(reporting.Reporter):
 
     def report(self, values: Any, observer: nn.Module | None = None) -> None:
         """See `pytorch_pfn_extras.reporting.Reporter.report`."""
+        # Only the reporter that the script has made knows the names of its observers.
         found: dict[str, Any] = {}
         with self._named.scope(found):
             self._named.report(values, observer)

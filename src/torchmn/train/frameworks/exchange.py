@@ -324,6 +324,7 @@ class FrameworkOptimizer(MultiNodeOptimizer):
         """The states of all ranks in one, on rank 0; other ranks get their own. *Collective.*"""
         state = super().state_dict()
         comm = self.communicator
+        # Under local updates ranks differ in all of the state, else in what torchmn adds at most.
         own: dict[str, Any] = {}
         if self.schedule.traits.replica_consistency != "per_step":
             own = state

@@ -120,6 +120,7 @@ class GrowingSampler(GlobalSampler):
             drop_last=drop_last,
             pad_last=pad_last,
         )
+        # After so many samples all milestones have passed.
         largest = growth.size_at(global_batch, 2**62, max(dataset_length, 1))
         if drop_last and 0 < dataset_length < largest:
             raise UsageError(

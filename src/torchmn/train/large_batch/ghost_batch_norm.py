@@ -33,6 +33,7 @@ class _Ghost(BatchNorm):
         num_parts = _num_parts(input.shape[0], self.ghost_batch) if input.dim() else 0
         if not self.training or num_parts <= 1:
             return super().forward(input)
+        # Before Python 3.12 `super()` without arguments fails inside of a comprehension.
         return torch.cat([super(_Ghost, self).forward(x) for x in input.tensor_split(num_parts)])
 
     def extra_repr(self) -> str:
