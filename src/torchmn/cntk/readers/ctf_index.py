@@ -179,7 +179,7 @@ def _end_of_lines(text: Array) -> int:
 
 
 def _pages(nbytes: int) -> Array:
-    """Allocate memory that is returned to the system when freed, unlike that of malloc."""
+    """Allocate memory that is returned to the system when freed; that of malloc may not be."""
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return np.frombuffer(pages, np.uint8)
 

@@ -149,7 +149,7 @@ class GradientNoiseScale:
         if estimates is None:
             return
         square, variance = estimates
-        # Both averages begin at 0 and are too small by the same factor, which their quotient lacks.
+        # Both averages begin at 0 and so are too small, by a factor that cancels in the quotient.
         self._square = self.decay * self._square + (1 - self.decay) * square
         self._variance = self.decay * self._variance + (1 - self.decay) * variance
         self.num_measurements += 1

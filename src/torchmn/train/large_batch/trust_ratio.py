@@ -33,7 +33,7 @@ class TrustRatioOptimizer(Optimizer):
     """An optimizer whose rate is adapted to the norm of each parameter. Subclasses update."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does. Raises UsageError: an option is out of range."""
+        """Add a group, as torch does. Raises UsageError before that: an option is out of range."""
         if isinstance(param_group, dict):
             name = f"Parameter group {len(self.param_groups)}: "
             self._raise_if_out_of_range({**self.defaults, **param_group}, name)
